@@ -1,0 +1,81 @@
+"""Everything memopt raises on purpose.
+
+::
+
+    MemoptError                     exit code 3, the base
+    ├── UsageError                  2  a flag, spec or path that cannot be used as given
+    ├── FileFormatError             3  the file is no model memopt can read
+    ├── UnsafeFileError             4  reading the file would run code nobody vouched for
+    ├── PlanError                   3  a plan that does not fit the model
+    ├── StepError                   3  the model's training step cannot be run
+    ├── MeasurementError            3  a profiling subprocess gave no answer
+    ├── WriteError                  3  the results could not be written
+    ├── VerificationError           1  the optimized model differs from the original
+    └── Interrupted               130  the user stopped the run
+
+A message says what failed and the values seen; ``hint`` says what to do next.  The one error boundary,
+``cli/app.py``, prints both and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class MemoptError(Exception):
+    """Base of all expected failures.
+
+    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UsageError(MemoptError):
+    """A flag, input spec, configuration key or path that cannot be used as given."""
+
+    exit_code = 2
+
+
+class FileFormatError(MemoptError):
+    """The file is not a model: empty, truncated, random bytes, or a bare ``state_dict``."""
+
+
+class UnsafeFileError(MemoptError):
+    """Reading the file would execute code that the user has not vouched for."""
+
+    exit_code = 4
+
+
+class PlanError(MemoptError):
+    """A plan names a module that is missing, or asks for what cannot be installed there."""
+
+
+class StepError(MemoptError):
+    """One training step of the model cannot be run: inputs rejected, no gradient, NaN, failing backward."""
+
+
+class MeasurementError(MemoptError):
+    """A profiling subprocess ended without an answer: time limit, signal, out of memory, crash."""
+
+
+class WriteError(MemoptError):
+    """The results could not be written; nothing partial was left."""
+
+
+class VerificationError(MemoptError):
+    """The optimized model does not compute what the original computes."""
+
+    exit_code = 1
+
+
+class Interrupted(MemoptError):
+    """The user interrupted the run; subprocesses were ended and partial files removed."""
+
+    exit_code = 130

@@ -1,0 +1,571 @@
+"""The records that stages hand each other: frozen dataclasses, sizes in bytes, times in seconds.
+
+:func:`to_data` turns any of them into plain JSON/YAML values and :func:`from_data` reads them back, checking every
+field; plans, summaries and the messages of profiling subprocesses all use this one pair.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
+
+from memopt_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCHEMA_VERSION = 1
+"""Version of every file memopt writes; raised when a field changes its meaning."""
+
+Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
+OptimizerName = Literal["none", "sgd", "adamw"]
+
+PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
+OPTIMIZERS: tuple[str, ...] = typing.get_args(OptimizerName)
+
+
+# ---------------------------------------------------------------------------------------------- what to run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """What the user vouched for when a file is loaded."""
+
+    packages: tuple[str, ...] = ()
+    """Top-level packages whose ``nn.Module`` classes may be built (``--allow-package``, ``trust:``)."""
+    globals: tuple[str, ...] = ()
+    """Single qualified names that may be imported (``--allow-global``)."""
+    code_paths: tuple[str, ...] = ()
+    """Files or folders made importable, whose module classes are trusted (``--code-path``)."""
+    pickle: bool = False
+    """No check at all (``--trust-pickle``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from: enough for a subprocess to load the same model again."""
+
+    location: str
+    """Path of a file, or ``package.module:callable``."""
+    weights: str | None = None
+    """Path of a state dict that fills the model (``--weights``)."""
+    trust: Trust = Trust()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory, with what is known of the file it came from."""
+
+    module: nn.Module
+    source: ModelSource
+    format: str
+    """``pickle``, ``torchscript`` or ``factory``."""
+    sha256: str | None
+    """Hash of the model file; ``None`` for a factory."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input tensor: ``[name:]SHAPE[@dtype][=values]``."""
+
+    name: str | None = None
+    """Keyword of ``forward``; ``None`` for a positional argument."""
+    shape: tuple[int | str, ...]
+    """Sizes; a string is a symbol looked up in :attr:`InputSpec.dims`."""
+    dtype: str = "float32"
+    """Name of a torch dtype without the prefix."""
+    values: str = "normal"
+    """``normal``, ``uniform``, ``zeros``, ``ones``, ``spikes:RATE`` or ``LOW..HIGH`` (high exclusive)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """The inputs of one training step; exactly one of ``tensors``, ``data_file`` and ``script`` is set."""
+
+    tensors: tuple[TensorSpec, ...] = ()
+    dims: dict[str, int] = field(default_factory=dict)
+    """Size of each symbol, e.g. ``{"B": 8, "S": 128}``."""
+    data_file: str | None = None
+    """``--input-data``: a file that holds the inputs."""
+    script: str | None = None
+    """``--input-script``: ``file.py:function``, called with the dimensions it names."""
+    source: str
+    """Where the spec was found, for people: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How one training step is run."""
+
+    device: str = "cpu"
+    """``cpu`` or ``cuda:N`` (already resolved)."""
+    precision: Precision = "stored"
+    """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
+    loss: str | None = None
+    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.loss_of`."""
+    optimizer: OptimizerName = "none"
+    seed: int = 0
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentPlan:
+    """What to do at one module: make it a segment, perhaps run in chunks."""
+
+    path: str
+    """Module path as in ``named_modules``; empty for the root."""
+    compressor: CompressorName = "null"
+    """Codec of the stored input tensors."""
+    chunks: int = 1
+    """Number of chunks; 1 means the whole input at once."""
+    axis: int = 0
+    """Dimension of inputs and outputs along which the chunks are cut."""
+    seq_inputs: int = 1
+    """How many leading positional arguments are cut; later ones are states, or passed whole."""
+    seq_outputs: int = 1
+    """How many leading outputs are concatenated; later ones are states that the next chunk receives."""
+    spatial_split: bool = False
+    """Each module that ``__spatial_split__`` returns is a segment of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Module path -> what to do there."""
+
+    level: int
+    segments: tuple[SegmentPlan, ...] = ()
+    """In the order of first call."""
+
+
+# ---------------------------------------------------------------------------------------------- what a step did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrace:
+    """One module in a recorded training step; bytes are summed over its calls."""
+
+    path: str
+    class_name: str
+    calls: int
+    """How often forward ran."""
+    order: int
+    """Rank of the first call among all modules."""
+    forward_s: float
+    input_bytes: int
+    """Bytes of the input tensors, each storage once."""
+    packed_input_bytes: int
+    """The same after the lossless compressor named in :attr:`compressor`."""
+    compressor: CompressorName
+    """The smallest codec that held every input of this module exactly."""
+    output_bytes: int
+    saved_bytes: int
+    """Bytes of storages born in this module or below it, less its outputs, alive when forward of the model ended."""
+    refusal: str = ""
+    """Why the module cannot be a segment; empty if it can."""
+    spatial_split: bool = False
+    """The class defines ``__spatial_split__``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One recorded training step of the original model."""
+
+    modules: tuple[ModuleTrace, ...]
+    """Called modules, in the order of first call; the root is among them with the empty path."""
+    tensor_peak_bytes: int
+    resident_bytes: int
+    """Parameters, gradients, buffers, optimizer state and inputs."""
+    batch: int
+    """Batch size the step was recorded at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Bytes alive at the instant of the tensor peak, by category."""
+
+    parameters_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    inputs_bytes: int
+    activations_bytes: int
+    """Born in forward (or in its recomputation) and not one of the above."""
+    temporaries_bytes: int
+    """Born in backward or in the optimizer and not one of the above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleShare:
+    """Activation bytes that one module holds at the instant of the tensor peak."""
+
+    path: str
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One training step, measured in a profiling subprocess."""
+
+    tensor_peak_bytes: int
+    allocated_peak_bytes: int
+    resident_bytes: int
+    """All parameters, buffers, gradients, optimizer state and inputs at full size; a peak less this is its activation peak."""
+    reserved_peak_bytes: int
+    """CUDA: what the caching allocator held; CPU: the same as the allocated peak."""
+    process_peak_bytes: int
+    """Largest resident set of the subprocess, interpreter and libraries included."""
+    step_times_s: tuple[float, ...]
+    """Wall time of each measured step, warm-up excluded."""
+    breakdown: Breakdown
+    holders: tuple[ModuleShare, ...]
+    """Modules that hold most at the tensor peak, largest first."""
+    backend: str
+    """What counted the allocated peak, e.g. ``cpu profiler``."""
+    batch: int
+    spent_s: float
+    """Wall time the whole measurement took, start of the subprocess included."""
+
+    @property
+    def step_s(self) -> float:
+        """Median step time in seconds."""
+        ordered = sorted(self.step_times_s)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """Allocated peak less everything resident, in bytes."""
+        return max(0, self.allocated_peak_bytes - self.resident_bytes)
+
+
+# A measurement that gave no numbers says why, as a type.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The step needs more memory than the subprocess may have."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """The subprocess passed its time limit and was ended."""
+
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """The subprocess ended without an answer."""
+
+    reason: str
+    """``killed by SIGSEGV``, ``exit code 7`` …"""
+    output_tail: str
+    """The last lines it printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """The model's own code raised, or its step has no usable result."""
+
+    message: str
+    hint: str = ""
+    exit_code: int = 3
+
+
+Failure = OutOfMemory | TimedOut | Crashed | StepFailed
+
+
+def describe(failure: Failure) -> str:
+    """One sentence on why there is no measurement."""
+    match failure:
+        case OutOfMemory(detail=detail):
+            return f"out of memory ({detail})" if detail else "out of memory"
+        case TimedOut(limit_s=limit_s):
+            return f"the step ran past its time limit of {limit_s:g} s"
+        case Crashed(reason=reason):
+            return f"the profiling subprocess was lost: {reason}"
+        case StepFailed(message=message):
+            return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The optimized model against the original on the same inputs."""
+
+    passed: bool
+    exact: bool
+    """Compared bit for bit (a plan without chunks) or within ``tolerance`` (relative)."""
+    precision: str
+    """Dtype the comparison ran in: ``stored`` or ``fp64``."""
+    tolerance: float
+    compared: int
+    """Number of tensors compared: outputs, gradients, buffers, state."""
+    worst_name: str
+    """The tensor that differed most; empty if none differed."""
+    worst_difference: float
+    """Largest difference relative to the largest magnitude of the original tensor."""
+    batch: int
+    """Batch size the comparison ran at."""
+    full_size: bool
+    """``batch`` is the batch size that was asked for."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchProbe:
+    """One point of the memory model: the allocated peak at a batch size."""
+
+    batch: int
+    allocated_peak_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAdvice:
+    """How large a batch fits: ``peak = intercept + slope * batch``, fitted to the probes."""
+
+    recommended_batch: int
+    """The largest batch that was run and stayed within the budget."""
+    estimated_batch: int
+    """The largest batch by the fit; equal to ``recommended_batch`` when that was verified by a run."""
+    probes: tuple[BatchProbe, ...]
+    intercept_bytes: float
+    slope_bytes: float
+    """Bytes per sample."""
+    budget_bytes: int
+    device_bytes: int
+    limited_by: str
+    """What bounds the recommendation: the budget, the time limit of a run, or a failed run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelRow:
+    """One level's line in the summary, from its own measurement."""
+
+    level: int
+    plan: Plan
+    outcome: Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
+    predicted_tensor_peak_bytes: int | None
+    """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
+    candidates: int
+    """Plans tried to get here from the level below."""
+    search_s: float
+    note: str = ""
+
+
+@dataclass(slots=True)
+class MemOptSummary:
+    """What one optimization did.
+
+    The fields down to ``recommendation`` keep the names and order of the memory-optimization pipeline that memopt
+    descends from; the next five are those that only its documentation names; the rest is memopt's own.
+    """
+
+    profile: str | None
+    checkpoint_budget: str | None
+    prefer: str | None
+    device: str
+    requested_level: int
+    applied_level: int
+    compress_x: bool
+    allow_expensive_profiling: bool
+    applied_steps: list[str] = field(default_factory=list)
+    skipped_steps: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    gc_wrap_count: int = 0
+    manual_compressor_count: int = 0
+    bit_compressor_count: int = 0
+    null_compressor_count: int = 0
+    spatial_split_count: int = 0
+    temporal_split_count: int = 0
+    unwrap_count: int = 0
+    gc_container_count: int = 0
+    tcgc_container_count: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    gc_candidate_count: int = 0
+    gc_selected_count: int = 0
+    gc_selection_policy: str = "all_candidates"
+    gc_selected_modules: list[str] = field(default_factory=list)
+    gc_selection_explanation: str = ""
+    recommendation: str = ""
+    peak_memory_mb: float | None = None
+    """Measured allocated peak of the applied plan in MiB."""
+    total_gc_count: int = 0
+    total_sliding_count: int = 0
+    compressed_layers: int = 0
+    skipped_errors: int = 0
+    levels: list[LevelRow] = field(default_factory=list)
+    plan: Plan | None = None
+    verification: Verification | None = None
+    advice: BatchAdvice | None = None
+    model_format: str = ""
+    spent_s: float = 0.0
+    """Wall time of the whole optimization."""
+
+
+# ---------------------------------------------------------------------------------------------- one job's in and out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Limits and switches of the search."""
+
+    level: int = 3
+    targets: tuple[str, ...] = ()
+    """``--target``: class names or path globs; empty: memopt chooses."""
+    compress_x: bool = True
+    temporal_split_factor: int = 2
+    max_split_rounds: int | None = None
+    max_candidates_per_round: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeRequest:
+    """Everything ``memopt optimize`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    search: SearchOptions = SearchOptions()
+    output: str | None = None
+    """Path of the optimized model; ``None``: beside the original."""
+    dry_run: bool = False
+    """Search and report, write nothing."""
+    force: bool = False
+    """Existing files may be replaced."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What every written file says of its origin."""
+
+    schema_version: int
+    memopt: str
+    torch: str
+    model: str
+    """Location of the original, as given."""
+    sha256: str | None
+    spec: InputSpec
+    seed: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeResult:
+    """What ``memopt optimize`` did."""
+
+    header: FileHeader
+    summary: MemOptSummary
+    files: tuple[str, ...]
+    """Paths written; empty for a dry run."""
+
+
+# ---------------------------------------------------------------------------------------------- plain data and back
+
+
+Record = TypeVar("Record")
+
+
+def to_data(value: Any) -> Any:
+    """A record -> dicts, lists and scalars; a member of a union of records carries its class name as ``kind``."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _field_data(f.type, getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_data(item) for item in value]
+    return value
+
+
+def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
+    """The inverse of :func:`to_data`.
+
+    Raises :class:`UsageError` that names the place (``segments[2].chunks``) for a missing or unknown key and for a
+    value of the wrong type.
+    """
+    result: Record = _read(cls, data, where or cls.__name__)
+    return result
+
+
+def _field_data(annotation: Any, value: Any) -> Any:
+    data = to_data(value)
+    tagged = isinstance(annotation, str) and "OutOfMemory" in annotation
+    return {"kind": type(value).__name__, **data} if tagged else data
+
+
+def _read(annotation: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if is_dataclass(annotation):
+        return _read_record(annotation, data, where)
+    if origin in (Union, types.UnionType):
+        return _read_union(arguments, data, where)
+    if origin is Literal:
+        if data not in arguments:
+            raise UsageError(f"{where} is {data!r}; it must be one of {', '.join(map(str, arguments))}")
+        return data
+    if origin in (tuple, list):
+        if not isinstance(data, list | tuple):
+            raise UsageError(f"{where} must be a list, not {data!r}")
+        return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{where} must be a mapping, not {data!r}")
+        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+    return data if annotation is Any else _read_scalar(annotation, data, where)
+
+
+def _read_record(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be a mapping, not {data!r}")
+    known = {f.name: f for f in fields(cls)}
+    for key in data:
+        if key not in known and key != "kind":
+            raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, f in known.items():
+        if name in data:
+            values[name] = _read(hints[name], data[name], f"{where}.{name}")
+        elif f.default is MISSING and f.default_factory is MISSING:
+            raise UsageError(f"{where} lacks the key {name!r}")
+    return cls(**values)
+
+
+def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in options:
+        return None
+    options = tuple(o for o in options if o is not type(None))
+    records = {o.__name__: o for o in options if is_dataclass(o)}
+    if len(records) > 1:
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        if kind not in records:
+            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {kind!r}")
+        return _read(records[kind], data, where)
+    for option in options[:-1]:
+        try:
+            return _read(option, data, where)
+        except UsageError:
+            continue
+    return _read(options[-1], data, where)
+
+
+def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
+    if annotation is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
+        raise UsageError(f"{where} must be {annotation.__name__}, not {data!r}")
+    return data

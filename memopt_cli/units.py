@@ -1,0 +1,65 @@
+"""Parse and format byte sizes and counts; :func:`parse_bytes` and :func:`exact_bytes` are exact inverses."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from memopt_cli.errors import UsageError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
+    unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """``"24GiB"``, ``"1.5 MB"``, ``"4096"`` -> bytes.
+
+    ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, a bare number is bytes; case does not matter.
+    Raises :class:`UsageError` for anything else, a negative size or a fraction of a byte.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"'{text}' is not a memory size", hint="Write a number and a unit, for example 24GiB or 512MB.")
+    size = Fraction(match.group(1)) * factor
+    if size.denominator != 1:
+        raise UsageError(f"'{text}' is not a whole number of bytes")
+    return int(size)
+
+
+def exact_bytes(size: int) -> str:
+    """Bytes -> the shortest text that :func:`parse_bytes` reads back exactly, e.g. ``"24GiB"`` or ``"1000B"``."""
+    power = max(p for p in range(len(_BINARY)) if size % 1024**p == 0) if size else 0
+    return f"{size // 1024**power}{_BINARY[power]}"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes -> text for people, one decimal in the largest fitting binary unit, e.g. ``"617.9 MiB"``."""
+    power = 0
+    while abs(size) >= 1024 and power < len(_BINARY) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.0f} B" if power == 0 else f"{size:.1f} {_BINARY[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds -> text for people, e.g. ``"27.6 ms"``, ``"1.57 s"``, ``"2 min 5 s"``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def parse_percent(text: str) -> float | None:
+    """``"90%"`` -> 0.9; ``None`` if the text is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)
+    if match is None:
+        return None
+    share = float(match.group(1)) / 100
+    if not 0 < share <= 1:
+        raise UsageError(f"'{text}' is not a percentage between 0 and 100")
+    return share
