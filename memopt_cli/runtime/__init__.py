@@ -1,0 +1,43 @@
+"""What an optimized model needs while it trains: torch and nothing else of memopt.
+
+Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` by its import path; that path and the
+arguments it takes are a file format and stay.
+"""
+
+from memopt_cli.runtime.compressor import (
+    BitSpikeCompressor,
+    BooleanSpikeCompressor,
+    NullSpikeCompressor,
+    SparseSpikeCompressor,
+    SpikeCompressor,
+    Uint8SpikeCompressor,
+)
+from memopt_cli.runtime.container import (
+    GCContainer,
+    SegmentConfig,
+    TCGCContainer,
+    install_segment,
+    is_recomputing,
+    refusal,
+    remove_segment,
+    segment_of,
+)
+from memopt_cli.runtime.state import reset_hidden_state
+
+__all__ = [
+    "BitSpikeCompressor",
+    "BooleanSpikeCompressor",
+    "GCContainer",
+    "NullSpikeCompressor",
+    "SegmentConfig",
+    "SparseSpikeCompressor",
+    "SpikeCompressor",
+    "TCGCContainer",
+    "Uint8SpikeCompressor",
+    "install_segment",
+    "is_recomputing",
+    "refusal",
+    "remove_segment",
+    "reset_hidden_state",
+    "segment_of",
+]

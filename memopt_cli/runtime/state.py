@@ -1,0 +1,162 @@
+"""What a module carries besides its parameters: buffers, and tensors or numbers it keeps in attributes.
+
+A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
+neuron membranes and counters advance once a step, however often forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+SEGMENT_KEY = "_memopt_segment"
+_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY}
+"""Attributes of every module that are no state: its parameters, children and hooks."""
+
+
+@dataclass(slots=True)
+class _Container:
+    """A built-in container and what it held: restored in place, since others may hold it too."""
+
+    container: dict[Any, Any] | list[Any] | set[Any]
+    items: Any
+
+    def restore(self, replaced: dict[int, Tensor]) -> Any:
+        items = [_restored(item, replaced) for item in self.items]
+        self.container.clear()
+        if isinstance(self.container, list):
+            self.container.extend(items)
+        else:
+            self.container.update(items)
+        return self.container
+
+
+class ModuleState:
+    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [(vars(m), _held(m)) for m in module.modules()]
+
+    def restore(self, replaced: dict[int, Tensor] | None = None) -> None:
+        """Put everything back; a tensor whose ``id`` is in ``replaced`` is put back as that other tensor."""
+        for attributes, held in self._attributes:
+            for key in [k for k in attributes if k not in _STRUCTURE and k not in held]:
+                del attributes[key]
+            for key, value in held.items():
+                attributes[key] = _restored(value, replaced or {})
+
+    def same_bindings(self, other: ModuleState) -> bool:
+        """Every attribute is still the same object in both."""
+        return all(
+            _same(mine, theirs)
+            for (_, mine), (_, theirs) in zip(self._attributes, other._attributes, strict=True)
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor among the attributes."""
+        for _, held in self._attributes:
+            yield from _tensors(list(held.values()))
+
+
+class StartingState:
+    """The state in which a forward started, kept as long as its recomputation may need it.
+
+    Tensors are copied at the start; :meth:`settle`, called when forward has ended, drops the copies of those that did
+    not change, and everything if nothing did.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._state: ModuleState | None = ModuleState(module)
+        self._versions = {id(t): (t, t._version) for t in self._state.tensors()}
+        self._copies = {key: t.detach().clone() for key, (t, _) in self._versions.items()}
+
+    def settle(self) -> None:
+        """Forward has ended: keep what it changed."""
+        changed = {k for k, (t, version) in self._versions.items() if _differs(t, version, self._copies[k])}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in changed}
+        self._versions.clear()
+        if self._state is not None and not changed and self._state.same_bindings(ModuleState(self._module)):
+            self._state = None
+
+    def enter(self) -> ModuleState | None:
+        """Put the module into the starting state; returns the state to :meth:`ModuleState.restore` afterwards."""
+        if self._state is None:
+            return None
+        current = ModuleState(self._module)
+        self._state.restore({key: copy.clone() for key, copy in self._copies.items()})
+        return current
+
+
+def reset_hidden_state(module: nn.Module) -> None:
+    """Forget what earlier steps left on the module: SpikingJelly's memories, snnTorch's membranes, graphs.
+
+    Attributes that hold a tensor with a graph are detached: such a module could be neither copied nor pickled.
+    """
+    for m in module.modules():
+        for name in ("reset", "reset_mem") if hasattr(m, "_memories") else ("reset_mem",):
+            reset = getattr(m, name, None)
+            if callable(reset):
+                reset()
+                break
+    for _, held in ModuleState(module)._attributes:
+        for tensor in _tensors(list(held.values())):
+            if tensor.grad_fn is not None:
+                tensor.detach_()
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    return {key: _hold(value) for key, value in vars(module).items() if key not in _STRUCTURE}
+
+
+def _hold(value: Any) -> Any:
+    if type(value) is list:
+        return _Container(value, [_hold(item) for item in value])
+    if isinstance(value, dict):
+        return _Container(value, [(key, _hold(item)) for key, item in value.items()])
+    if type(value) is set:
+        return _Container(value, list(value))
+    return value
+
+
+def _restored(value: Any, replaced: dict[int, Tensor]) -> Any:
+    if isinstance(value, _Container):
+        return value.restore(replaced)
+    if isinstance(value, tuple) and len(value) == 2 and type(value) is tuple:
+        return tuple(_restored(item, replaced) for item in value)
+    return replaced.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def _tensors(values: list[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, _Container):
+            yield from _tensors(value.items)
+        elif isinstance(value, tuple):
+            yield from _tensors(list(value))
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in mine.items())
+    if isinstance(mine, _Container) and isinstance(theirs, _Container):
+        return mine.container is theirs.container and _same(mine.items, theirs.items)
+    if isinstance(mine, list | tuple) and type(mine) is type(theirs):
+        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
+    return mine is theirs or (isinstance(mine, int | float | bool) and mine == theirs)
+
+
+def _differs(tensor: Tensor, version: int, copy: Tensor) -> bool:
+    if tensor._version != version:
+        return True
+    if tensor.dim() > 1:
+        return False
+    # Batch norm writes its running statistics without raising their version; they are vectors and small.
+    # Asking a GPU would stall it, and a fake tensor cannot answer: there the copy is kept unasked.
+    return tensor.device.type != "cpu" or isinstance(tensor, FakeTensor) or not torch.equal(tensor, copy)

@@ -1,0 +1,53 @@
+"""Tensors inside arguments: nested tuples, lists, dicts and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of ``value`` with ``function`` applied to every leaf; containers are rebuilt, never changed."""
+
+    def visit(leaf: Any) -> Any:
+        if is_dataclass(leaf) and not isinstance(leaf, type | _Slot):
+            rebuilt = copy.copy(leaf)
+            for f in fields(leaf):
+                object.__setattr__(rebuilt, f.name, map_leaves(function, getattr(leaf, f.name)))
+            return rebuilt
+        return function(leaf)
+
+    return _pytree.tree_map(visit, value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in ``value``, in order, repeats included."""
+    return split_tensors(value)[0]
+
+
+def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of ``value`` in order, and ``value`` with a numbered slot in each one's place."""
+    tensors: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
+
+    return tensors, map_leaves(take, value)
+
+
+def join_tensors(tensors: Sequence[Tensor], skeleton: Any) -> Any:
+    """The inverse of :func:`split_tensors`."""
+    return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, skeleton)
