@@ -146,6 +146,22 @@ class Plan:
     """In the order of first call."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRule:
+    """How a module may run in chunks with the same result: the fields of :class:`SegmentPlan` of the same names."""
+
+    axis: int
+    seq_inputs: int
+    seq_outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A module cannot run in chunks, and why."""
+
+    reason: str
+
+
 # ---------------------------------------------------------------------------------------------- what a step did
 
 
@@ -166,9 +182,11 @@ class ModuleTrace:
     """The same after the lossless compressor named in :attr:`compressor`."""
     compressor: CompressorName
     """The smallest codec that held every input of this module exactly."""
+    input_shape: tuple[int, ...]
+    """Shape of the first positional tensor of the first call; empty if there is none."""
     output_bytes: int
     saved_bytes: int
-    """Bytes of storages born in this module or below it, less its outputs, alive when forward of the model ended."""
+    """Bytes of storages born in this module or below it and alive when the model's forward had ended."""
     refusal: str = ""
     """Why the module cannot be a segment; empty if it can."""
     spatial_split: bool = False
@@ -209,6 +227,18 @@ class ModuleShare:
 
     path: str
     held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """One step's tensor peak and who holds it, from a run on real or fake tensors."""
+
+    tensor_peak_bytes: int
+    resident_bytes: int
+    """All parameters, buffers, gradients, optimizer state and inputs at full size."""
+    breakdown: Breakdown
+    holders: tuple[ModuleShare, ...]
+    """Modules that hold most at the peak, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,11 +509,15 @@ class OptimizeResult:
 
 Record = TypeVar("Record")
 
+_TAGGED = (Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused)
+"""Members of a union of records, which plain data must tell apart."""
+
 
 def to_data(value: Any) -> Any:
-    """A record -> dicts, lists and scalars; a member of a union of records carries its class name as ``kind``."""
+    """A record -> dicts, lists and scalars; a measurement's outcome carries its class name as ``kind``."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _field_data(f.type, getattr(value, f.name)) for f in fields(value)}
+        data = {f.name: to_data(getattr(value, f.name)) for f in fields(value)}
+        return {"kind": type(value).__name__, **data} if isinstance(value, _TAGGED) else data
     if isinstance(value, Mapping):
         return {key: to_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -499,12 +533,6 @@ def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
     """
     result: Record = _read(cls, data, where or cls.__name__)
     return result
-
-
-def _field_data(annotation: Any, value: Any) -> Any:
-    data = to_data(value)
-    tagged = isinstance(annotation, str) and "OutOfMemory" in annotation
-    return {"kind": type(value).__name__, **data} if tagged else data
 
 
 def _read(annotation: Any, data: Any, where: str) -> Any:

@@ -173,7 +173,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
-    """``claimed``, cast to the dtype of ``flat``, has the very bits of ``flat`` (so −0.0 and NaN do not slip by)."""
+    """``claimed``, cast to the dtype of ``flat``, has the very bits of ``flat`` (so -0.0 and NaN do not slip by)."""
     if isinstance(flat, FakeTensor):
         return True
     return torch.equal(_bits(claimed.to(flat.dtype)), _bits(flat))

@@ -64,7 +64,13 @@ _thread = threading.local()
 
 def is_recomputing() -> bool:
     """Whether this thread is recomputing a segment's forward: hooks of modules inside one can ask."""
-    return getattr(_thread, "recomputing", 0) > 0
+    return recomputing_module() is not None
+
+
+def recomputing_module() -> nn.Module | None:
+    """The segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
+    stack: list[nn.Module] = getattr(_thread, "recomputing", [])
+    return stack[-1] if stack else None
 
 
 def install_segment(module: nn.Module, config: SegmentConfig) -> None:
@@ -193,13 +199,19 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     codec = COMPRESSORS[config.compressor]
     collected: list[tuple[Any, ...]] = []
     output: Any = None
-    for piece in zip(*(s.tensor_split(chunks, dim=config.axis) for s in sequences), strict=True):
+    for piece in zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True):
         output = _checkpoint(module, forward, (*piece, *states), kwargs, codec)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     joined = tuple(torch.cat(pieces, dim=config.axis) for pieces in zip(*collected, strict=True))
     return (*joined, *output[config.seq_outputs :]) if isinstance(output, tuple) else joined[0]
+
+
+def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
+    # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
+    shorter, longer = divmod(sequence.shape[axis], chunks)
+    return sequence.split([shorter + 1] * longer + [shorter] * (chunks - longer), dim=axis)
 
 
 def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
@@ -262,7 +274,7 @@ def _packing(codec: SpikeCompressor) -> contextlib.AbstractContextManager[Any]:
 
 def _contexts(module: nn.Module) -> tuple[_Forward, _Recomputation]:
     start = StartingState(module)
-    return _Forward(start), _Recomputation(start)
+    return _Forward(start), _Recomputation(module, start)
 
 
 class _Forward:
@@ -282,18 +294,21 @@ class _Forward:
 class _Recomputation:
     """A later run: from the state the first one started in, and without a trace.  Entered once per backward."""
 
-    def __init__(self, start: StartingState) -> None:
+    def __init__(self, module: nn.Module, start: StartingState) -> None:
+        self._module = module
         self._start = start
         self._running: list[Any] = []
 
     def __enter__(self) -> None:
         self._running.append(self._start.enter())
-        _thread.recomputing = getattr(_thread, "recomputing", 0) + 1
+        if not hasattr(_thread, "recomputing"):
+            _thread.recomputing = []
+        _thread.recomputing.append(self._module)
         _thread.depth = getattr(_thread, "depth", 0) + 1
 
     def __exit__(self, *error: object) -> None:
         _thread.depth -= 1
-        _thread.recomputing -= 1
+        _thread.recomputing.pop()
         current = self._running.pop()
         if current is not None:
             current.restore()

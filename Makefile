@@ -1,0 +1,35 @@
+# Everything runs in .venv, made once.  Another interpreter: PYTHON=python3.12 make test
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SAMPLES := sample_models/build/.written
+
+.PHONY: demo samples test lint clean
+
+demo: $(SAMPLES)
+	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 --force
+
+samples: $(SAMPLES)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+clean:
+	rm -rf .venv sample_models/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)
+	$(BIN)/python -m sample_models
+	touch $@

@@ -1,0 +1,149 @@
+"""Can a module run in chunks with the same result?  Found by trying, not by a list of classes.
+
+A copy of the module, in double precision and training mode, is run whole and in even and uneven chunks, on the inputs
+it gets in the model and on drawn ones.  Outputs, gradients, buffers and the state it hands over must agree: a module
+that looks ahead, mixes samples, or draws random numbers does not pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.equality import difference, effects, state_of
+from memopt_cli.records import ChunkRule, Refused, StepSettings
+from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step, seed_everything
+
+_TOLERANCE = 1e-9
+_AXES = (0, 1)
+
+
+class _Reached(Exception):
+    """The module whose inputs are wanted is about to run."""
+
+
+def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A copy of the module at ``path`` as it is when the step calls it first, and the arguments of that call.
+
+    Raises :class:`LookupError` if the step does not call it.
+    """
+    module = step.model.get_submodule(path)
+    captured: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()  # the copy must not carry this hook
+        inputs = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        captured.append((copy.deepcopy(module), *inputs))
+        raise _Reached
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        with torch.no_grad():
+            step.forward()
+    except _Reached:
+        return captured[0]
+    finally:
+        handle.remove()
+    raise LookupError(f"the step does not call {path!r}")
+
+
+def find_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
+    """The first axis along which ``module`` gives the same in chunks, with the least that must be cut."""
+    reasons = []
+    for axis in _AXES:
+        for rule in _conceivable(module, args, kwargs, axis):
+            reason = _disproof(module, args, kwargs, rule)
+            if reason is None:
+                return rule
+            reasons.append(f"axis {axis}: {reason}")
+    return Refused(reason="; ".join(reasons) or "no tensor argument has an axis to cut")
+
+
+def _conceivable(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
+) -> Iterator[ChunkRule]:
+    lengths = [t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in args]
+    length = lengths[0] if lengths else 0
+    if length < 2:
+        return
+    inputs = _leading(lengths, length)
+    with torch.no_grad():
+        output = copy.deepcopy(module)(*args, **kwargs)
+    parts = output if isinstance(output, tuple) else (output,)
+    outputs = _leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
+    for seq_inputs in sorted({inputs, 1}, reverse=True):
+        for seq_outputs in sorted({outputs, min(outputs, 1)} - {0}, reverse=True):
+            yield ChunkRule(axis=axis, seq_inputs=seq_inputs, seq_outputs=seq_outputs)
+
+
+def _leading(lengths: list[int], wanted: int) -> int:
+    return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
+
+
+def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
+    """Why the rule is wrong; ``None`` if every trial agrees."""
+    module = copy.deepcopy(module).double().train()
+    inputs = _double((args, kwargs))
+    length = args[0].shape[rule.axis]
+    try:
+        if reason := _forward_disproof(module, inputs, rule):
+            return reason
+        for seed, (drawn_args, drawn_kwargs) in enumerate(_draws(inputs)):
+            whole = _effects_of(copy.deepcopy(module), drawn_args, drawn_kwargs, seed)
+            for chunks in sorted({2, min(3, length)} if seed == 0 else {min(3 + 2 * seed, length)}):
+                worst = difference(whole, _effects_of(_chunked(module, rule, chunks), drawn_args, drawn_kwargs, seed))
+                if worst.relative > _TOLERANCE:
+                    return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
+    except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return None
+
+
+def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
+    """The cheap trial first: one forward in two chunks settles most of the hopeless cases."""
+    found = []
+    for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
+        with torch.random.fork_rng():
+            seed_everything(0)
+            output = subject(*inputs[0], **inputs[1])
+        found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
+    worst = difference(*found)
+    return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > _TOLERANCE else None
+
+
+def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
+    subject = copy.deepcopy(module)
+    config = SegmentConfig(chunks=chunks, axis=rule.axis, seq_inputs=rule.seq_inputs, seq_outputs=rule.seq_outputs)
+    install_segment(subject, config)
+    return subject
+
+
+def _effects_of(module: nn.Module, args: Any, kwargs: Any, seed: int) -> dict[str, Tensor]:
+    return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
+
+
+def _double(value: Any) -> Any:
+    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
+
+def _draws(inputs: Any) -> Iterator[Any]:
+    """The captured inputs, and others like them: what holds for one draw only must not pass."""
+    yield inputs
+    for seed, scale in enumerate((1.0, 4.0)):
+        generator = torch.Generator().manual_seed(seed)
+        yield map_leaves(lambda x, g=generator, s=scale: _redrawn(x, g, s) if isinstance(x, Tensor) else x, inputs)
+
+
+def _redrawn(x: Tensor, generator: torch.Generator, scale: float) -> Tensor:
+    shuffled = torch.randperm(x.numel(), generator=generator).to(x.device)
+    mixed = x.flatten()[shuffled].view(x.shape)
+    if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
+        return mixed
+    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    return mixed + scale * noise * (x.std() if x.numel() > 1 else 1.0)

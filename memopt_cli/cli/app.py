@@ -1,0 +1,128 @@
+"""The console entry, and the one place where an exception becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from memopt_cli.cli.apply import apply
+from memopt_cli.cli.optimize import optimize
+from memopt_cli.cli.options import is_verbose
+from memopt_cli.errors import Interrupted, MemoptError, UsageError
+
+
+class OutputClosedError(MemoptError):
+    """Whoever reads stdout or stderr has closed it."""
+
+
+app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode="rich")
+app.command("optimize")(optimize)
+app.command("apply")(apply)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from memopt_cli import __version__
+
+        typer.echo(f"memopt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def memopt(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Less memory for training a saved PyTorch model: recompute, pack and chunk activations, proven exact."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``memopt`` with ``arguments`` (``sys.argv[1:]`` if ``None``) and return its exit code; raises nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a path or a terminal that is not UTF-8 must not end a report
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with _termination_interrupts():
+            return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
+    except (Exception, KeyboardInterrupt, SystemExit) as err:
+        failure = _as_memopt_error(err)
+        if isinstance(failure, OutputClosedError):
+            _drop_stdout()
+        with suppress(OSError):
+            _print_failure(failure, err)
+        return failure.exit_code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        with get_command(app).make_context("memopt", list(arguments)) as context:
+            context.command.invoke(context)
+        code = 0
+    except typer.Exit as stop:
+        code = stop.exit_code
+    sys.stdout.flush()
+    return code
+
+
+def _as_memopt_error(err: BaseException) -> MemoptError:
+    match err:
+        case MemoptError():
+            return err
+        case TyperException():
+            return UsageError(err.format_message(), hint=_usage_hint(err))
+        case KeyboardInterrupt() | typer.Abort():
+            return Interrupted("interrupted")
+        case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
+            return OutputClosedError("the reader of the output went away before it was complete")
+        case _:
+            text = " ".join(str(err).split())
+            return MemoptError(
+                f"unexpected {type(err).__name__}{': ' if text else ''}{text}",
+                hint="Run it again with -v to see where.",
+            )
+
+
+def _usage_hint(err: TyperException) -> str:
+    context, parameter = getattr(err, "ctx", None), getattr(err, "param", None)
+    if context is None:
+        return "See memopt --help."
+    in_file = parameter is not None and parameter.name in (context.default_map or {})
+    return f"See {context.command_path} --help.{f' A value for it is in {context.obj.path}.' if in_file else ''}"
+
+
+def _print_failure(failure: MemoptError, err: BaseException) -> None:
+    if is_verbose():
+        traceback.print_exception(err)
+    print(f"error: {failure.message}", file=sys.stderr)
+    if failure.hint:
+        print(f"hint: {failure.hint}", file=sys.stderr)
+
+
+def _drop_stdout() -> None:
+    """Let the interpreter flush what is left to nowhere: it would fail once more on its way out."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Make SIGTERM do what Ctrl-C does: end subprocesses, remove partial files, exit with 130."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

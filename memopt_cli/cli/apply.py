@@ -1,0 +1,42 @@
+"""``memopt apply``: a plan made elsewhere, onto this model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.source import model_source
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def apply(
+    context: typer.Context,
+    model: options.Model,
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A *.plan.yaml file.", show_default=False)],
+    *,
+    weights: options.Weights = None,
+    code_path: options.CodePath,
+    allow_package: options.AllowPackage,
+    allow_global: options.AllowGlobal,
+    trust_pickle: options.TrustPickle = False,
+    config: options.Config = None,  # its callback has done the work
+    output: options.Output = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Install a saved plan on a model and write the result; nothing is searched or measured."""
+    source = model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle)
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    with shown_progress(quiet=quiet, verbose=verbose) as (_, ask):
+        files = pipeline.apply(source, plan, output=output, force=force, ask=ask)
+    report: Report = JsonReport() if json else TextReport()
+    report.written(files, sys.stdout)

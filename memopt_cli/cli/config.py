@@ -1,0 +1,85 @@
+"""``memopt.yaml``: flags in a file.  Keys are the names of flags; what the command line says wins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from memopt_cli.documents import read_mapping
+from memopt_cli.errors import UsageError
+
+DEFAULT_PATH = Path("memopt.yaml")
+
+_COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force"}
+"""Flags a file must not set: one found in a downloaded folder would switch a check off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a config file adds to the command line, beside the defaults of flags."""
+
+    path: str = ""
+    """The file; empty if there is none."""
+    trust: tuple[str, ...] = ()
+    """Packages trusted in addition to ``--allow-package``."""
+    dims: tuple[str, ...] = ()
+    """``NAME=SIZE``; ``--dim`` wins by name."""
+
+
+def read_config(context: typer.Context, path: str | None) -> str | None:
+    """Callback of ``--config``: makes the file's values the defaults of this command's flags, the rest ``context.obj``.
+
+    Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind.
+    """
+    file = Path(path) if path is not None else DEFAULT_PATH
+    context.obj = Config()
+    if path is None and not file.exists():
+        return None
+    data = read_mapping(file)
+    context.obj = Config(
+        path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
+    )
+    context.default_map = _defaults(context, file, data)
+    return path
+
+
+def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Parameter name -> text or texts, of this command; a key of another command is that command's business."""
+    commands = getattr(context.parent and context.parent.command, "commands", {})
+    known = {flag for command in commands.values() for flag in _flags(command)}
+    for key in data:
+        if key not in known:
+            keys = ", ".join(sorted(known | {"trust", "dims"}))
+            raise UsageError(f"{file}: unknown key '{key}'", hint=f"Known keys: {keys}.")
+    flags = _flags(context.command)
+    return {
+        flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)
+        for key, value in data.items()
+        if key in flags
+    }
+
+
+def _flags(command: Any) -> dict[str, Any]:
+    """Name of a flag without its dashes -> the parameter it sets."""
+    named = {option[2:]: p for p in command.params for option in p.opts if option.startswith("--")}
+    return {name: p for name, p in named.items() if name not in _COMMAND_LINE_ONLY}
+
+
+def _dims(file: Path, dims: Any) -> tuple[str, ...]:
+    if not isinstance(dims, dict):
+        raise UsageError(f"{file}: dims must be names and sizes, not {dims!r}", hint="Write dims: {B: 8}.")
+    return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
+
+
+def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
+    return tuple(_text(file, key, item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _text(file: Path, key: str, value: Any) -> str:
+    """A scalar as typed on the command line, so that both are parsed by the same code."""
+    if not isinstance(value, str | int | float):
+        raise UsageError(f"{file}: {key} cannot be {value!r}")
+    return str(value)

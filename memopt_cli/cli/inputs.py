@@ -1,0 +1,63 @@
+"""From the flags that describe the inputs to one :class:`InputSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from memopt_cli.cli.config import Config
+from memopt_cli.errors import UsageError
+from memopt_cli.records import InputSpec, TensorSpec
+from memopt_cli.spec_text import format_tensor, parse_dims, parse_tensor
+
+
+def input_spec(
+    context: typer.Context, inputs: Sequence[str], data_file: str | None, script: str | None, dims: Sequence[str]
+) -> InputSpec | None:
+    """What the command line says of the inputs, else what the config file says; ``None``: neither does.
+
+    With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: they resize one found elsewhere.
+    Raises :class:`UsageError` for text that does not parse, two descriptions at once, and a symbol without a size.
+    """
+    config: Config = context.obj
+    flags: dict[str, Any] = {"inputs": inputs, "input_data": data_file, "input_script": script}
+    given = [name for name, value in flags.items() if value]
+    typed = [name for name in given if _is_typed(context, name)]
+    if len(typed or given) > 1:
+        names = " and ".join(_flag(name) for name in typed or given)
+        raise UsageError(f"the inputs are given twice, by {names}", hint="Keep one of them.")
+    sizes = {**parse_dims(config.dims), **parse_dims(dims)}
+    if not given:
+        return InputSpec(dims=sizes, source="--dim" if dims else config.path) if sizes else None
+    chosen = (typed or given)[0]
+    tensors = tuple(parse_tensor(text) for text in inputs) if chosen == "inputs" else ()
+    _check(tensors, sizes)
+    return InputSpec(
+        tensors=tensors,
+        dims=sizes,
+        data_file=data_file if chosen == "input_data" else None,
+        script=script if chosen == "input_script" else None,
+        source=_flag(chosen) if typed else config.path,
+    )
+
+
+def _check(tensors: Sequence[TensorSpec], dims: dict[str, int]) -> None:
+    names = [tensor.name for tensor in tensors if tensor.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"the input '{name}' is given twice")
+    for tensor in tensors:
+        for size in tensor.shape:
+            if isinstance(size, str) and size not in dims:
+                raise UsageError(f"input '{format_tensor(tensor)}': {size} has no size", hint=f"Add --dim {size}=8.")
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.removesuffix("s").replace("_", "-")

@@ -1,0 +1,233 @@
+"""The flags that commands share, each defined once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from memopt_cli.cli.config import read_config
+from memopt_cli.records import OptimizerName, Precision
+
+_LOG = logging.getLogger("memopt_cli")
+
+
+def is_verbose() -> bool:
+    """``-v`` was given."""
+    return _LOG.isEnabledFor(logging.DEBUG)
+
+
+def _set_verbose(verbose: bool) -> bool:
+    if verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+    _LOG.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    return verbose
+
+
+def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
+    """A parser of whole numbers from ``low`` to ``high``, both included."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as err:
+            raise typer.BadParameter(f"'{text}' is not a whole number") from err
+        if not low <= value <= high:
+            bound = f"at least {low}" if value < low and high > 1000 else f"from {low} to {high}"
+            raise typer.BadParameter(f"it is {value}; it must be {bound}")
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise typer.BadParameter(f"'{text}' is not a number of seconds") from err
+    if not 0.1 <= value <= 10**6:
+        raise typer.BadParameter(f"it is {value:g} s; it must be from 0.1 to 1000000 s")
+    return value
+
+
+def _check_model(location: str) -> str:
+    if os.path.isdir(location):
+        raise typer.BadParameter(f"'{location}' is a folder, not a model file")
+    if os.path.exists(location):
+        if not os.access(location, os.R_OK):
+            raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
+    elif not re.fullmatch(r"[\w.]+:[\w.]+", location):
+        raise typer.BadParameter(f"there is no file '{location}', and it is not of the form package.module:callable")
+    return location
+
+
+def _check_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device, re.ASCII):
+        raise typer.BadParameter(f"'{device}' is none of auto, cpu, cuda:N")
+    return device
+
+
+def _check_function(text: str | None) -> str | None:
+    """``file.py:function``, not yet opened."""
+    if text is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", text):
+        raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
+    return text
+
+
+_INPUT, _STEP, _TRUST, _OUTPUT = "The inputs", "The training step", "Loading", "Output"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        callback=_check_model,
+        help="A file that torch.save or torch.jit.save wrote, or package.module:callable.",
+        show_default=False,
+    ),
+]
+
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "-i",
+        "--input",
+        metavar="SPEC",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=_INPUT,
+        help=r"An input, \[name:]SHAPE\[@dtype]\[=values]: 4x3x224x224, ids:BxS@int64=0..32000. Repeatable.",
+    ),
+]
+Dims = Annotated[
+    list[str],
+    typer.Option(
+        "--dim",
+        metavar="NAME=SIZE",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=_INPUT,
+        help="The size of a symbol in the shapes: B=8. Repeatable.",
+    ),
+]
+InputData = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", rich_help_panel=_INPUT, show_default=False, help="A .pt, .npz or .safetensors file of inputs."
+    ),
+]
+InputScript = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:FUNCTION",
+        callback=_check_function,
+        rich_help_panel=_INPUT,
+        show_default=False,
+        help="A function that makes the inputs.",
+    ),
+]
+
+Device = Annotated[
+    str, typer.Option(metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=_STEP, help="Where it runs.")
+]
+PrecisionChoice = Annotated[
+    Precision,
+    typer.Option(
+        "--precision", rich_help_panel=_STEP, help="stored keeps the file's dtypes; bf16 and fp16 run under autocast."
+    ),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:FUNCTION",
+        callback=_check_function,
+        rich_help_panel=_STEP,
+        show_default=False,
+        help="Computes the loss from the model's output. Without it: a scalar output or an entry 'loss', else a "
+        "seeded random product with the outputs.",
+    ),
+]
+Optimizer = Annotated[
+    OptimizerName, typer.Option("--optimizer", rich_help_panel=_STEP, help="Whose state counts as memory.")
+]
+Seed = Annotated[
+    int,
+    typer.Option(metavar="N", parser=whole(0), rich_help_panel=_STEP, help="For inputs, dropout and the loss."),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", parser=_seconds, rich_help_panel=_STEP, help="Time limit of one measurement."),
+]
+
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", rich_help_panel=_TRUST, help="Load without any check: the file may run code.")
+]
+AllowPackage = Annotated[
+    list[str],
+    typer.Option(
+        metavar="PKG",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=_TRUST,
+        help="Trust the module classes of a package. Repeatable.",
+    ),
+]
+AllowGlobal = Annotated[
+    list[str],
+    typer.Option(
+        metavar="PKG.CLASS",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=_TRUST,
+        help="Trust one class or function. Repeatable.",
+    ),
+]
+CodePath = Annotated[
+    list[str],
+    typer.Option(
+        metavar="PATH",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel=_TRUST,
+        help="Your own code, a .py file or a folder: makes it importable and trusts its module classes. Repeatable.",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", rich_help_panel=_TRUST, show_default=False, help="A state dict that fills the model."),
+]
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+        show_default="memopt.yaml, if there is one",
+        help="Flags as YAML (level: 4); the command line wins.",
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
+        show_default="MODEL.memopt.pt",
+        help="The optimized model; the other files follow its name.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=_OUTPUT, help="Replace files that exist.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=_OUTPUT, help="Search and report; write nothing.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="The report as JSON.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=_OUTPUT, help="No progress on stderr.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "-v", "--verbose", callback=_set_verbose, rich_help_panel=_OUTPUT, help="Details, and tracebacks of errors."
+    ),
+]

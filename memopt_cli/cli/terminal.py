@@ -1,0 +1,111 @@
+"""Progress and questions on stderr: a live bar on a terminal, plain lines in a log, nothing with ``-q``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import groupby
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from memopt_cli.progress import Ask, Progress, WantedGlobal
+
+
+class LogProgress(Progress):
+    """One line for each thing that happens."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+        self.note(text)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        self.note(_line(self._stage, done, total, text))
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class BarProgress(Progress):
+    """One live line: ``level 2 · split features.1 · 380.1 MiB → 341.7 MiB · 3/12``; it vanishes at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._stage = ""
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,  # stdout is for data
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+        self._bar.update(self._task, description=text, completed=0, total=None)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        description = _line(self._stage, done, total, text)
+        self._bar.update(self._task, description=description, completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to a question."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+
+@contextmanager
+def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, Ask | None]]:
+    """Progress for one job, and whom to ask: ``None`` unless both stdin and stderr are terminals.
+
+    With ``verbose`` the log's lines and a live bar would tear each other apart, so there are lines only.
+    """
+    terminal = sys.stderr.isatty()
+    console = Console(stderr=True)
+    live = terminal and not verbose and not console.is_dumb_terminal
+    progress = Progress() if quiet else BarProgress(console) if live else LogProgress()
+    with closing(progress):
+        yield progress, _asker(progress) if terminal and sys.stdin.isatty() else None
+
+
+def _asker(progress: Progress) -> Ask:
+    def ask(wanted: Sequence[WantedGlobal]) -> bool:
+        if isinstance(progress, BarProgress):
+            with progress.paused():
+                return _ask(wanted)
+        return _ask(wanted)
+
+    return ask
+
+
+def _ask(wanted: Sequence[WantedGlobal]) -> bool:
+    print("The model file wants to import what memopt does not know to be safe:", file=sys.stderr)
+    for package, members in groupby(sorted(wanted, key=lambda g: (g.package, g.name)), key=lambda g: g.package):
+        print(f"  {package}", file=sys.stderr)
+        for member in members:
+            print(f"    {member.name}{f'  ({member.reason})' if member.reason else ''}", file=sys.stderr)
+    print("Imported code can do anything you can do. Allow all of it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _line(stage: str, done: int, total: int | None, text: str) -> str:
+    count = f"{done}/{total}" if total is not None else str(done) if done else ""
+    return " · ".join(part for part in (stage, text, count) if part)

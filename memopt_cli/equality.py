@@ -1,0 +1,102 @@
+"""Do two models compute the same?  Everything a training step leaves behind, by name, and its comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step, seed_everything
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The tensor that differs most between two steps."""
+
+    name: str
+    """Empty if nothing differs."""
+    relative: float
+    """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape."""
+    compared: int
+
+
+def effects(step: Step) -> dict[str, Tensor]:
+    """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
+
+    The caller's inputs and random generators are left alone; the model's gradients are ``None`` afterwards and its
+    state is as the step left it.
+    """
+    inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
+    step = replace(step, args=inputs[0], kwargs=inputs[1])
+    with torch.random.fork_rng(devices=_cuda_devices(step)):
+        seed_everything(step.settings.seed)
+        output = step.forward()
+        found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
+        step.backward(output)
+        found["the random generator's state"] = torch.get_rng_state()
+    for i, tensor in enumerate(tensors_of(inputs)):
+        if tensor.grad is not None:
+            found[f"gradient of input {i}"] = tensor.grad
+    found |= _gradients(step.model) | state_of(step.model)
+    step.model.zero_grad(set_to_none=True)
+    return found
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
+    buffers = {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+    held = {f"state {i}": t.detach().clone() for i, t in enumerate(ModuleState(model).tensors())}
+    return buffers | held
+
+
+def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+    """Compare the effects of two steps.  A tensor that only one of them has differs infinitely."""
+    worst, worst_name = 0.0, ""
+    for name in reference.keys() | other.keys():
+        relative = _relative(reference.get(name), other.get(name))
+        if relative > worst:
+            worst, worst_name = relative, name
+    return Difference(worst_name, worst, len(reference.keys() | other.keys()))
+
+
+def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two steps left the very same bits."""
+    return reference.keys() == other.keys() and all(_same_bits(t, other[name]) for name, t in reference.items())
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _relative(reference: Tensor | None, other: Tensor | None) -> float:
+    if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
+        return float("inf")
+    if _same_bits(reference, other):
+        return 0.0
+    if not reference.is_floating_point():
+        return float("inf")
+    gap = (reference.double() - other.double()).abs().max().item()
+    scale = reference.double().abs().max().item()
+    relative = gap / scale if scale else float("inf")
+    return relative if relative == relative else float("inf")  # NaN: one of them is not finite
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _cuda_devices(step: Step) -> list[int]:
+    device = torch.device(step.settings.device)
+    return [device.index or 0] if device.type == "cuda" else []

@@ -1,0 +1,316 @@
+"""The inputs of one training step: where their description comes from, and the tensors made from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from memopt_cli.errors import FileFormatError, UsageError
+from memopt_cli.loading.factory import is_factory, read_safetensors
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.records import InputSpec, ModelSource, TensorSpec
+from memopt_cli.spec_text import (
+    format_tensor,
+    parse_dims,
+    parse_dtype,
+    parse_shape,
+    parse_tensor,
+    parse_values,
+)
+
+__all__ = [
+    "batch_of",
+    "find_spec",
+    "format_tensor",
+    "make_inputs",
+    "parse_dims",
+    "parse_tensor",
+    "read_spec_file",
+    "with_batch",
+]
+
+BATCH = "B"
+"""Symbol of the batch dimension."""
+
+_LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
+"""Names that an input script may use for the usual symbols."""
+
+_EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
+
+
+# ---------------------------------------------------------------------------------------------- finding a spec
+
+
+def find_spec(source: ModelSource, module: nn.Module, given: InputSpec | None) -> InputSpec:
+    """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else a guess from its layers.
+
+    Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
+    """
+    spec = given or _beside(source) or _guess(source, module)
+    unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
+    if unbound:
+        sizes = " ".join(f"--dim {symbol}=8" for symbol in unbound)
+        raise UsageError(
+            f"the inputs have dimensions without a size: {', '.join(unbound)}", hint=f"Add for example {sizes}"
+        )
+    return spec
+
+
+def read_spec_file(path: str | Path) -> InputSpec:
+    """Read ``inputs: [{name, shape, dtype, values}]`` and ``dims: {B: 8}``; a shape is a list, or text as for ``-i``.
+
+    Raises :class:`UsageError` that names the file for a key that is unknown or missing and for a value that is wrong.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        raise UsageError(f"{path} cannot be read: {err}") from err
+    try:
+        _check_keys(data, ("inputs", "dims"), "the file")
+        inputs, dims = data.get("inputs"), data.get("dims") or {}
+        if not isinstance(inputs, list) or not inputs:
+            raise UsageError("'inputs' must be a list of at least one input")
+        if not isinstance(dims, dict):
+            raise UsageError(f"'dims' must map symbols to sizes, not {dims!r}")
+        sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
+        return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
+    except UsageError as err:
+        raise UsageError(f"{path}: {err.message}", hint=err.hint) from err
+
+
+def _read_tensor(item: Any) -> TensorSpec:
+    if isinstance(item, str):
+        return parse_tensor(item)
+    _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
+    if "shape" not in item:
+        raise UsageError("an input lacks the key 'shape'")
+    shape, name, dtype = item["shape"], item.get("name"), parse_dtype(str(item.get("dtype", "float32")))
+    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+        raise UsageError(f"{name!r} is not the name of an argument")
+    sizes = parse_shape("[" + ",".join(map(str, shape)) + "]" if isinstance(shape, list) else str(shape))
+    if "values" not in item:
+        return replace(parse_tensor(f"1@{dtype}"), name=name, shape=sizes)
+    return TensorSpec(name=name, shape=sizes, dtype=dtype, values=parse_values(str(item["values"]), dtype))
+
+
+def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(data, dict):
+        raise UsageError(f"{where} must be a mapping with the keys {', '.join(known)}")
+    for key in data:
+        if key not in known:
+            raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
+
+
+def _beside(source: ModelSource) -> InputSpec | None:
+    if is_factory(source.location):
+        return None
+    path = Path(source.location)
+    beside = path.with_name(f"{path.stem}.inputs.yaml")
+    return read_spec_file(beside) if beside.is_file() else None
+
+
+def _guess(source: ModelSource, module: nn.Module) -> InputSpec:
+    for path, layer in module.named_modules():
+        tensor = _guess_tensor(layer)
+        if tensor is not None:
+            return InputSpec(tensors=(tensor,), source=f"a guess from {path or 'the model'} ({type(layer).__name__})")
+    raise UsageError(
+        f"nothing is known of the inputs of {source.location}", hint=_EXAMPLE_LINE.format(model=source.location)
+    )
+
+
+def _guess_tensor(layer: nn.Module) -> TensorSpec | None:
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        sides = {1: (256,), 2: (64, 64), 3: (16, 32, 32)}[len(layer.kernel_size)]
+        return TensorSpec(shape=(2, layer.in_channels, *sides))
+    if isinstance(layer, nn.Linear):
+        return TensorSpec(shape=(2, layer.in_features))
+    if isinstance(layer, nn.Embedding):
+        return TensorSpec(shape=(2, 16), dtype="int64", values=f"0..{layer.num_embeddings}")
+    if isinstance(layer, nn.RNNBase):
+        return TensorSpec(shape=(2, 16, layer.input_size) if layer.batch_first else (16, 2, layer.input_size))
+    if isinstance(layer, nn.RNNCellBase):
+        return TensorSpec(shape=(2, layer.input_size))
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- making the inputs
+
+
+def make_inputs(
+    spec: InputSpec, *, seed: int, device: str, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of one step, on ``device``.
+
+    Random values come from a generator of their own, so the same spec and seed give the same inputs; a script may draw
+    from PyTorch's, which is seeded for it and put back.  With ``dtype``, floating tensors are cast to it.
+    Raises :class:`UsageError` for a data file or script that cannot be used.
+    """
+    if spec.data_file is not None:
+        made = _read_data(spec.data_file)
+    elif spec.script is not None:
+        made = _run_script(spec.script, spec.dims, seed)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [(t.name, _make_tensor(t, spec.dims, generator)) for t in spec.tensors]
+        positional = tuple(tensor for name, tensor in tensors if name is None)
+        return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
+    made = _place(made, device, dtype)
+    if isinstance(made, Mapping):
+        return (), dict(made)
+    return (tuple(made) if isinstance(made, list | tuple) else (made,)), {}
+
+
+def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if dtype is not None and value.is_floating_point() else None)
+    if isinstance(value, Mapping):
+        return {key: _place(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_place(item, device, dtype) for item in value)
+    return value
+
+
+def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    shape = _sizes(spec, dims)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if spec.values in ("zeros", "ones"):
+        return torch.full(shape, int(spec.values == "ones"), dtype=dtype)
+    if spec.values == "normal":
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    if spec.values == "uniform":
+        return torch.rand(shape, generator=generator, dtype=dtype)
+    if spec.values.startswith("spikes:"):
+        return (torch.rand(shape, generator=generator) < float(spec.values.removeprefix("spikes:"))).to(dtype)
+    low, _, high = spec.values.partition("..")
+    if dtype.is_floating_point or dtype.is_complex:
+        return int(low) + (int(high) - int(low)) * torch.rand(shape, generator=generator, dtype=dtype)
+    return torch.randint(int(low), int(high), shape, generator=generator).to(dtype)
+
+
+def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
+
+
+def _read_data(path: str) -> Any:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as err:
+        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}") from err
+    readers: dict[str, Callable[[bytes, str], Any]] = {
+        ".pt": load_tensors,
+        ".pth": load_tensors,
+        ".npz": _read_npz,
+        ".safetensors": read_safetensors,
+    }
+    reader = readers.get(Path(path).suffix)
+    if reader is None:
+        raise UsageError(f"--input-data {path} has an unknown ending", hint=f"Known: {', '.join(readers)}.")
+    return reader(data, path)
+
+
+def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
+    import numpy as np
+
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except Exception as err:  # a damaged archive can make NumPy raise anything
+        raise FileFormatError(f"{path} is no .npz file of plain arrays: {err}") from err
+
+
+def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
+    function = _script_function(script)
+    known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
+    arguments = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        size = known.get(name, known.get(name.upper()))
+        if size is not None:
+            arguments[name] = size
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
+            hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
+            raise UsageError(f"--input-script {script} wants the size of {name}", hint=hint)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return function(**arguments)
+        except Exception as err:  # the user's code may raise anything
+            raise UsageError(f"--input-script {script} failed: {type(err).__name__}: {err}") from err
+
+
+def _script_function(script: str) -> Callable[..., Any]:
+    path, _, name = script.rpartition(":")
+    if not Path(path).is_file():
+        raise UsageError(f"--input-script {script}: there is no file '{path}'", hint="Write file.py:function.")
+    spec = importlib.util.spec_from_file_location(f"memopt_inputs_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--input-script {script}: '{path}' is no Python file", hint="Write file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as err:  # the user's code may raise anything
+        raise UsageError(f"--input-script {script}: running {path} failed: {type(err).__name__}: {err}") from err
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"--input-script {script}: {path} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- the batch
+
+
+def batch_of(spec: InputSpec) -> int:
+    """The batch size: the symbol ``B``, else dimension 0 of the first tensor.
+
+    Raises :class:`UsageError` if there is neither.
+    """
+    if BATCH in spec.dims:
+        return spec.dims[BATCH]
+    if spec.tensors and spec.tensors[0].shape:
+        return _sizes(spec.tensors[0], spec.dims)[0]
+    if spec.data_file is not None:
+        first = _first_tensor(_read_data(spec.data_file))
+        if first is not None and first.dim():
+            return first.shape[0]
+    raise UsageError("the batch size of the inputs is not known", hint="Add for example --dim B=8")
+
+
+def with_batch(spec: InputSpec, batch: int) -> InputSpec:
+    """The same inputs at another batch size.
+
+    The symbol ``B`` is given the size; without it, dimension 0 of every tensor that shares the first one's is.
+    Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
+    """
+    if spec.data_file is not None:
+        raise UsageError(
+            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them with -i or --input-script."
+        )
+    if BATCH in spec.dims:
+        return replace(spec, dims={**spec.dims, BATCH: batch})
+    if not spec.tensors:
+        raise UsageError(f"{spec.script} is given no batch size", hint="Add for example --dim B=8")
+    old = spec.tensors[0].shape[:1]
+    return replace(
+        spec,
+        tensors=tuple(replace(t, shape=(batch, *t.shape[1:])) if t.shape[:1] == old else t for t in spec.tensors),
+    )
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((t for t in map(_first_tensor, items) if t is not None), None)

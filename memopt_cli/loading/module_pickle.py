@@ -1,0 +1,235 @@
+"""``torch.save(model, path)``: a pickled ``nn.Module``, in the zip format or the legacy one (before PyTorch 1.6).
+
+It is loaded with ``weights_only=True`` and exactly the globals that it wants and that are allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import FileFormatError, UnsafeFileError
+from memopt_cli.loading.interface import Ask, GlobalRequest, ModelFile
+from memopt_cli.loading.pickle_scan import Global, PickleScan, scan_pickle
+from memopt_cli.loading.trust import RESTORE_SEGMENT, Allowed, Missing, Refused, Verdict, verdict
+from memopt_cli.loading.user_code import UserCode
+from memopt_cli.records import Trust
+from memopt_cli.runtime.container import segment_classes
+from memopt_cli.runtime.script import UnsafeScript
+
+_LEGACY_PICKLES: Final = 5
+"""Magic number, protocol version, system information, the object, names of its storages."""
+_CLASS_OF_NOTE: Final = Global("memopt_cli.loading.module_pickle", "class_of_note")
+
+
+class ModulePickle:
+    """The format of ``torch.save``; see :class:`memopt_cli.loading.interface.Format`."""
+
+    name = "pickle"
+
+    def recognizes(self, file: ModelFile) -> bool:
+        return True
+
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> nn.Module:
+        loaded = _load_trusted(file, trust) if trust.pickle else _load_checked(file, trust, ask)
+        if isinstance(loaded, nn.Module):
+            return loaded
+        tensors = _count_tensors(loaded)
+        if tensors:
+            raise FileFormatError(
+                f"{file.path} holds {tensors} tensor{'s' if tensors > 1 else ''} but no model",
+                hint=f"Name the code that builds the model: package.module:callable --weights {file.path}",
+            )
+        raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model")
+
+
+def load_tensors(data: bytes, path: str) -> Any:
+    """What ``torch.save`` wrote, if it holds only tensors and plain containers.  On the CPU.
+
+    Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
+    """
+    file = ModelFile(path=path, data=data)
+    return _load_checked(file, Trust(), None)
+
+
+def class_of_note(tag: str, original: type, file: str, source: str) -> type:
+    """The class in a legacy file's note, whose source code is ignored."""
+    return original
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _load_trusted(file: ModelFile, trust: Trust) -> Any:
+    code = UserCode(trust.code_paths)
+    code.run_scripts()
+    return _read(file, file.data, weights_only=False)
+
+
+def _load_checked(file: ModelFile, trust: Trust, ask: Ask | None) -> Any:
+    scan = _scan(file)
+    allowed = _check(file, scan, trust, ask)
+    data = _without_notes(file.data, scan) if scan.class_notes else file.data
+    with _allowing(_restricted(allowed, scan)):
+        return _read(file, data, weights_only=True)
+
+
+def _read(file: ModelFile, data: bytes, *, weights_only: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except UnsafeScript as err:
+        raise UnsafeFileError(f"{file.path} was not loaded: its TorchScript part uses {err}") from err
+    except Exception as err:  # a damaged file can make the unpickler raise anything
+        reason = str(err).splitlines()[0] if str(err) else ""
+        if "Unsupported operand" in str(err):
+            hint = "It was pickled with a protocol above 2: save it again with torch.save(model, path)."
+        else:
+            hint = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
+        raise FileFormatError(f"{file.path} cannot be read: {type(err).__name__}: {_plain(reason)}", hint=hint) from err
+
+
+def _plain(reason: str) -> str:
+    """PyTorch's first line ends before its advice to turn its check off."""
+    return reason.partition(" In PyTorch 2.6")[0].removeprefix("Weights only load failed.").strip() or "damaged"
+
+
+def _scan(file: ModelFile) -> PickleScan:
+    if not file.data:
+        raise FileFormatError(f"{file.path} is empty")
+    scan = PickleScan()
+    try:
+        if file.data.startswith(b"PK"):
+            scan_pickle(io.BytesIO(_zip_record(file.data)), scan)
+        else:
+            _scan_legacy(file.data, scan)
+    except ValueError as err:
+        raise FileFormatError(
+            f"{file.path} is no model saved by torch.save ({err})",
+            hint="It may be damaged, truncated or another format.",
+        ) from err
+    return scan
+
+
+def _zip_record(data: bytes) -> bytes:
+    # PyTorch's own reader: it must be the same record that torch.load will read.
+    try:
+        record: bytes = torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl")
+    except RuntimeError as err:
+        known = zipfile.is_zipfile(io.BytesIO(data))
+        raise ValueError("the archive holds no data.pkl" if known else "the archive is damaged") from err
+    return record
+
+
+def _scan_legacy(data: bytes, scan: PickleScan) -> None:
+    stream = io.BytesIO(data)
+    try:
+        for _ in range(_LEGACY_PICKLES):
+            scan_pickle(stream, scan)
+    except ValueError:
+        # A single pickle that wants something is reported as that, not as a damaged file.
+        if not scan.wanted:
+            raise
+
+
+def _without_notes(data: bytes, scan: PickleScan) -> bytes:
+    """The same file, with each class note turned into a call of :func:`class_of_note`.
+
+    The restricted unpickler refuses such notes.  ``( 'module' Class file source t Q`` becomes
+    ``class_of_note ( 'module' Class file source t R``.
+    """
+    call = f"c{_CLASS_OF_NOTE.module}\n{_CLASS_OF_NOTE.name}\n".encode()
+    edits = {note.start: call + data[note.start : note.start + 1] for note in scan.class_notes}
+    edits |= {note.end: b"R" for note in scan.class_notes}
+    pieces, done = [], 0
+    for position in sorted(edits):
+        pieces += [data[done:position], edits[position]]
+        done = position + 1
+    return b"".join([*pieces, data[done:]])
+
+
+# ---------------------------------------------------------------------------------------------- checking
+
+
+def _check(file: ModelFile, scan: PickleScan, trust: Trust, ask: Ask | None) -> dict[Global, Allowed]:
+    """The object of every global wanted; raises if one is refused or missing."""
+    verdicts = _verdicts(scan, trust)
+    refused = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Refused)}
+    if refused and ask is not None and ask(_requests(refused)):
+        vouched = replace(trust, globals=(*trust.globals, *map(str, refused)))
+        verdicts = _verdicts(scan, vouched)
+        refused = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Refused)}
+    if refused:
+        raise _refusal(file, refused)
+    for wanted, v in verdicts.items():
+        if isinstance(v, Missing):
+            raise FileFormatError(
+                f"{file.path} needs {wanted}, which cannot be imported: {v.reason}",
+                hint=f"Install {wanted.package}, or add --code-path FOLDER with the folder that holds it.",
+            )
+    return {wanted: v for wanted, v in verdicts.items() if isinstance(v, Allowed)}
+
+
+def _verdicts(scan: PickleScan, trust: Trust) -> dict[Global, Verdict]:
+    code = UserCode(trust.code_paths)
+    ordered = sorted(scan.wanted, key=str)
+    return {wanted: verdict(wanted, called=wanted in scan.called, trust=trust, code=code) for wanted in ordered}
+
+
+def _requests(refused: Mapping[Global, Refused]) -> list[GlobalRequest]:
+    return [
+        GlobalRequest(name=str(wanted), package=wanted.package, reason=verdict.reason)
+        for wanted, verdict in refused.items()
+    ]
+
+
+def _refusal(file: ModelFile, refused: Mapping[Global, Refused]) -> UnsafeFileError:
+    listed = "; ".join(f"{wanted} {verdict.reason}" for wanted, verdict in refused.items())
+    flags = list(dict.fromkeys(verdict.flag for verdict in refused.values() if verdict.flag))
+    never = [str(wanted) for wanted, verdict in refused.items() if not verdict.flag]
+    hints = [f"If you trust where it came from, add: {' '.join(flags)}"] if flags else []
+    if never:
+        hints.append(
+            f"No model needs {', '.join(never)}: the file is likely an attack (--trust-pickle turns the check off)."
+        )
+    return UnsafeFileError(f"{file.path} was not loaded: {listed}", hint="\n".join(hints))
+
+
+# ---------------------------------------------------------------------------------------------- allowing
+
+
+def _restricted(allowed: Mapping[Global, Allowed], scan: PickleScan) -> Iterator[tuple[Any, str]]:
+    """Pairs of object and name for PyTorch's restricted unpickler, beyond those that it knows."""
+    for wanted, v in allowed.items():
+        if not v.native:
+            yield v.value, str(wanted)
+            if RESTORE_SEGMENT in allowed and isinstance(v.value, type) and issubclass(v.value, nn.Module):
+                for kind in segment_classes(v.value):
+                    # It fills objects of these classes but finds them by no name: no pickle can spell this one.
+                    yield kind, f"segment of {wanted}: {kind.__qualname__}"
+    if scan.class_notes:
+        yield class_of_note, str(_CLASS_OF_NOTE)
+
+
+@contextlib.contextmanager
+def _allowing(pairs: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """``safe_globals`` that leaves behind what was there before, and nothing else."""
+    known = set(torch.serialization.get_safe_globals())
+    with torch.serialization.safe_globals([pair for pair in pairs if pair not in known]):
+        yield
+
+
+def _count_tensors(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(_count_tensors(item) for item in value)

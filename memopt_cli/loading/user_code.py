@@ -1,0 +1,111 @@
+"""The user's own code (``--code-path``): made importable, and told apart from everything else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from memopt_cli.errors import FileFormatError, UsageError
+from memopt_cli.loading.pickle_scan import Global
+
+
+class UserCode:
+    """Files and folders whose module classes are trusted.
+
+    A folder is put on ``sys.path``; of a file, its folder is.  Raises :class:`UsageError` for a path that is missing.
+    """
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self._paths = tuple(Path(path).resolve() for path in paths)
+        for path in self._paths:
+            if not path.is_dir() and path.suffix != ".py":
+                raise UsageError(f"--code-path {path} is neither a folder nor a Python file")
+            if not path.exists():
+                raise UsageError(f"--code-path {path} does not exist")
+            make_importable(path if path.is_dir() else path.parent)
+        self._scripts = tuple(path for path in self._paths if path.is_file())
+
+    def defines(self, module: str) -> bool:
+        """Whether a module of this name is in the paths; ``__main__`` is if there is a file among them."""
+        return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
+
+    def find(self, wanted: Global) -> Any:
+        """Import the module and return the class or function it defines under that name.
+
+        Raises :class:`FileFormatError` if the import fails, or if nothing of that name is *defined* there.
+        """
+        modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
+        for module in modules:
+            value: Any = module
+            for part in wanted.name.split("."):
+                value = getattr(value, part, None)
+            home = sys.modules.get(getattr(value, "__module__", None) or "")
+            if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
+                return value
+        names = ", ".join(path.name for path in self._paths)
+        raise FileFormatError(f"{names} defines no {wanted.name}, which the file was saved with")
+
+    def run_scripts(self) -> list[ModuleType]:
+        """Import each file without its ``if __name__ == "__main__"`` part, and let ``__main__`` have what it defines.
+
+        A class keeps the name ``__main__.Net`` that it had when the file was saved, so that a model saved
+        afterwards is as loadable as the one that was read.
+        """
+        modules = []
+        for path in self._scripts:
+            running = sys.modules["__main__"]
+            if _file(running) == path:
+                modules.append(running)
+                continue
+            module = self._import(path.stem)
+            for name, value in list(vars(module).items()):
+                if isinstance(value, type | FunctionType) and value.__module__ in (module.__name__, "__main__"):
+                    value.__module__ = "__main__"
+                    setattr(running, name, value)
+            modules.append(module)
+        return modules
+
+    def _import(self, name: str) -> ModuleType:
+        path = self._file_of(name)
+        try:
+            module = importlib.import_module(name)
+        except Exception as err:  # the user's module may raise anything
+            raise FileFormatError(f"importing {path} failed: {type(err).__name__}: {err}") from err
+        if path is None or _file(module) != path:
+            raise FileFormatError(
+                f"the module {name} of --code-path is hidden by {getattr(module, '__file__', 'a built-in module')}",
+                hint="Rename the file.",
+            )
+        return module
+
+    def _file_of(self, module: str) -> Path | None:
+        for path in self._paths:
+            if path.is_file():
+                candidates = [path] if path.stem == module else []
+            else:
+                stem = path.joinpath(*module.split("."))
+                candidates = [stem.with_name(stem.name + ".py"), stem / "__init__.py"]
+            for candidate in candidates:
+                if candidate.is_file():
+                    return candidate.resolve()
+        return None
+
+    def _owns(self, module: ModuleType | None) -> bool:
+        file = _file(module)
+        return file is not None and any(file == path or path in file.parents for path in self._paths)
+
+
+def make_importable(folder: Path, *, first: bool = True) -> None:
+    """Put a folder on ``sys.path``: first, as Python does with a script's own, or last, so that it hides nothing."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0 if first else len(sys.path), str(folder))
+        importlib.invalidate_caches()
+
+
+def _file(module: ModuleType | None) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None

@@ -1,0 +1,1 @@
+"""Deciding what to do at each module: pure, without torch, on records alone."""

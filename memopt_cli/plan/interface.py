@@ -1,0 +1,100 @@
+"""What a strategy is given and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SearchOptions, StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan with the step it leads to."""
+
+    plan: Plan
+    counted: Counted
+
+    @property
+    def peak_bytes(self) -> int:
+        """Tensor peak in bytes."""
+        return self.counted.tensor_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """How a strategy learns of the model: answers come from dry runs or from profiling subprocesses."""
+
+    count: Callable[[Plan], Counted | Failure]
+    """The tensor peak of one step under a plan."""
+    chunking: Callable[[str], ChunkRule | Refused]
+    """Whether the module at a path may run in chunks."""
+    report: Callable[[str], None]
+    """Progress, one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """What a level made of the plan it was given."""
+
+    best: Candidate
+    tried: int
+    """Plans that were probed."""
+    notes: tuple[str, ...] = ()
+
+
+class Strategy(Protocol):
+    """One level: takes the best plan so far to a better one, or returns it as it was."""
+
+    level: int
+
+    def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
+        """Search from ``start``; every plan kept was probed."""
+
+
+class ModuleTree:
+    """The called modules of a recorded step, as a tree."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        self._modules = {m.path: m for m in trace.modules}
+        self._children: dict[str, list[ModuleTrace]] = {}
+        for module in trace.modules:
+            if module.path:
+                self._children.setdefault(self._parent(module.path), []).append(module)
+
+    def __iter__(self) -> Iterator[ModuleTrace]:
+        return iter(self.trace.modules)
+
+    def __getitem__(self, path: str) -> ModuleTrace:
+        return self._modules[path]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._modules
+
+    def children(self, path: str) -> list[ModuleTrace]:
+        """Called modules with no other called module between them and ``path``, in the order of first call."""
+        return self._children.get(path, [])
+
+    def saved_at_once(self, path: str) -> float:
+        """Bytes that one call of the module leaves alive for backward."""
+        module = self[path]
+        return module.saved_bytes / module.calls
+
+    def _parent(self, path: str) -> str:
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._modules:
+                break
+        return path
+
+
+def is_within(path: str, ancestor: str) -> bool:
+    """Whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+def held_at_peak(counted: Counted, path: str) -> int:
+    """Activation bytes that the module and those below it hold at the instant of the peak."""
+    return sum(share.held_bytes for share in counted.holders if is_within(share.path, path))

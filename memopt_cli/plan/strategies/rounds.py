@@ -1,0 +1,62 @@
+"""The search that levels 2 and 3 share: rounds of trying the heaviest segments first, the first decrease is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memopt_cli.plan.interface import Candidate, Improvement, Probes, held_at_peak
+from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
+
+Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
+"""A segment -> what may take its place, several segments each; nothing if it cannot be changed."""
+
+_LEAST_SHARE = 0.02
+"""A segment that holds less than this share of the peak cannot lower it by more, and is not tried."""
+
+
+def improve_in_rounds(
+    start: Candidate, level: int, change: Change, options: SearchOptions, probes: Probes, what: str
+) -> Improvement:
+    """Change one segment at a time as long as the peak falls.
+
+    A round tries segments in the order of what they hold at the peak, at most ``max_candidates_per_round`` of them.
+    """
+    best, tried, rounds = start, 0, 0
+    while options.max_split_rounds is None or rounds < options.max_split_rounds:
+        rounds += 1
+        improved, probed = _one_round(best, level, change, options, probes, what)
+        tried += probed
+        if improved is None:
+            break
+        best = improved
+    return Improvement(best=best, tried=tried)
+
+
+def _one_round(
+    best: Candidate, level: int, change: Change, options: SearchOptions, probes: Probes, what: str
+) -> tuple[Candidate | None, int]:
+    probed = tried = 0
+    for segment in sorted(best.plan.segments, key=lambda s: -held_at_peak(best.counted, s.path)):
+        if tried == options.max_candidates_per_round:
+            break
+        if held_at_peak(best.counted, segment.path) < _LEAST_SHARE * best.peak_bytes:
+            break  # the rest holds too little when it matters
+        plans = [_replaced(best.plan, segment, new, level) for new in change(segment)]
+        candidates = []
+        for plan in plans:
+            probes.report(f"{what} {segment.path or '(root)'}")
+            counted = probes.count(plan)
+            if isinstance(counted, Counted):
+                candidates.append(Candidate(plan=plan, counted=counted))
+        probed += len(plans)
+        tried += bool(plans)
+        better = min(candidates, key=lambda c: c.peak_bytes, default=best)
+        if better.peak_bytes < best.peak_bytes:
+            return better, probed
+    return None, probed
+
+
+def _replaced(plan: Plan, segment: SegmentPlan, new: tuple[SegmentPlan, ...], level: int) -> Plan:
+    taken = {s.path for s in plan.segments if s is not segment}
+    added = tuple(s for s in new if s.path not in taken)
+    return Plan(level=level, segments=tuple(s for old in plan.segments for s in (added if old is segment else (old,))))

@@ -1,0 +1,53 @@
+"""Level 3: the heaviest segments run in chunks along an axis on which they are independent, or carry state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
+from memopt_cli.plan.strategies.rounds import improve_in_rounds
+from memopt_cli.plan.strategies.spatial_split import split
+from memopt_cli.records import Refused, SearchOptions, SegmentPlan
+
+
+class TemporalSplit:
+    """Multiplies the number of chunks of the segment that holds most at the peak.
+
+    A segment that cannot be cut as a whole (batch statistics, say) may have parts that can: they run in chunks inside
+    it, or it is split and the parts that can are cut.
+    """
+
+    level = 3
+
+    def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
+        """Rounds of chunking; whether a module may be cut, and where, is asked of the probes."""
+
+        def change(current: SegmentPlan) -> list[tuple[SegmentPlan, ...]]:
+            whole = cut(current, tree, options.temporal_split_factor, probes)
+            if whole is not None:
+                return [(whole,)]
+            parts = split(current, tree, compress=options.compress_x)
+            pieces = [(part, cut(part, tree, options.temporal_split_factor, probes)) for part in parts]
+            inside = tuple(piece for _, piece in pieces if piece is not None)
+            return [(current, *inside), tuple(piece or part for part, piece in pieces)] if inside else []
+
+        return improve_in_rounds(start, self.level, change, options, probes, "chunk")
+
+
+def cut(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> SegmentPlan | None:
+    """The segment with ``factor`` times the chunks; ``None`` if it cannot be cut (further)."""
+    if current.spatial_split:
+        return None
+    rule = probes.chunking(current.path)
+    if isinstance(rule, Refused):
+        return None
+    length = tree[current.path].input_shape[rule.axis]
+    if current.chunks >= length:
+        return None
+    return replace(
+        current,
+        chunks=min(current.chunks * factor, length),
+        axis=rule.axis,
+        seq_inputs=rule.seq_inputs,
+        seq_outputs=rule.seq_outputs,
+    )

@@ -1,0 +1,1 @@
+"""What memopt found out, for people and for programs."""

@@ -1,0 +1,175 @@
+"""Reports for people: tables and sentences, in colour on a terminal, plain aligned lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from memopt_cli.records import (
+    BatchAdvice,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    OptimizeResult,
+    Plan,
+    Verification,
+    describe,
+)
+from memopt_cli.units import format_bytes, format_seconds
+
+_COLUMNS = (
+    "allocated\npeak",
+    "of\nlevel 0",
+    "tensor\npeak",
+    "predicted",
+    "activation\npeak",
+    "step",
+    "ratio",
+)
+
+
+class TextReport:
+    """Sizes in binary units; a ratio is against level 0, the original."""
+
+    def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
+        console, summary = _console(stream), result.summary
+        _print(console, _headline(summary), style="bold")
+        _print(console)
+        console.print(_table(summary))
+        _print(console)
+        for line in _remarks(summary):
+            _print(console, line)
+        self.written(result.files, stream)
+        _print(console, f"total time {format_seconds(summary.spent_s)}")
+
+    def written(self, files: Sequence[str], stream: TextIO) -> None:
+        console = _console(stream)
+        for file in files:
+            _print(console, f"wrote {file}")
+        if not files:
+            _print(console, "nothing written")
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else 1000, highlight=False)
+
+
+def _print(console: Console, text: str = "", *, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _headline(summary: MemOptSummary) -> str:
+    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
+    before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
+    match before, after:
+        case Measurement(), Measurement():
+            peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+            step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
+            smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
+            return f"{peak} ({smaller}), {step} ({_ratio(after.step_s, before.step_s)})"
+        case _, Measurement():
+            return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
+        case _:
+            return f"level {summary.applied_level} has no measurement"
+
+
+def _outcome(summary: MemOptSummary, level: int) -> object:
+    return next((row.outcome for row in summary.levels if row.level == level), None)
+
+
+def _table(summary: MemOptSummary) -> Table:
+    original = _outcome(summary, 0)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("level", no_wrap=True)
+    table.add_column("plan")
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in summary.levels:
+        cells = _numbers(row, original if isinstance(original, Measurement) else None)
+        applied = row.level == summary.applied_level
+        table.add_row(
+            f"{row.level}{' *' if applied else ''}", _what(row.plan), *cells, style="bold" if applied else None
+        )
+    return table
+
+
+def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
+    predicted = row.predicted_tensor_peak_bytes
+    forecast = format_bytes(predicted) if predicted is not None else "–"
+    match row.outcome:
+        case Measurement() as found:
+            peak = found.allocated_peak_bytes
+            return (
+                format_bytes(peak),
+                f"{100 * peak / original.allocated_peak_bytes:.0f} %" if original else "–",
+                format_bytes(found.tensor_peak_bytes),
+                forecast,
+                format_bytes(found.activation_peak_bytes),
+                format_seconds(found.step_s),
+                _ratio(found.step_s, original.step_s) if original else "–",
+            )
+        case _:
+            return ("–", "–", "–", forecast, "–", "–", "–")
+
+
+def _what(plan: Plan) -> str:
+    """``8 segments, 3 in chunks, 5 packed``."""
+    if not plan.segments:
+        return "no segments"
+    count = len(plan.segments)
+    parts = {
+        "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
+        "packed": sum(segment.compressor != "null" for segment in plan.segments),
+    }
+    return ", ".join([f"{count} segment{'s' * (count > 1)}", *(f"{n} {what}" for what, n in parts.items() if n)])
+
+
+def _remarks(summary: MemOptSummary) -> Iterator[str]:
+    yield f"* level {summary.applied_level} is applied{_less_than(summary)}"
+    for row in summary.levels:
+        if not isinstance(row.outcome, Measurement):
+            yield f"level {row.level}: {describe(row.outcome)}"
+        if row.note:
+            yield f"level {row.level}: {row.note}"
+    yield _verification(summary.verification) if summary.verification else "not verified"
+    if summary.advice:
+        yield _batch(summary.advice)
+    if summary.recommendation:
+        yield summary.recommendation
+    yield from summary.notes
+
+
+def _less_than(summary: MemOptSummary) -> str:
+    return f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
+
+
+def _verification(found: Verification) -> str:
+    where = f"batch {found.batch}" + ("" if found.full_size else ", which is less than was asked for")
+    detail = f" ({found.detail})" if found.detail else ""
+    if not found.passed:
+        worst = (
+            f"{found.worst_name} differs by {found.worst_difference:.2g}" if found.worst_name else "the outputs differ"
+        )
+        return f"verification failed: {worst}, allowed {_allowed(found)}, at {where}{detail}"
+    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{detail}"
+
+
+def _allowed(found: Verification) -> str:
+    if found.exact:
+        return "bit for bit"
+    return f"within {found.tolerance:.0e}{' in float64' if found.precision == 'fp64' else ''}"
+
+
+def _batch(advice: BatchAdvice) -> str:
+    budget = f"{format_bytes(advice.budget_bytes)} of {format_bytes(advice.device_bytes)}"
+    text = f"batch {advice.recommended_batch} recommended, run within {budget}; limited by {advice.limited_by}"
+    if advice.estimated_batch == advice.recommended_batch:
+        return text
+    return f"{text}; by the fit of {len(advice.probes)} runs about {advice.estimated_batch} would fit (an estimate)"
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}×" if base else "–"

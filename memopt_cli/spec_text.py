@@ -1,0 +1,137 @@
+"""Input specs and dimensions as text: ``[name:]SHAPE[@dtype][=values]``, and ``SYMBOL=SIZE``.
+
+:func:`parse_tensor` and :func:`format_tensor` are exact inverses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import TensorSpec
+
+_INTEGER_RANGES = {
+    "bool": range(2),
+    "uint8": range(2**8),
+    "int8": range(-(2**7), 2**7),
+    "int16": range(-(2**15), 2**15),
+    "int32": range(-(2**31), 2**31),
+    "int64": range(-(2**63), 2**63),
+}
+_FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64")
+DTYPES = (*_FLOATING, *_INTEGER_RANGES)
+"""Names of the dtypes that an input may have."""
+
+_SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
+_SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
+_BOUNDS = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
+_RATE = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
+_EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
+
+
+def parse_tensor(text: str) -> TensorSpec:
+    """``"x:TxBx2x48x48=spikes:0.2"`` -> the tensor it describes.
+
+    The shape is written ``4x10x2``, ``4,10,2`` or ``[4,10,2]`` (``[]``: a scalar); a symbol starts with an uppercase
+    letter, and one that contains an ``x`` needs the commas.  Without a dtype it is ``float32``; without values they are
+    ``normal`` for a floating dtype and ``0..2`` (zeros and ones) for an integer or ``bool``.
+    Raises :class:`UsageError` that quotes the text and the piece that is wrong.
+    """
+    try:
+        head, has_values, values = text.replace(" ", "").partition("=")
+        head, has_dtype, dtype = head.partition("@")
+        name, has_name, shape = head.rpartition(":")
+        return TensorSpec(
+            name=_parse_name(name) if has_name else None,
+            shape=parse_shape(shape),
+            dtype=parse_dtype(dtype) if has_dtype else "float32",
+            values=parse_values(values if has_values else _default_values(dtype), dtype or "float32"),
+        )
+    except UsageError as err:
+        raise UsageError(f"input '{text}': {err.message}", hint=err.hint or _EXAMPLE) from err
+
+
+def format_tensor(spec: TensorSpec) -> str:
+    """The shortest text that :func:`parse_tensor` reads back as ``spec``."""
+    sizes = [str(size) for size in spec.shape]
+    plain = bool(sizes) and not any("x" in size for size in sizes)
+    name = f"{spec.name}:" if spec.name is not None else ""
+    dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
+    values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
+    return name + ("x".join(sizes) if plain else f"[{','.join(sizes)}]") + dtype + values
+
+
+def parse_dims(texts: Iterable[str]) -> dict[str, int]:
+    """``["B=8", "S=128"]`` -> the size of each dimension.
+
+    A name is any identifier, as an input script may name its arguments; the symbols of a shape are a part of these.
+    Raises :class:`UsageError` for anything else and for a dimension with two sizes.
+    """
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.replace(" ", "").partition("=")
+        if not name.isidentifier() or not _SIZE.fullmatch(size):
+            raise UsageError(f"dimension '{text}' is not NAME=SIZE", hint="Write for example --dim B=8.")
+        if dims.setdefault(name, int(size)) != int(size):
+            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
+    return dims
+
+
+def parse_shape(text: str) -> tuple[int | str, ...]:
+    """``"BxSx3"``, ``"B,S,3"`` or ``"[B,S,3]"`` -> sizes and symbols; raises :class:`UsageError`."""
+    listed = text.startswith("[") and text.endswith("]")
+    if listed and text == "[]":
+        return ()
+    sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
+    return tuple(_parse_size(size, text) for size in sizes)
+
+
+def parse_dtype(text: str) -> str:
+    """A dtype's name, if memopt can make inputs of it; raises :class:`UsageError`."""
+    if text not in DTYPES:
+        raise UsageError(f"'{text}' is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+    return text
+
+
+def parse_values(text: str, dtype: str) -> str:
+    """How a tensor of ``dtype`` is filled, if it can hold such values; raises :class:`UsageError`."""
+    rate, bounds = _RATE.fullmatch(text), _BOUNDS.fullmatch(text)
+    if bounds:
+        _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
+    elif rate and float(rate[1]) > 1:
+        raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
+    elif not rate and text not in ("normal", "uniform", "zeros", "ones"):
+        known = "spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, LOW..HIGH (as 0..32000)"
+        raise UsageError(f"'{text}' are no known values", hint=f"Known values: {known}.")
+    elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
+        raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
+    return text
+
+
+def _default_values(dtype: str) -> str:
+    return "0..2" if dtype in _INTEGER_RANGES else "normal"
+
+
+def _parse_name(text: str) -> str:
+    if not text.isidentifier():
+        raise UsageError(f"'{text}' is not the name of an argument")
+    return text
+
+
+def _parse_size(text: str, shape: str) -> int | str:
+    if _SIZE.fullmatch(text):
+        return int(text)
+    if _SYMBOL.fullmatch(text):
+        return text
+    raise UsageError(f"'{text}' in the shape '{shape}' is neither a size above 0 nor a symbol such as B")
+
+
+def _check_bounds(low: int, high: int, dtype: str) -> None:
+    if low >= high:
+        raise UsageError(f"{low}..{high} is empty", hint="LOW must be less than HIGH, which is not included: 0..2.")
+    limits = _INTEGER_RANGES.get(dtype)
+    if limits and not (low in limits and high - 1 in limits):
+        raise UsageError(
+            f"{dtype} cannot hold {low}..{high}", hint=f"It holds {limits.start}..{limits.stop} (high not included)."
+        )

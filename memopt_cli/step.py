@@ -1,0 +1,255 @@
+"""What one training step is: forward, loss, backward, and the optimizer if asked for.
+
+Everything that runs a model (recording, measuring, verifying) runs it through here, so that all mean the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import StepError
+from memopt_cli.records import StepSettings
+from memopt_cli.runtime.tree import tensors_of
+
+_CASTS = {"fp32": torch.float32, "fp64": torch.float64}
+_AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A model ready to take training steps on fixed inputs."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: StepSettings
+    loss: Callable[[Any], Tensor] | None = None
+    """The user's loss of the model's output; ``None``: see :func:`seeds_of_backward`."""
+    optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self) -> Any:
+        """The model's output, under the precision's autocast."""
+        with _autocast(self.settings):
+            return self.model(*self.args, **self.kwargs)
+
+    def backward(self, output: Any) -> None:
+        """Gradients into ``.grad``."""
+        roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
+        torch.autograd.backward(roots, cotangents)
+
+    def update(self) -> None:
+        """The optimizer's step, if there is one."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def seeds_of_backward(
+    output: Any, loss: Callable[[Any], Tensor] | None, seed: int
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where backward starts: tensors and the gradients to start from.
+
+    The user's loss if given; else an output that is a scalar, or has a ``loss`` entry, is the loss; else every
+    floating leaf of the output with a random cotangent drawn from ``seed`` (a plain sum has vanishing gradients in
+    many models).  Raises :class:`StepError` if nothing is differentiable.
+    """
+    if loss is not None:
+        output = loss(output)
+    scalar = _loss_entry(output)
+    if scalar is not None:
+        _require_gradient([scalar], "the loss")
+        return [scalar], [None]
+    leaves = [t for t in tensors_of(output) if t.requires_grad]
+    _require_gradient(leaves, "the model's output")
+    generator = torch.Generator(leaves[0].device).manual_seed(seed)
+    return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
+
+
+def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer | None:
+    """The optimizer whose state the measured step carries; the rate is tiny, so repeated steps stay alike."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    match settings.optimizer:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=1e-12, momentum=0.9)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0)
+        case _:
+            return None
+
+
+def input_dtype(settings: StepSettings) -> torch.dtype | None:
+    """The dtype that parameters and floating inputs are cast to; ``None`` leaves them as stored."""
+    return _CASTS.get(settings.precision)
+
+
+def place(model: nn.Module, settings: StepSettings) -> nn.Module:
+    """Move the model to the step's device and dtype, in training mode."""
+    model.to(torch.device(settings.device))
+    dtype = input_dtype(settings)
+    if dtype is not None:
+        model.to(dtype)
+    return model.train()
+
+
+def check_finite(output: Any) -> None:
+    """Raises :class:`StepError` if an output holds NaN or infinity."""
+    for tensor in tensors_of(output):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise StepError(
+                f"the model's output holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
+                f"{tuple(tensor.shape)}): its loss would be NaN",
+                hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
+            )
+
+
+def run_checked(step: Step) -> Any:
+    """One forward and backward with every failure of the model's own code explained.
+
+    Returns the output, detached from nothing.  Raises :class:`StepError` that names the module which rejected its
+    input, or says that only backward fails.  Out of memory passes through as it is.
+    """
+    with _watch_modules(step.model) as watched:
+        try:
+            output = step.forward()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise StepError(_rejection(error, watched), hint=_FORWARD_HINT) from error
+    check_finite(output)
+    try:
+        step.backward(output)
+    except StepError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise StepError(
+            f"forward works but backward fails: {_first_line(error)}",
+            hint="The same error appears in a plain loss.backward(); see the operation it names.",
+        ) from error
+    return output
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "bad_alloc" in text)
+
+
+_FORWARD_HINT = "Give inputs the model accepts: -i SHAPE[@dtype][=values], once per argument of forward."
+
+
+@dataclass(slots=True)
+class _Watched:
+    path: str = ""
+    class_name: str = ""
+    shapes: str = ""
+
+
+@contextlib.contextmanager
+def module_hooks(
+    model: nn.Module,
+    enter: Callable[[str, nn.Module, Any], None],
+    leave: Callable[[str, nn.Module, Any], None],
+    *,
+    always_leave: bool = False,
+) -> Iterator[None]:
+    """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
+
+    ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.
+    """
+    handles = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            enter(path, module, (args, kwargs))
+
+        def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            leave(path, module, output)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, always_call=always_leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
+    """The stack of modules being run; after an exception it is where the exception came from."""
+    stack: list[_Watched] = []
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        stack.append(_Watched(path, type(module).__name__, _shapes(inputs)))
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        stack.pop()
+
+    with module_hooks(model, enter, leave):
+        yield stack
+
+
+def _rejection(error: BaseException, stack: list[_Watched]) -> str:
+    if not stack:
+        return f"the model rejected its inputs: {_first_line(error)}"
+    last = stack[-1]
+    where = f"module '{last.path}' ({last.class_name})" if last.path else f"the model itself ({last.class_name})"
+    return f"{where} rejected its input {last.shapes}: {_first_line(error)}"
+
+
+def _shapes(value: Any) -> str:
+    tensors = tensors_of(value)
+    return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _loss_entry(output: Any) -> Tensor | None:
+    candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.dim() == 0:
+        return candidate
+    return None
+
+
+def _require_gradient(tensors: list[Tensor], what: str) -> None:
+    if not any(t.requires_grad for t in tensors):
+        raise StepError(
+            f"{what} has nothing to differentiate: no floating tensor in it depends on a parameter",
+            hint="Give a differentiable loss with --loss file.py:function, or check that parameters require gradients.",
+        )
+
+
+def _autocast(settings: StepSettings) -> contextlib.AbstractContextManager[Any]:
+    dtype = _AUTOCASTS.get(settings.precision)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(settings.device).type, dtype=dtype)
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, so that a clock read afterwards is honest."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that a model draws from."""
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -1,0 +1,276 @@
+"""The files memopt writes: their names, their content, and how they reach the disk, all or none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from memopt_cli.documents import json_text, read_mapping, yaml_text
+from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    BatchAdvice,
+    FileHeader,
+    MemOptSummary,
+    Plan,
+    from_data,
+    to_data,
+)
+
+Fill = Callable[[BinaryIO], object]
+"""Writes one file's content to an open binary file."""
+
+_FACTORY = re.compile(r"(\w+\.)*(?P<module>\w+):[\w.]+")
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPaths:
+    """Where the four files of one optimization go."""
+
+    model: Path
+    summary: Path
+    plan: Path
+    batch: Path
+
+    def all(self) -> tuple[Path, ...]:
+        """The four, the model first."""
+        return self.model, self.summary, self.plan, self.batch
+
+
+def output_paths(location: str, output: str | None) -> OutputPaths:
+    """``model.pt`` -> ``model.memopt.pt`` beside it; ``package.module:callable`` -> ``module.memopt.pt`` here.
+
+    ``output`` names the model's file instead; the other three follow its stem.
+    Raises :class:`UsageError` if ``output`` names no file.
+    """
+    model = _beside(location) if output is None else Path(output)
+    if not model.name:
+        raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
+    stem = model.stem
+    return OutputPaths(
+        model=model,
+        summary=model.with_name(f"{stem}.summary.json"),
+        plan=model.with_name(f"{stem}.plan.yaml"),
+        batch=model.with_name(f"{stem}.batch.yaml"),
+    )
+
+
+def _beside(location: str) -> Path:
+    factory = _FACTORY.fullmatch(location)
+    if factory and not os.path.exists(location):
+        return Path(f"{factory['module']}.memopt.pt")
+    return Path(location).parent / f"{Path(location).stem}.memopt.pt"
+
+
+# ---------------------------------------------------------------------------------------------- to the disk
+
+
+def check_targets(paths: Iterable[Path], *, force: bool) -> None:
+    """Raise now what writing would raise later.
+
+    :class:`UsageError` for a path that is a folder, or exists and may not be replaced; :class:`WriteError` for a folder
+    that is missing or not writable.
+    """
+    for path in paths:
+        if os.path.isdir(path):
+            raise UsageError(
+                f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."
+            )
+        if os.path.lexists(path) and not force:
+            raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file with -o.")
+        if not os.path.isdir(path.parent):
+            raise WriteError(
+                f"cannot write {path}: there is no folder {path.parent}", hint="Make it, or choose another."
+            )
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise WriteError(
+                f"cannot write {path}: the folder {path.parent} is not writable", hint="Choose another folder with -o."
+            )
+
+
+def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
+    """Write every file or none, and return their paths.
+
+    Each is filled under a temporary name in its own folder and flushed to the disk; only then are all renamed.
+    Whatever goes wrong, Ctrl-C included, temporary files are removed and files that were there before are as before.
+    Raises as :func:`check_targets`, and :class:`WriteError` when the disk is full or fails.
+    """
+    check_targets(files, force=force)
+    staged = {path: _sibling(path, "new") for path in files}
+    try:
+        for path, fill in files.items():
+            with _os_errors(path):
+                _fill(staged[path], fill)
+        check_targets(files, force=force)  # someone else may have written there meanwhile
+        _rename_all(staged)
+    finally:
+        for temporary in staged.values():
+            if os.path.lexists(temporary):
+                temporary.unlink()
+    return tuple(str(path) for path in files)
+
+
+def _fill(path: Path, fill: Fill) -> None:
+    with open(path, "wb") as file:
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename_all(staged: Mapping[Path, Path]) -> None:
+    backups = {path: _sibling(path, "old") for path in staged}
+    begun: list[Path] = []
+    try:
+        for path, temporary in staged.items():
+            begun.append(path)
+            with _os_errors(path):
+                if os.path.lexists(path):
+                    os.replace(path, backups[path])
+                os.replace(temporary, path)
+    except BaseException:
+        for path in begun:
+            _restore(path, backups[path], renamed=not os.path.lexists(staged[path]))
+        raise
+    for backup in backups.values():
+        backup.unlink(missing_ok=True)
+
+
+def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
+    if os.path.lexists(backup):
+        os.replace(backup, path)
+    elif renamed:
+        path.unlink()
+
+
+def _sibling(path: Path, role: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{role}")
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """Turn a failing disk into :class:`WriteError`, also where ``torch.save`` raises something else on top of it."""
+    try:
+        yield
+    except Exception as err:
+        cause: BaseException | None = err
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise WriteError(
+            f"cannot write {path}: {cause.strerror or cause}",
+            hint="Nothing was written; make room or choose another folder with -o.",
+        ) from err
+
+
+# ---------------------------------------------------------------------------------------------- contents
+
+
+def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
+    """The content of ``*.summary.json``: the header's keys, then ``summary``."""
+    return json_text({**to_data(header), "summary": to_data(summary)}).encode()
+
+
+def plan_yaml(header: FileHeader, plan: Plan) -> bytes:
+    """The content of ``*.plan.yaml``: the header's keys, ``level`` and ``segments``; :func:`read_plan` reads it."""
+    data = {**_header(header), "level": plan.level, "segments": [_short(segment) for segment in plan.segments]}
+    return yaml_text(data).encode()
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
+    """The inverse of :func:`plan_yaml`.
+
+    Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
+    the wrong type, or was written by a later memopt.
+    """
+    data = read_mapping(Path(path))
+    version = data.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UsageError(
+            f"{path} is not a plan: its schema_version is {version!r}", hint="Give a *.plan.yaml of memopt."
+        )
+    if version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
+        )
+    of_plan = {f.name for f in fields(Plan)}
+    header = from_data(FileHeader, {key: data[key] for key in data if key not in of_plan}, where=str(path))
+    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+def batch_yaml(header: FileHeader, advice: BatchAdvice | None, *, measured_batch: int) -> bytes:
+    """The content of ``*.batch.yaml``: the configuration of batch shaping, and what it rests on.
+
+    ``measured_batch`` is the batch size the applied plan was measured at; it is the recommendation where no probe gave
+    a better one.  Sizes are in bytes.
+    """
+    recommended = _advice(advice) if advice else {"batch_size": measured_batch, "verified": True}
+    data = {**_header(header), "batch_shaping": _batch_shaping(recommended["batch_size"]), "recommended": recommended}
+    return yaml_text(data).encode()
+
+
+def _advice(advice: BatchAdvice) -> dict[str, Any]:
+    return {
+        "batch_size": advice.recommended_batch,
+        "verified": True,  # by a run: memopt recommends nothing else
+        "estimated_batch_size": advice.estimated_batch,
+        "limited_by": advice.limited_by,
+        "budget_bytes": advice.budget_bytes,
+        "device_bytes": advice.device_bytes,
+        "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
+        "probes": [to_data(probe) for probe in advice.probes],
+    }
+
+
+def _batch_shaping(max_batch: int) -> dict[str, Any]:
+    return {
+        "adaptive_sizing": {
+            "enabled": True,
+            "target_memory_usage": 0.8,
+            "min_batch_size": 1,
+            "max_batch_size": max_batch,
+            "adaptation_interval": 10,
+            "performance_window": 50,
+        },
+        "memory_aware_shaping": {
+            "memory_threshold": 0.9,
+            "preserve_gradients": True,
+            "optimization_hints": {
+                "attention": "contiguous",
+                "convolution": "channels_last",
+                "recurrent": "packed_sequence",
+            },
+        },
+        "performance_monitoring": {
+            "enabled": True,
+            "metrics_window": 100,
+            "alert_thresholds": {"memory_usage": 0.95, "throughput_drop": 0.2},
+        },
+        "validation": {"strict_mode": False, "hardware_checks": True, "performance_validation": True},
+    }
+
+
+def _header(header: FileHeader) -> dict[str, Any]:
+    return {**to_data(header), "spec": _short(header.spec)}
+
+
+def _short(record: Any) -> Any:
+    """As :func:`to_data`, less the fields that hold their default: a file for people."""
+    if isinstance(record, list | tuple):
+        return [_short(item) for item in record]
+    if not is_dataclass(record):
+        return to_data(record)
+    values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
+    return {
+        name: _short(value)
+        for name, (value, f) in values.items()
+        if value != (f.default if f.default_factory is MISSING else f.default_factory())
+    }

@@ -1,0 +1,5 @@
+"""Real, small models that memopt is shown and tested on.
+
+Each module defines one model, a ``build()`` that makes it (the same weights every time) and ``INPUTS``, its input spec.
+``python -m sample_models [NAME ...]`` writes them to ``sample_models/build/`` as ``NAME.pt`` and ``NAME.inputs.yaml``.
+"""

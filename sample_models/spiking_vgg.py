@@ -1,0 +1,137 @@
+"""A spiking VGG for event-camera images, in the style of CIFAR10-DVS networks.
+
+Eight blocks of 3x3 convolution, batch normalization and leaky integrate-and-fire (LIF) neurons run on T time steps of
+two-channel event frames, then a linear classifier whose outputs are averaged over time.  Every layer takes and returns
+tensors ``[T, B, ...]``: to convolutions and normalization, time is part of the batch; the neurons step through it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import snntorch
+import torch
+from torch import Tensor, nn
+
+INPUTS = {
+    "inputs": [{"shape": "TxBx2x48x48", "dtype": "float32", "values": "spikes:0.2"}],
+    "dims": {"T": 10, "B": 4},
+}
+WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
+POOLED_BLOCKS = (2, 4, 6)
+"""Indices of the blocks that halve the image before they convolve it."""
+
+
+class ATan(torch.autograd.Function):
+    """Heaviside step forward; derivative of ``atan(pi * x) / pi`` backward (Fang et al. 2021, with alpha = 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """``x``: membrane potential above threshold; 1 where it is positive, else 0."""
+        ctx.save_for_backward(x)
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        """Gradient times ``1 / (1 + (pi x)^2)``."""
+        x: Tensor = ctx.saved_tensors[0]
+        return grad_outputs[0] / (1 + (math.pi * x) ** 2)
+
+
+class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type information
+    """snnTorch's leaky neuron with its membrane potential kept inside, in a form that pickles as data alone.
+
+    snnTorch keeps the surrogate and the update rule as attributes of the instance: a closure, which does not pickle,
+    and a bound method, which pickles as a call of ``getattr``.  Here both belong to the class.
+    """
+
+    def __init__(self, beta: float = 0.5) -> None:
+        """``beta``: share of the membrane potential that survives a time step."""
+        super().__init__(beta, init_hidden=True, reset_mechanism="subtract")
+        del self.spike_grad, self.state_function
+
+    @staticmethod
+    def spike_grad(x: Tensor) -> Tensor:
+        """Spikes (0 or 1) where ``x`` is positive."""
+        spikes: Tensor = ATan.apply(x)  # type: ignore[no-untyped-call]
+        return spikes
+
+    def state_function(self, current: Tensor) -> Tensor:
+        """The next membrane potential: decayed, charged by ``current``, less the threshold where it spiked."""
+        potential: Tensor = self.beta * self.mem + current - self.reset * self.threshold
+        return potential
+
+
+class MultiStep(nn.Module):
+    """Runs a neuron over time: currents ``[T, B, ...]`` -> spikes ``[T, B, ...]``.
+
+    The neuron keeps its membrane potential from call to call, so two calls on halves of a sequence give what one call
+    on the whole gives; whoever starts a new sequence calls :meth:`reset`.
+    """
+
+    def __init__(self, neuron: LIF) -> None:
+        super().__init__()
+        self.neuron = neuron
+
+    def reset(self) -> None:
+        """Forget the past: the next call starts from rest."""
+        self.neuron.reset_mem()
+
+    def forward(self, currents: Tensor) -> Tensor:
+        """One step of the neuron per time step."""
+        return torch.stack([self.neuron(current) for current in currents])
+
+
+class PerStep(nn.Module):
+    """Applies a layer to all time steps at once, as one batch of ``T * B``: ``[T, B, ...]`` in and out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output with time and batch apart again."""
+        return torch.unflatten(self.layer(x.flatten(0, 1)), 0, x.shape[:2])
+
+
+class ConvBlock(nn.Module):
+    """Average pooling if asked, 3x3 convolution, batch normalization, neurons: ``[T, B, C, H, W]`` in and out."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, pool: bool) -> None:
+        super().__init__()
+        self.pool = PerStep(nn.AvgPool2d(2)) if pool else nn.Identity()
+        self.conv = PerStep(nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False))
+        self.norm = PerStep(nn.BatchNorm2d(out_channels))
+        self.neuron = MultiStep(LIF())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Spikes ``[T, B, out_channels, H, W]``, or half the height and width with pooling."""
+        spikes: Tensor = self.neuron(self.norm(self.conv(self.pool(x))))
+        return spikes
+
+
+class SpikingVGG(nn.Module):
+    """Event frames ``[T, B, 2, 48, 48]`` -> class scores ``[B, 10]``."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        sizes = zip((2, *WIDTHS[:-1]), WIDTHS, strict=True)
+        self.blocks = nn.Sequential(*(ConvBlock(i, o, pool=n in POOLED_BLOCKS) for n, (i, o) in enumerate(sizes)))
+        self.pool = PerStep(nn.AvgPool2d(2))
+        self.classifier = nn.Sequential(nn.Flatten(2), nn.Dropout(0.25), nn.Linear(WIDTHS[-1] * 3 * 3, classes))
+
+    def forward(self, frames: Tensor) -> Tensor:
+        """Scores averaged over time; each call is a new sequence."""
+        for module in self.modules():
+            if isinstance(module, MultiStep):
+                module.reset()
+        scores: Tensor = self.classifier(self.pool(self.blocks(frames)))
+        return scores.mean(0)
+
+
+def build() -> SpikingVGG:
+    """The model with the same weights every time; the caller's random numbers stay as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return SpikingVGG()

@@ -1,0 +1,83 @@
+"""A pipeline that does nothing and remembers what it was asked, in place of the one that imports torch."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import memopt_cli
+from memopt_cli.cli.app import main
+from memopt_cli.records import (
+    FileHeader,
+    InputSpec,
+    MemOptSummary,
+    ModelSource,
+    OptimizeRequest,
+    OptimizeResult,
+)
+
+
+def a_result() -> OptimizeResult:
+    header = FileHeader(
+        schema_version=1,
+        memopt="0.1",
+        torch="2.13",
+        model="model.pt",
+        sha256=None,
+        spec=InputSpec(source="--input"),
+        seed=0,
+        device="cpu",
+    )
+    summary = MemOptSummary(None, None, None, "cpu", 3, 3, True, True)
+    return OptimizeResult(header=header, summary=summary, files=("model.memopt.pt",))
+
+
+@dataclass
+class FakePipeline:
+    """What was asked of the pipeline, and what it does when asked."""
+
+    requests: list[OptimizeRequest] = field(default_factory=list)
+    applied: list[tuple[ModelSource, str, str | None, bool]] = field(default_factory=list)
+    asks: list[Any] = field(default_factory=list)
+    act: Callable[[Any], None] = lambda progress: None
+    result: OptimizeResult = field(default_factory=a_result)
+
+    def optimize(self, request: OptimizeRequest, *, progress: Any, ask: Any) -> OptimizeResult:
+        self.requests.append(request)
+        self.asks.append(ask)
+        self.act(progress)
+        return self.result
+
+    def apply(
+        self, source: ModelSource, plan_path: str, *, output: str | None, force: bool, ask: Any
+    ) -> tuple[str, ...]:
+        self.applied.append((source, plan_path, output, force))
+        return ("model.memopt.pt",)
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
+    """The stand-in; the test runs in an empty folder that holds a ``model.pt``."""
+    fake = FakePipeline()
+    module = ModuleType("memopt_cli.pipeline")
+    module.optimize, module.apply = fake.optimize, fake.apply  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "memopt_cli.pipeline", module)
+    monkeypatch.setitem(vars(memopt_cli), "pipeline", module)
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_bytes(b"not read by the command line")
+    return fake
+
+
+@pytest.fixture
+def optimize(pipeline: FakePipeline) -> Callable[..., OptimizeRequest]:
+    """Run ``memopt optimize model.pt …`` and return the one request it made."""
+
+    def run(*arguments: str) -> OptimizeRequest:
+        assert main(["optimize", "model.pt", *arguments]) == 0
+        return pipeline.requests[-1]
+
+    return run

@@ -1,0 +1,182 @@
+"""Exit codes, messages and streams: what every command has in common."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from memopt_cli.cli.app import main
+from memopt_cli.errors import MemoptError, UnsafeFileError
+
+
+def raising(err: BaseException) -> Any:
+    def act(progress: Any) -> None:
+        raise err
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("err", "code", "message"),
+    [
+        (MemoptError("it broke", hint="mend it"), 3, "error: it broke\nhint: mend it\n"),
+        (UnsafeFileError("no"), 4, "error: no\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (ValueError("a\nb"), 3, "error: unexpected ValueError: a b\nhint: Run it again with -v to see where.\n"),
+        (SystemExit(0), 3, "error: unexpected SystemExit: 0\nhint: Run it again with -v to see where.\n"),
+        (BrokenPipeError(32, "Broken pipe"), 3, "error: the reader of the output went away before it was complete\n"),
+    ],
+)
+def test_failure_is_a_message_and_a_code(
+    err: BaseException, code: int, message: str, pipeline: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipeline.act = raising(err)
+    assert main(["optimize", "model.pt", "-q"]) == code
+    out, diagnostics = capfd.readouterr()
+    assert diagnostics == message
+    assert out == ""
+
+
+def test_verbose_shows_where(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.act = raising(ValueError("deep inside"))
+    assert main(["optimize", "model.pt", "-v"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.act = raising(ValueError("deep inside"))
+    main(["optimize", "model.pt", "-v"])
+    capsys.readouterr()
+    main(["optimize", "model.pt"])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("optimize", "MODEL"),
+        ("frobnicate", "frobnicate"),
+        ("optimize model.pt --nope", "--nope"),
+        ("optimize missing.pt", "missing.pt"),
+        ("optimize .", "folder"),
+        ("optimize model.pt --level 5", "5"),
+        ("optimize model.pt --level -1", "-1"),
+        ("optimize model.pt --level high", "high"),
+        ("optimize model.pt --precision fp8", "fp8"),
+        ("optimize model.pt --optimizer lion", "lion"),
+        ("optimize model.pt --device gpu", "gpu"),
+        ("optimize model.pt --temporal-split-factor 1", "at least 2"),
+        ("optimize model.pt --max-split-rounds -1", "at least 0"),
+        ("optimize model.pt --max-candidates-per-round 0", "at least 1"),
+        ("optimize model.pt --timeout 0", "0.1"),
+        ("optimize model.pt --timeout nan", "nan"),
+        ("optimize model.pt --seed -3", "-3"),
+        ("optimize model.pt --loss loss.py", "file.py:function"),
+        ("optimize model.pt --input-script loss.py:1", "file.py:function"),
+        ("optimize model.pt -i 4xq", "'q'"),
+        ("optimize model.pt -i 4 --input-data x.pt", "twice"),
+        ("optimize model.pt -i BxS --dim B=4", "--dim S=8"),
+        ("optimize model.pt -i x:4 -i x:4", "twice"),
+        ("optimize model.pt -i 4 --dim B", "'B'"),
+        ("optimize model.pt --config nowhere.yaml", "nowhere.yaml"),
+        ("apply model.pt", "PLAN"),
+    ],
+)
+def test_usage_error(arguments: str, said: str, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    out, diagnostics = capsys.readouterr()
+    assert diagnostics.startswith("error: ")
+    assert said in diagnostics
+    assert "\nhint: " in diagnostics or "twice" in diagnostics
+    assert out == ""
+    assert pipeline.requests == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_model(pipeline: Any) -> None:
+    os.chmod("model.pt", 0)
+    assert main(["optimize", "model.pt"]) == 2
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["optimize", "--help"], ["optimize", "no.pt"]])
+def test_answers_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from memopt_cli.cli.app import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = run("-c", code, *arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (2 if "no.pt" in arguments else 0, False)
+
+
+def test_runs_as_a_module() -> None:
+    done = run("-m", "memopt_cli", "--help")
+    assert done.returncode == 0
+    assert "optimize" in done.stdout
+    assert "apply" in done.stdout
+
+
+def test_no_color_in_pipes() -> None:
+    assert "\x1b" not in run("-m", "memopt_cli", "optimize", "--help").stdout
+
+
+FAKE = """
+import os, signal, sys, time, types
+import memopt_cli
+pipeline = types.ModuleType("memopt_cli.pipeline")
+def optimize(request, *, progress, ask):
+    progress.stage("level 1")
+    {body}
+pipeline.optimize = optimize
+sys.modules["memopt_cli.pipeline"] = memopt_cli.__dict__["pipeline"] = pipeline
+from memopt_cli.cli.app import main
+sys.exit(main(["optimize", __file__]))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_signals_interrupt(sent: signal.Signals, tmp_path: Any) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(FAKE.format(body=f"os.kill(os.getpid(), {int(sent)}); time.sleep(20)"))
+    done = run(str(script))
+    assert done.returncode == 130
+    assert done.stderr == "level 1\nerror: interrupted\n"
+
+
+def test_closed_stdout_is_no_regression(tmp_path: Any) -> None:
+    """Exit code 1 would say that memory regressed."""
+    script = tmp_path / "run.py"
+    script.write_text(FAKE.format(body="print('x' * 100000, flush=True)"))
+    command = f"({sys.executable} {script}; echo code $? >&2) | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-2:] == [
+        "error: the reader of the output went away before it was complete",
+        "code 3",
+    ]
+
+
+def test_json_on_stdout_and_nothing_else(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.act = lambda progress: progress.stage("level 0")
+    assert main(["optimize", "model.pt", "--json"]) == 0
+    out, diagnostics = capsys.readouterr()
+    assert json.loads(out)["files"] == ["model.memopt.pt"]
+    assert diagnostics == "level 0\n"
+
+
+def test_a_strange_path_does_not_end_the_report() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "memopt_cli", "optimize", b"mod\xff\xe2\x86\x92.pt"],
+        capture_output=True,
+        env=environment,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr

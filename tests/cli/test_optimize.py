@@ -1,0 +1,193 @@
+"""From flags and the config file to one request."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt_cli.cli.app import main
+from memopt_cli.records import (
+    InputSpec,
+    ModelSource,
+    OptimizeRequest,
+    SearchOptions,
+    StepSettings,
+    TensorSpec,
+    Trust,
+    Verification,
+)
+
+Optimize = Callable[..., OptimizeRequest]
+
+
+def test_defaults(optimize: Optimize) -> None:
+    assert optimize() == OptimizeRequest(
+        source=ModelSource(location="model.pt"), spec=None, settings=StepSettings(device="auto")
+    )
+
+
+def test_every_flag_arrives(optimize: Optimize) -> None:
+    request = optimize(
+        *"-i B,3 -i y:Bx4@int64=0..9 --dim B=8 --level 4 --target Linear --target blocks.* --no-compress-x".split(),
+        *"--temporal-split-factor 3 --max-split-rounds 5 --max-candidates-per-round 6 --device cuda:1".split(),
+        *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
+        *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
+        *"-o out.pt --force --dry-run -q".split(),
+    )
+    assert request == OptimizeRequest(
+        source=ModelSource(
+            location="model.pt",
+            weights="w.pt",
+            trust=Trust(packages=("a", "b"), globals=("c.D",), code_paths=("train.py",), pickle=True),
+        ),
+        spec=InputSpec(
+            tensors=(
+                TensorSpec(shape=("B", 3)),
+                TensorSpec(name="y", shape=("B", 4), dtype="int64", values="0..9"),
+            ),
+            dims={"B": 8},
+            source="--input",
+        ),
+        settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
+        search=SearchOptions(
+            level=4,
+            targets=("Linear", "blocks.*"),
+            compress_x=False,
+            temporal_split_factor=3,
+            max_split_rounds=5,
+            max_candidates_per_round=6,
+        ),
+        output="out.pt",
+        force=True,
+        dry_run=True,
+        timeout_s=12.5,
+    )
+
+
+def test_a_factory_needs_no_file(pipeline: Any) -> None:
+    assert main(["optimize", "sample_models.gpt:build"]) == 0
+    assert pipeline.requests[0].source.location == "sample_models.gpt:build"
+
+
+def test_input_data_and_script(optimize: Optimize) -> None:
+    assert optimize("--input-data", "x.npz").spec == InputSpec(data_file="x.npz", source="--input-data")
+    script = optimize("--input-script", "f.py:make", "--dim", "batch=4").spec
+    assert script == InputSpec(script="f.py:make", dims={"batch": 4}, source="--input-script")
+
+
+def test_dimensions_alone_are_kept(optimize: Optimize) -> None:
+    assert optimize("--dim", "B=16").spec == InputSpec(dims={"B": 16}, source="--dim")
+
+
+CONFIG = """
+trust: [sample_models]
+input: [BxS@int64, "mask:Bx1=ones"]
+dims: {B: 8, S: 128}
+level: 4
+precision: bf16
+timeout: 90
+target: Linear
+compress-x: false
+quiet: true
+"""
+
+
+def test_config_file_of_the_folder(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text(CONFIG)
+    request = optimize()
+    assert request.source.trust.packages == ("sample_models",)
+    assert request.spec is not None
+    assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
+    assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
+    assert (request.search.level, request.search.targets, request.search.compress_x) == (4, ("Linear",), False)
+    assert (request.settings.precision, request.timeout_s) == ("bf16", 90)
+
+
+def test_flags_win_over_the_file(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text(CONFIG)
+    request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
+    assert (request.search.level, request.search.compress_x, request.search.targets) == (2, True, ("Conv2d",))
+    assert request.source.trust.packages == ("sample_models", "mine")
+    assert request.spec is not None
+    assert request.spec.dims == {"B": 8, "S": 64}
+
+
+def test_inputs_of_the_command_line_replace_those_of_the_file(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text(CONFIG)
+    spec = optimize("--input-data", "x.pt").spec
+    assert spec == InputSpec(data_file="x.pt", dims={"B": 8, "S": 128}, source="--input-data")
+
+
+def test_named_config_file(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text("level: 1")
+    Path("other.yaml").write_text("level: 2")
+    assert optimize("--config", "other.yaml").search.level == 2
+
+
+def test_empty_config_file(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text("# nothing yet\n")
+    assert optimize().search.level == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("levle: 3", "unknown key 'levle'"),
+        ("trust-pickle: true", "unknown key 'trust-pickle'"),
+        ("force: true", "unknown key 'force'"),
+        ("level: 7", "A value for it is in memopt.yaml"),
+        ("level: [1, 2]", "level"),
+        ("level:", "level cannot be None"),
+        ("dims: [B]", "dims"),
+        ("dims: {B: x}", "'B=x'"),
+        ("trust: {a: b}", "trust"),
+        ("input: 4xq", "'q'"),
+        ("- level", "keys and values"),
+        ("just text", "keys and values"),
+        ("{a: &x [1], b: *x}", "alias"),
+        ("level: {", "not valid YAML"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_bad_config_file(text: str, said: str, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("memopt.yaml").write_text(text)
+    assert main(["optimize", "model.pt"]) == 2
+    assert said in capsys.readouterr().err
+    assert pipeline.requests == []
+
+
+def test_a_folder_as_config_file(pipeline: Any) -> None:
+    Path("memopt.yaml").mkdir()
+    assert main(["optimize", "model.pt"]) == 2
+
+
+def test_a_failed_verification_is_reported_and_is_the_exit_code(
+    pipeline: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline.result.summary.verification = Verification(
+        passed=False,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=3,
+        worst_name="fc.weight",
+        worst_difference=0.5,
+        batch=4,
+        full_size=True,
+    )
+    assert main(["optimize", "model.pt", "--dry-run"]) == 1
+    assert "fc.weight" in capsys.readouterr().out
+
+
+def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("apply model.pt p.plan.yaml --allow-package a -o x.pt --force".split()) == 0
+    source = ModelSource(location="model.pt", trust=Trust(packages=("a",)))
+    assert pipeline.applied == [(source, "p.plan.yaml", "x.pt", True)]
+    assert capsys.readouterr().out == "wrote model.memopt.pt\n"
+
+
+def test_apply_reads_a_config_file_made_for_optimize(pipeline: Any) -> None:
+    Path("memopt.yaml").write_text(CONFIG)
+    assert main(["apply", "model.pt", "p.yaml"]) == 0
+    assert pipeline.applied[0][0].trust.packages == ("sample_models",)

@@ -1,0 +1,90 @@
+"""Models built by the user's own code, and filled with weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
+from memopt_cli.loading import load_model
+from memopt_cli.records import ModelSource
+
+CODE = """
+from torch import nn
+
+def make():
+    return nn.Linear(2, 3)
+
+def wrong():
+    return 3
+
+def failing():
+    raise ValueError("no luck")
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "user_factory.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("user_factory", None)
+
+
+def test_a_factory_in_the_current_folder() -> None:
+    loaded = load_model(ModelSource(location="user_factory:make"))
+    assert isinstance(loaded.module, nn.Linear)
+    assert (loaded.format, loaded.sha256) == ("factory", None)
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_weights_fill_it(folder: Path, ending: str) -> None:
+    weights = nn.Linear(2, 3).state_dict()
+    path = str(folder / f"weights.{ending}")
+    if ending == "pt":
+        torch.save(weights, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(weights, path)
+    module = load_model(ModelSource(location="user_factory:make", weights=path)).module
+    assert torch.equal(module.state_dict()["weight"], weights["weight"])
+
+
+def test_weights_that_do_not_fit(folder: Path) -> None:
+    torch.save(nn.Linear(2, 4).state_dict(), folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="does not fit Linear"):
+        load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+
+
+def test_weights_are_data_only(folder: Path) -> None:
+    torch.save({"a": nn.Sequential, "b": print}, folder / "weights.pt")
+    with pytest.raises(UnsafeFileError, match="print"):
+        load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+
+
+def test_weights_that_are_no_state_dict(folder: Path) -> None:
+    torch.save([1], folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="no state dict"):
+        load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+
+
+@pytest.mark.parametrize(
+    ("location", "error", "message"),
+    [
+        ("user_factory:number", UsageError, "nothing callable named number"),
+        ("user_factory:missing", UsageError, "nothing callable named missing"),
+        ("user_factory:wrong", FileFormatError, "returned a int"),
+        ("user_factory:failing", FileFormatError, "no luck"),
+        ("no_such_module:make", FileFormatError, "no_such_module"),
+    ],
+)
+def test_factories_that_cannot_be_used(location: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_model(ModelSource(location=location))

@@ -1,0 +1,254 @@
+"""Where input specs come from and what is made of them (their text form: tests/test_spec_text.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.loading.input_spec import (
+    batch_of,
+    find_spec,
+    format_tensor,
+    make_inputs,
+    parse_dims,
+    parse_tensor,
+    read_spec_file,
+    with_batch,
+)
+from memopt_cli.records import InputSpec, ModelSource, TensorSpec
+
+
+def spec(*texts: str, **fields: Any) -> InputSpec:
+    return InputSpec(tensors=tuple(map(parse_tensor, texts)), source="--input", **fields)
+
+
+def made(spec: InputSpec, seed: int = 0, dtype: torch.dtype | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return make_inputs(spec, seed=seed, device="cpu", dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------- finding a spec
+
+
+def test_what_is_given_wins_over_the_file_beside_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.inputs.yaml").write_text("inputs: [{shape: [2, 3]}]")
+    source = ModelSource(location=str(tmp_path / "model.pt"))
+    assert find_spec(source, nn.Linear(3, 1), spec("4x5")).tensors[0].shape == (4, 5)
+    found = find_spec(source, nn.Linear(9, 1), None)
+    assert found.tensors[0].shape == (2, 3)
+    assert found.source.endswith("model.inputs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(3, 4, 3), (2, 3, 256)),
+        (nn.Conv2d(3, 4, 3), (2, 3, 64, 64)),
+        (nn.Conv3d(1, 4, 3), (2, 1, 16, 32, 32)),
+        (nn.Linear(7, 2), (2, 7)),
+        (nn.LSTM(5, 2), (16, 2, 5)),
+        (nn.GRU(5, 2, batch_first=True), (2, 16, 5)),
+        (nn.LSTMCell(5, 2), (2, 5)),
+        (nn.Embedding(9, 4), (2, 16)),
+    ],
+)
+def test_a_guess_from_the_first_layer_fits_it(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    found = find_spec(ModelSource(location="model.pt"), nn.Sequential(nn.Dropout(), layer), None)
+    assert found.tensors[0].shape == shape
+    assert found.source == f"a guess from 1 ({type(layer).__name__})"
+    args, kwargs = made(found)
+    layer(*args, **kwargs)
+
+
+def test_no_guess_shows_the_line_to_type() -> None:
+    with pytest.raises(UsageError) as error:
+        find_spec(ModelSource(location="model.pt"), nn.ReLU(), None)
+    assert "memopt optimize model.pt -i 4x3x224x224" in error.value.hint
+
+
+def test_a_symbol_without_a_size_names_the_flag() -> None:
+    with pytest.raises(UsageError, match="S") as error:
+        find_spec(ModelSource(location="m.pt"), nn.ReLU(), spec("BxS", dims={"B": 2}))
+    assert "--dim S=8" in error.value.hint
+
+
+def test_a_spec_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.inputs.yaml"
+    path.write_text(
+        "inputs: [{name: ids, shape: [B, S], dtype: int64, values: 0..9}, {shape: BxS}]\ndims: {B: 8, S: 4}"
+    )
+    found = read_spec_file(path)
+    assert found.tensors == (parse_tensor("ids:BxS@int64=0..9"), parse_tensor("BxS"))
+    assert found.dims == {"B": 8, "S": 4}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "inputs: [{shape: [2], size: 3}]",
+        "input: []",
+        "inputs: []",
+        "inputs: [{dtype: int64}]",
+        "inputs: [{shape: [2], dtype: int65}]",
+        "inputs: [{shape: [2], values: odd}]",
+        "inputs: [{shape: [-2]}]",
+        "inputs: [{shape: [2], name: 3}]",
+        "inputs: [{shape: [2]}]\ndims: [3]",
+        "inputs: [{shape: [2]}]\ndims: {B: x}",
+        "[1",
+        "!!python/object/apply:os.system [true]",
+        "just text",
+    ],
+)
+def test_a_wrong_spec_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.inputs.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"model\.inputs\.yaml"):
+        read_spec_file(path)
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+SYMBOLS = st.from_regex(r"[A-Z][a-wyz0-9]{0,3}", fullmatch=True)
+TENSORS = st.builds(
+    TensorSpec,
+    name=st.none() | st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(str.isidentifier),
+    shape=st.lists(st.integers(1, 10**6) | SYMBOLS, max_size=5).map(tuple),
+    dtype=st.just("float32"),
+    values=st.sampled_from(["normal", "uniform", "zeros", "ones", "spikes:0.25", "0..9", "-3..4"]),
+)
+
+
+@given(TENSORS)
+def test_format_and_parse_are_inverses(tensor: TensorSpec) -> None:
+    assert parse_tensor(format_tensor(tensor)) == tensor
+
+
+def test_dims() -> None:
+    assert parse_dims(["B=8", "S=128"]) == {"B": 8, "S": 128}
+
+
+# ---------------------------------------------------------------------------------------------- making the inputs
+
+
+def test_the_same_seed_makes_the_same_inputs_and_leaves_the_global_rng_alone() -> None:
+    described = spec("2x3", "x:4=uniform")
+    state = torch.get_rng_state()
+    (first,), named = made(described, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(named) == ["x"]
+    assert torch.equal(first, made(described, 1)[0][0])
+    assert not torch.equal(first, made(described, 2)[0][0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("values", ["normal", "uniform", "zeros", "ones", "spikes:0.5", "-3..4"])
+def test_floating_values(dtype: str, values: str) -> None:
+    tensor = made(spec(f"500@{dtype}={values}"))[0][0]
+    assert tensor.dtype == getattr(torch, dtype)
+    real = tensor.real.float() if tensor.is_complex() else tensor.float()
+    if values in ("zeros", "ones", "spikes:0.5"):
+        assert set(real.tolist()) == {"zeros": {0.0}, "ones": {1.0}, "spikes:0.5": {0.0, 1.0}}[values]
+    else:
+        assert real.std() > 0.1
+
+
+@pytest.mark.parametrize(("text", "expected"), [("@int64=2..5", {2, 3, 4}), ("@bool", {0, 1}), ("@uint8", {0, 1})])
+def test_integer_values(text: str, expected: set[int]) -> None:
+    assert set(made(spec(f"200{text}"))[0][0].int().tolist()) == expected
+
+
+def test_only_floating_tensors_are_cast() -> None:
+    args, _ = made(spec("2", "2@int64"), dtype=torch.float64)
+    assert [t.dtype for t in args] == [torch.float64, torch.int64]
+
+
+def test_data_files(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).view(3, 2)
+    torch.save([tensor, {"k": tensor}], tmp_path / "list.pt")
+    torch.save({"x": tensor}, tmp_path / "dict.pt")
+    torch.save(tensor, tmp_path / "one.pt")
+    np.savez(tmp_path / "array.npz", x=tensor.numpy())
+    found = {p.name: made(InputSpec(data_file=str(p), source="--input-data")) for p in tmp_path.iterdir()}
+    assert torch.equal(found["list.pt"][0][1]["k"], tensor)
+    assert torch.equal(found["dict.pt"][1]["x"], tensor)
+    assert torch.equal(found["one.pt"][0][0], tensor)
+    assert torch.equal(found["array.npz"][1]["x"], tensor)
+    assert batch_of(InputSpec(data_file=str(tmp_path / "list.pt"), source="")) == 3
+
+
+def test_a_safetensors_data_file(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch").save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert torch.equal(made(InputSpec(data_file=str(tmp_path / "x.safetensors"), source=""))[1]["x"], torch.ones(2))
+
+
+def test_data_files_run_no_code(tmp_path: Path) -> None:
+    torch.save(print, tmp_path / "bad.pt")
+    with pytest.raises(UnsafeFileError):
+        made(InputSpec(data_file=str(tmp_path / "bad.pt"), source=""))
+    with pytest.raises(UsageError, match="unknown ending"):
+        made(InputSpec(data_file=__file__, source=""))
+    with pytest.raises(UsageError, match="cannot be read"):
+        made(InputSpec(data_file="missing.pt", source=""))
+
+
+SCRIPT = """
+import torch
+
+def make(batch, S, steps=3, *rest, **more):
+    return torch.randn(batch, S, steps)
+
+def named(batch):
+    return {"x": torch.ones(batch)}
+
+def failing():
+    raise ValueError("no luck")
+"""
+
+
+def test_scripts_are_given_the_sizes_that_they_name(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.py"
+    path.write_text(SCRIPT)
+    described = InputSpec(script=f"{path}:make", dims={"B": 2, "S": 5}, source="")
+    assert made(described)[0][0].shape == (2, 5, 3)
+    assert torch.equal(made(described)[0][0], made(described)[0][0])
+    assert made(InputSpec(script=f"{path}:make", dims={"B": 2, "S": 5, "T": 7}, source=""))[0][0].shape == (2, 5, 7)
+    assert made(with_batch(InputSpec(script=f"{path}:named", dims={"B": 2}, source=""), 6))[1]["x"].shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("named", "wants the size of batch"), ("failing", "no luck"), ("missing", "has no function missing")],
+)
+def test_scripts_that_cannot_be_used(tmp_path: Path, function: str, message: str) -> None:
+    path = tmp_path / "inputs.py"
+    path.write_text(SCRIPT)
+    with pytest.raises(UsageError, match=message):
+        made(InputSpec(script=f"{path}:{function}", source=""))
+    with pytest.raises(UsageError, match="there is no file"):
+        made(InputSpec(script="missing.py:make", source=""))
+
+
+# ---------------------------------------------------------------------------------------------- the batch
+
+
+def test_the_batch_is_the_symbol_or_dimension_0() -> None:
+    assert batch_of(spec("TxBx3", dims={"T": 5, "B": 7})) == 7
+    assert batch_of(spec("4x3", "2x3")) == 4
+    with pytest.raises(UsageError, match="batch size"):
+        batch_of(InputSpec(script="a.py:f", source=""))
+
+
+def test_another_batch() -> None:
+    assert with_batch(spec("TxB", dims={"T": 5, "B": 7}), 2).dims == {"T": 5, "B": 2}
+    resized = with_batch(spec("4x3", "4", "5x4"), 9)
+    assert [t.shape for t in resized.tensors] == [(9, 3), (9,), (5, 4)]
+    with pytest.raises(UsageError, match="cannot be resized"):
+        with_batch(InputSpec(data_file="x.pt", source=""), 2)

@@ -1,0 +1,435 @@
+"""Full-module pickles: what loads, what is refused, and that nothing refused ever runs."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, UsageError
+from memopt_cli.loading import GlobalRequest, load, load_model
+from memopt_cli.loading.pickle_scan import Global, PickleScan, scan_pickle
+from memopt_cli.records import ModelSource, Trust
+from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.GELU(), nn.LSTM(4, 2))
+
+
+def source(path: Path, **trust: Any) -> ModelSource:
+    return ModelSource(location=str(path), trust=Trust(**trust))
+
+
+class Payload:
+    """Pickles as a call of ``function(*arguments)``."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_loads_a_saved_module(tmp_path: Path, zipped: bool) -> None:
+    model, path = small_model(), tmp_path / "model.pt"
+    torch.save(model, path, _use_new_zipfile_serialization=zipped)
+    loaded = load_model(source(path))
+    assert loaded.format == "pickle"
+    assert loaded.sha256 is not None
+    assert len(loaded.sha256) == 64
+    assert [type(m) for m in loaded.module.modules()] == [type(m) for m in model.modules()]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.module.state_dict()[name], tensor)
+
+
+def test_loading_leaves_pytorchs_list_of_safe_globals_as_it_was(tmp_path: Path) -> None:
+    torch.save(small_model(), tmp_path / "model.pt")
+    with torch.serialization.safe_globals([nn.Linear]):
+        before = set(torch.serialization.get_safe_globals())
+        load(tmp_path / "model.pt")
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_tensor_functions_kept_as_attributes_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.act, model.other, model.third = F.relu, torch.tanh, F.gelu  # type: ignore[assignment]
+    torch.save(model, tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt")
+    assert loaded.act is F.relu
+    assert loaded.other is torch.tanh  # type: ignore[comparison-overlap]
+    assert loaded.third is F.gelu
+
+
+@pytest.mark.parametrize(("chunks", "kind"), [(1, GCContainer), (2, TCGCContainer)])
+def test_a_model_with_segments_loads(tmp_path: Path, chunks: int, kind: type) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
+    install_segment(model[0], SegmentConfig(chunks=chunks))
+    torch.save(model, tmp_path / "model.memopt.pt")
+    loaded = load(tmp_path / "model.memopt.pt")
+    assert isinstance(loaded.get_submodule("0"), kind)
+    data = torch.randn(4, 3)
+    assert torch.equal(loaded(data), model(data))
+    assert type(loaded.get_submodule("1")) is nn.Linear
+
+
+def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, bos_token_id=1, eos_token_id=2)
+    torch.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt.pt")
+    assert load(tmp_path / "gpt.pt").config.n_embd == 8  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------- hostile files
+
+
+def hostile(sentinel: Path) -> dict[str, Any]:
+    touch = f"open({str(sentinel)!r}, 'w').close()"
+    return {
+        "os.system": Payload(os.system, f"touch {sentinel}"),
+        "eval": Payload(eval, touch),
+        "exec": Payload(exec, touch),
+        "nested": OrderedDict(a=[Payload(dict, [("k", Payload(builtins.eval, touch))])]),
+        "in a module": nn.Sequential(nn.Linear(1, 1)),
+        "getattr": Payload(getattr, Payload(getattr, nn.Linear, "forward"), "__globals__"),
+        "subprocess": Payload(subprocess.call, ["touch", str(sentinel)]),
+        "torch function": Payload(torch.save, {}, str(sentinel)),
+        "a class's constructor": Payload(nn.Linear, 10**6, 1),
+        "a rebuilt tensor": Payload(torch._tensor._rebuild_from_type_v2, eval, torch.Tensor, (touch,), None),
+    }
+
+
+@pytest.mark.parametrize("asked", [None, False])
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle2", "pickle4"])
+@pytest.mark.parametrize("case", [c for c in hostile(Path("x")) if c != "getattr"])
+def test_hostile_pickles_never_run(tmp_path: Path, case: str, form: str, asked: bool | None) -> None:
+    sentinel, path = tmp_path / "ran", tmp_path / "model.pt"
+    value = hostile(sentinel)[case]
+    if case == "in a module":
+        value.extra = Payload(os.system, f"touch {sentinel}")
+    if form in ("zip", "legacy"):
+        torch.save(value, path, _use_new_zipfile_serialization=form == "zip")
+    else:
+        path.write_bytes(pickle.dumps(value, int(form[-1])))
+    sentinel.unlink(missing_ok=True)
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(path), None if asked is None else lambda wanted: False)
+    assert error.value.exit_code == 4
+    assert not sentinel.exists()
+
+
+def test_getattr_reaches_nothing_but_tensor_functions(tmp_path: Path) -> None:
+    torch.save(hostile(tmp_path)["getattr"], tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match="forward"):
+        load_model(source(tmp_path / "model.pt"))
+
+
+def test_a_global_called_by_way_of_the_memo_is_seen() -> None:
+    code = b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x940" + b"0h\x00h\x01\x93\x940h\x02\x8c\x04true\x85R."
+    scan = PickleScan()
+    scan_pickle(io.BytesIO(code), scan)
+    assert scan.called == {Global("posix", "system")}
+
+
+def test_names_computed_while_reading_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"\x80\x04K\x01K\x02\x93.")
+    with pytest.raises(UnsafeFileError, match="cannot be checked"):
+        load_model(source(tmp_path / "model.pt"))
+
+
+def test_os_system_is_refused_even_if_the_answer_is_yes(tmp_path: Path) -> None:
+    torch.save(Payload(os.system, f"touch {tmp_path / 'ran'}"), tmp_path / "model.pt")
+    with pytest.raises(UnsafeFileError, match="system"):
+        load_model(source(tmp_path / "model.pt"), lambda wanted: True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_our_scan_agrees_with_pytorchs(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(small_model(), buffer)
+    buffer.seek(0)
+    theirs = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    scan = PickleScan()
+    reader = torch._C.PyTorchFileReader(io.BytesIO(buffer.getvalue()))
+    scan_pickle(io.BytesIO(reader.get_record("data.pkl")), scan)
+    assert set(theirs) <= {str(wanted) for wanted in scan.wanted}
+
+
+# ---------------------------------------------------------------------------------------------- trust
+
+PACKAGE = """
+    from pathlib import Path
+    from torch import nn
+
+    Path(__file__).with_name("imported").touch()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.settings = Settings()
+
+    class Settings:
+        pass
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A model of a package that memopt does not know; the package is installed, and not imported yet."""
+    package = tmp_path / "foreign_models"
+    package.mkdir()
+    (package / "__init__.py").write_text(textwrap.dedent(PACKAGE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = __import__("foreign_models").Net()
+    torch.save(model, tmp_path / "model.pt")
+    del sys.modules["foreign_models"]
+    (package / "imported").unlink()
+    yield tmp_path / "model.pt"
+    sys.modules.pop("foreign_models", None)
+
+
+def test_an_unknown_package_is_refused_by_name_and_not_imported(foreign: Path) -> None:
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(foreign))
+    assert "foreign_models.Net" in error.value.message
+    assert "--allow-package foreign_models" in error.value.hint
+    assert not (foreign.parent / "foreign_models" / "imported").exists()
+
+
+def test_a_vouched_package_loads(foreign: Path) -> None:
+    assert type(load_model(source(foreign, packages=("foreign_models",))).module).__name__ == "Net"
+
+
+def test_vouched_names_load_and_only_these(foreign: Path) -> None:
+    names = ("foreign_models.Net", "foreign_models.Settings")
+    assert load(foreign, trust=Trust(globals=names))
+    with pytest.raises(UnsafeFileError, match="Settings") as error:
+        load(foreign, trust=Trust(globals=names[:1]))
+    assert "foreign_models.Net" not in error.value.message
+
+
+def test_the_question_is_asked_once_for_all(foreign: Path) -> None:
+    asked: list[list[GlobalRequest]] = []
+
+    def yes(wanted: Any) -> bool:
+        asked.append(list(wanted))
+        return True
+
+    assert load_model(source(foreign), yes)
+    assert [[r.name for r in wanted] for wanted in asked] == [["foreign_models.Net", "foreign_models.Settings"]]
+    assert {r.package for r in asked[0]} == {"foreign_models"}
+
+
+def test_a_vouched_package_does_not_vouch_for_what_it_imports(foreign: Path) -> None:
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text(init.read_text() + "\nimport subprocess\n")
+    bad = foreign.parent / "bad.pt"
+    bad.write_bytes(b"\x80\x02cforeign_models\nsubprocess.call\n(lX\x04\x00\x00\x00true" + b"a\x85R.")
+    with pytest.raises(UnsafeFileError, match="not defined in foreign_models"):
+        load_model(source(bad, packages=("foreign_models",)))
+
+
+def test_trust_pickle_loads_anything_and_says_so(foreign: Path) -> None:
+    loaded = load_model(source(foreign, pickle=True))
+    assert type(loaded.module).__name__ == "Net"
+    assert any("--trust-pickle" in note for note in loaded.notes)
+
+
+def test_a_missing_package_is_named(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(foreign.parent / "elsewhere"))
+    sys.path.remove(str(foreign.parent))
+    with pytest.raises(FileFormatError, match="foreign_models") as error:
+        load_model(source(foreign))
+    assert error.value.exit_code == 3
+    assert "--code-path" in error.value.hint
+
+
+SCRIPT = """
+    import torch
+    from pathlib import Path
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Plain:
+        pass
+
+    if __name__ == "__main__":
+        Path(__file__).with_name("trained").touch()
+        torch.save(Net(), "model.pt")
+        odd = Net()
+        odd.plain = Plain()
+        torch.save(odd, "odd.pt")
+        torch.save(Net(), "legacy.pt", _use_new_zipfile_serialization=False)
+"""
+
+USE = """
+    import sys, torch
+    from memopt_cli.loading import load, load_model
+    from memopt_cli.records import ModelSource, Trust
+
+    trust = Trust(code_paths=(sys.argv[1],), pickle="pickle" in sys.argv)
+    model = load_model(ModelSource(location=sys.argv[2], trust=trust)).module
+    torch.save(model, "again.pt")
+    again = load("again.pt", trust=trust)
+    print(type(again).__module__, type(again).__name__, type(again) is type(model), again(torch.ones(1, 2)).shape)
+    """
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (folder / "use.py").write_text(textwrap.dedent(USE))
+    done = run(folder, "train.py")
+    assert done.returncode == 0, done.stderr
+    (folder / "trained").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["model.pt"], ["legacy.pt"], ["model.pt", "pickle"]], ids=" ".join)
+def test_a_class_of_the_training_script_is_found_and_saved_again(trained: Path, arguments: list[str]) -> None:
+    done = run(trained, "use.py", "train.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("torch.Size")[0].split() == ["__main__", "Net", "True"]
+    assert not (trained / "trained").exists()
+    # What was saved loads where the original did: in the script itself.
+    check = "import runpy, sys, torch; sys.modules['__main__'].Net = runpy.run_path('train.py')['Net']"
+    assert run(trained, "-c", check + "; torch.load('again.pt', weights_only=False)").returncode == 0
+
+
+def test_a_class_of_the_training_script_needs_the_script(trained: Path) -> None:
+    with pytest.raises(UnsafeFileError, match=r"__main__\.Net") as error:
+        load_model(source(trained / "model.pt"))
+    assert "--code-path SCRIPT.py" in error.value.hint
+
+
+def test_of_the_users_code_only_module_classes_are_trusted(trained: Path) -> None:
+    done = run(trained, "use.py", "train.py", "odd.pt")
+    assert "UnsafeFileError" in done.stderr
+    assert "--allow-global __main__.Plain" in done.stderr
+
+
+def test_a_script_without_the_class_is_named(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "without_net.py").write_text("x = 1\n")
+    with pytest.raises(FileFormatError, match=r"without_net\.py defines no Net"):
+        load_model(source(trained / "model.pt", code_paths=(str(tmp_path / "without_net.py"),)))
+
+
+def test_a_code_path_folder(foreign: Path) -> None:
+    sys.path.remove(str(foreign.parent))
+    with pytest.raises(UnsafeFileError, match="Settings") as error:
+        load_model(source(foreign, code_paths=(str(foreign.parent),)))
+    assert "foreign_models.Net" not in error.value.message
+
+
+def test_a_code_path_that_does_not_exist(foreign: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.py"):
+        load_model(source(foreign, code_paths=("nowhere.py",)))
+
+
+# ---------------------------------------------------------------------------------------------- bad files
+
+
+def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        load_model(source(tmp_path / "missing.pt"))
+    with pytest.raises(UsageError, match="is a folder"):
+        load_model(source(tmp_path))
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_model(ModelSource(location="a\0b"))
+
+
+def bad_files() -> dict[str, bytes]:
+    buffer, legacy, weights, other = (io.BytesIO() for _ in range(4))
+    torch.save(small_model(), buffer)
+    torch.save(small_model(), legacy, _use_new_zipfile_serialization=False)
+    torch.save(small_model().state_dict(), weights)
+    torch.save(["text"], other)
+    zipped, old = buffer.getvalue(), legacy.getvalue()
+    return {
+        "empty": b"",
+        "random": bytes(range(256)) * 8,
+        "text": b"hello world\n",
+        "truncated": zipped[: len(zipped) // 2],
+        "truncated legacy": old[: len(old) // 2],
+        "truncated legacy pickle": old[:300],
+        "state dict": weights.getvalue(),
+        "something else": other.getvalue(),
+        "plain pickle": pickle.dumps({"a": 1}),
+    }
+
+
+@pytest.mark.parametrize("case", bad_files())
+def test_files_that_are_no_models(tmp_path: Path, case: str) -> None:
+    (tmp_path / "model.pt").write_bytes(bad_files()[case])
+    with pytest.raises(FileFormatError, match=r"model\.pt") as error:
+        load_model(source(tmp_path / "model.pt"))
+    assert error.value.exit_code == 3
+    assert "\n" not in error.value.message
+
+
+def test_a_state_dict_says_what_it_lacks(tmp_path: Path) -> None:
+    torch.save({"model": small_model().state_dict(), "epoch": 3}, tmp_path / "weights.pt")
+    with pytest.raises(FileFormatError, match="holds 11 tensors but no model") as error:
+        load_model(source(tmp_path / "weights.pt"))
+    assert "package.module:callable --weights" in error.value.hint
+
+
+@given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"(c"]))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_give_one_of_our_errors(tmp_path: Path, data: bytes, start: bytes) -> None:
+    (tmp_path / "model.pt").write_bytes(start + data)
+    with pytest.raises(MemoptError):
+        load_model(source(tmp_path / "model.pt"))
+
+
+@given(position=st.integers(0, 10**6), value=st.integers(0, 255), case=st.sampled_from(["zip", "legacy"]))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_byte_gives_a_model_or_one_of_our_errors(
+    tmp_path: Path, position: int, value: int, case: str
+) -> None:
+    buffer = io.BytesIO()
+    torch.save(nn.Linear(1, 1), buffer, _use_new_zipfile_serialization=case == "zip")
+    data = bytearray(buffer.getvalue())
+    data[position % len(data)] = value
+    (tmp_path / "model.pt").write_bytes(data)
+    with contextlib.suppress(MemoptError):
+        assert isinstance(load_model(source(tmp_path / "model.pt")).module, nn.Module)

@@ -1,0 +1,244 @@
+"""The same result for people and for programs."""
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchProbe,
+    Breakdown,
+    FileHeader,
+    InputSpec,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    OptimizeResult,
+    OutOfMemory,
+    Plan,
+    SegmentPlan,
+    Verification,
+    from_data,
+)
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+MIB = 2**20
+
+
+def measured(peak_mib: float, step_s: float) -> Measurement:
+    return Measurement(
+        tensor_peak_bytes=int((peak_mib - 1) * MIB),
+        allocated_peak_bytes=int(peak_mib * MIB),
+        resident_bytes=100 * MIB,
+        reserved_peak_bytes=int(peak_mib * MIB),
+        process_peak_bytes=2048 * MIB,
+        step_times_s=(step_s, step_s, step_s),
+        breakdown=Breakdown(
+            parameters_bytes=0,
+            buffers_bytes=0,
+            gradients_bytes=0,
+            optimizer_bytes=0,
+            inputs_bytes=0,
+            activations_bytes=0,
+            temporaries_bytes=0,
+        ),
+        holders=(),
+        backend="cpu profiler",
+        batch=4,
+        spent_s=3.0,
+    )
+
+
+def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None, *, note: str = "") -> LevelRow:
+    return LevelRow(
+        level=level,
+        plan=plan or Plan(level=level),
+        outcome=outcome,
+        predicted_tensor_peak_bytes=300 * MIB if level else None,
+        candidates=1,
+        search_s=1.0,
+        note=note,
+    )
+
+
+VERIFIED = Verification(
+    passed=True,
+    exact=True,
+    precision="stored",
+    tolerance=0.0,
+    compared=83,
+    worst_name="",
+    worst_difference=0.0,
+    batch=4,
+    full_size=True,
+)
+ADVICE = BatchAdvice(
+    recommended_batch=16,
+    estimated_batch=16,
+    probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, step_s=1.0),) * 3,
+    intercept_bytes=1e8,
+    slope_bytes=5e7,
+    budget_bytes=8 * 2**30,
+    device_bytes=10 * 2**30,
+    limited_by="the budget",
+)
+SEGMENTS = (
+    SegmentPlan(path="features.0", compressor="bit"),
+    SegmentPlan(path="features.1", chunks=5),
+    SegmentPlan(path="features.2", compressor="bit", chunks=5),
+)
+
+
+@pytest.fixture
+def summary() -> MemOptSummary:
+    return MemOptSummary(
+        None,
+        None,
+        None,
+        "cpu",
+        4,
+        3,
+        True,
+        True,
+        notes=["inputs are a [guess] from conv1"],
+        recommendation="Try level 4.",
+        levels=[
+            row(0, measured(617.9, 1.09)),
+            row(1, OutOfMemory(detail="limit 400 MiB"), Plan(level=1, segments=SEGMENTS[:1])),
+            row(3, measured(294.6, 1.49), Plan(level=3, segments=SEGMENTS), note="no module carries state"),
+        ],
+        verification=VERIFIED,
+        advice=ADVICE,
+        spent_s=65.0,
+    )
+
+
+def result(
+    summary: MemOptSummary, files: tuple[str, ...] = ("model.memopt.pt", "model.memopt.plan.yaml")
+) -> OptimizeResult:
+    header = FileHeader(
+        schema_version=1,
+        memopt="0.1.0",
+        torch="2.13.0",
+        model="model.pt",
+        sha256=None,
+        spec=InputSpec(source="--input"),
+        seed=0,
+        device="cpu",
+    )
+    return OptimizeResult(header=header, summary=summary, files=files)
+
+
+def shown(report: Report, result: OptimizeResult) -> str:
+    stream = io.StringIO()
+    report.optimized(result, stream)
+    return stream.getvalue()
+
+
+EXPECTED = """\
+617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)
+
+                                          allocated       of     tensor             activation
+level  plan                                    peak  level 0       peak  predicted        peak    step  ratio
+0      no segments                        617.9 MiB    100 %  616.9 MiB          –   517.9 MiB  1.09 s  1.00×
+1      1 segment, 1 packed                        –        –          –  300.0 MiB           –       –      –
+3 *    3 segments, 2 in chunks, 2 packed  294.6 MiB     48 %  293.6 MiB  300.0 MiB   194.6 MiB  1.49 s  1.37×
+
+* level 3 is applied; 4 was asked for
+level 1: out of memory (limit 400 MiB)
+level 3: no module carries state
+verified: 83 tensors equal bit for bit, at batch 4
+batch 16 recommended, run within 8.0 GiB of 10.0 GiB; limited by the budget
+Try level 4.
+inputs are a [guess] from conv1
+wrote model.memopt.pt
+wrote model.memopt.plan.yaml
+total time 1 min 5 s
+"""
+
+
+def test_text_in_a_pipe(summary: MemOptSummary) -> None:
+    lines = [line.rstrip() for line in shown(TextReport(), result(summary)).splitlines()]
+    assert lines == EXPECTED.splitlines()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(summary: MemOptSummary) -> str:
+    stream = Terminal()
+    TextReport().optimized(result(summary), stream)
+    return stream.getvalue()
+
+
+def test_colour_on_a_terminal_only_if_wanted(summary: MemOptSummary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in on_a_terminal(summary)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", on_a_terminal(summary))
+
+
+def test_original_that_does_not_run(summary: MemOptSummary) -> None:
+    summary.levels[0] = row(0, OutOfMemory(detail=""))
+    text = shown(TextReport(), result(summary))
+    assert text.startswith("does not run → 294.6 MiB, step 1.49 s\n")
+    assert "level 0: out of memory\n" in text
+
+
+def test_nothing_measured(summary: MemOptSummary) -> None:
+    summary.levels = [row(3, OutOfMemory(detail=""))]
+    assert shown(TextReport(), result(summary)).startswith("level 3 has no measurement\n")
+
+
+@pytest.mark.parametrize(
+    ("verification", "line"),
+    [
+        (None, "not verified"),
+        (
+            replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, batch=1, full_size=False),
+            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, which is less than was asked for",
+        ),
+        (
+            replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5, detail="batch norm"),
+            "verification failed: fc.weight differs by 0.5, allowed bit for bit, at batch 4 (batch norm)",
+        ),
+    ],
+)
+def test_verification_in_words(verification: Verification | None, line: str, summary: MemOptSummary) -> None:
+    summary.verification = verification
+    assert line in shown(TextReport(), result(summary)).splitlines()
+
+
+def test_an_untested_batch_is_called_an_estimate(summary: MemOptSummary) -> None:
+    summary.advice = replace(ADVICE, estimated_batch=52, limited_by="the time limit of a run")
+    text = shown(TextReport(), result(summary))
+    assert "limited by the time limit of a run; by the fit of 3 runs about 52 would fit (an estimate)\n" in text
+
+
+def test_dry_run(summary: MemOptSummary) -> None:
+    assert "\nnothing written\n" in shown(TextReport(), result(summary, files=()))
+
+
+def test_json_is_one_document_of_the_records(summary: MemOptSummary) -> None:
+    data = json.loads(shown(JsonReport(), result(summary)))
+    assert list(data) == ["header", "summary", "files"]
+    assert from_data(OptimizeResult, data) == result(summary)
+
+
+@pytest.mark.parametrize(("report", "expected"), [(TextReport(), "wrote a\nwrote b\n"), (JsonReport(), None)])
+def test_files_of_apply(report: Report, expected: str | None) -> None:
+    stream = io.StringIO()
+    report.written(("a", "b"), stream)
+    if expected is None:
+        assert json.loads(stream.getvalue()) == {"files": ["a", "b"]}
+    else:
+        assert stream.getvalue() == expected

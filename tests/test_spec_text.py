@@ -1,0 +1,116 @@
+"""The grammar of input specs: what it accepts, and that text and record are inverses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import TensorSpec
+from memopt_cli.spec_text import DTYPES, format_tensor, parse_dims, parse_tensor
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("4x10x2x48x48", TensorSpec(shape=(4, 10, 2, 48, 48))),
+        ("x:1x3x224x224", TensorSpec(name="x", shape=(1, 3, 224, 224))),
+        ("1,3,224,224", TensorSpec(shape=(1, 3, 224, 224))),
+        ("[1, 3, 224, 224]", TensorSpec(shape=(1, 3, 224, 224))),
+        ("7", TensorSpec(shape=(7,))),
+        ("[]", TensorSpec(shape=())),
+        ("[MaxLen]", TensorSpec(shape=("MaxLen",))),
+        (
+            "input_ids:BxS@int64=0..32000",
+            TensorSpec(name="input_ids", shape=("B", "S"), dtype="int64", values="0..32000"),
+        ),
+        ("x:TxBx2x48x48=spikes:0.2", TensorSpec(name="x", shape=("T", "B", 2, 48, 48), values="spikes:0.2")),
+        ("4@bool", TensorSpec(shape=(4,), dtype="bool", values="0..2")),
+        ("4@float16", TensorSpec(shape=(4,), dtype="float16", values="normal")),
+        ("4@int8=-128..128", TensorSpec(shape=(4,), dtype="int8", values="-128..128")),
+        ("4=-1..1", TensorSpec(shape=(4,), values="-1..1")),
+    ],
+)
+def test_accepted(text: str, spec: TensorSpec) -> None:
+    assert parse_tensor(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "''"),
+        ("4x", "''"),
+        ("4x0", "'0'"),
+        ("4x-1", "'-1'"),
+        ("4xq", "'q'"),
+        ("4x3.5", "'3.5'"),
+        ("[4x3", "'[4'"),
+        ("1x2,3", "'1x2'"),
+        ("4 x 99999999999999999999", "'99999999999999999999'"),
+        (":4", "''"),
+        ("a.b:4", "'a.b'"),
+        ("4@float31", "'float31'"),
+        ("4@", "''"),
+        ("4=", "''"),
+        ("4=gaussian", "'gaussian'"),
+        ("4=spikes:2", "above 1"),
+        ("4=spikes:-1", "'spikes:-1'"),
+        ("4=5..5", "5..5 is empty"),
+        ("4=0..1.5", "'0..1.5'"),
+        ("4@uint8=0..257", "uint8 cannot hold 0..257"),
+        ("4@bool=0..3", "bool cannot hold 0..3"),
+        ("4@int64=normal", "int64 cannot hold 'normal'"),
+    ],
+)
+def test_refused_with_the_wrong_piece(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_tensor(text)
+    assert caught.value.message.startswith(f"input '{text}': ")
+    assert wrong in caught.value.message
+    assert caught.value.hint
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> TensorSpec:
+    dtype = draw(st.sampled_from(DTYPES))
+    names = st.none() | st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+    sizes = st.integers(1, 10**17) | st.from_regex(r"[A-Z][A-Za-z0-9_]{0,4}", fullmatch=True)
+    values = ["zeros", "ones", "0..2", "0..1", "spikes:0.25", "spikes:1"]
+    if dtype.startswith(("float", "bfloat", "complex")):
+        values += ["normal", "uniform", "-7..12"]
+    return TensorSpec(
+        name=draw(names),
+        shape=tuple(draw(st.lists(sizes, max_size=5))),
+        dtype=dtype,
+        values=draw(st.sampled_from(values)),
+    )
+
+
+@settings(deadline=None)
+@given(specs())
+def test_format_then_parse_is_the_identity(spec: TensorSpec) -> None:
+    assert parse_tensor(format_tensor(spec)) == spec
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("4x,[]:@=.BSspikes0-int6 "), max_size=20) | st.text(max_size=20))
+def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
+    try:
+        spec = parse_tensor(text)
+    except UsageError:
+        return
+    assert parse_tensor(format_tensor(spec)) == spec
+
+
+def test_dims() -> None:
+    assert parse_dims(["B=8", "S = 128", "batch=2", "B=8"]) == {"B": 8, "S": 128, "batch": 2}
+
+
+@pytest.mark.parametrize("text", ["B", "=8", "B=", "B=0", "B=-1", "B=x", "2=3", "B=1:2", "B=1.5", "B=٣"])
+def test_bad_dim(text: str) -> None:
+    with pytest.raises(UsageError, match="NAME=SIZE"):
+        parse_dims([text])
+
+
+def test_two_sizes_for_one_dim() -> None:
+    with pytest.raises(UsageError, match="8 and 9"):
+        parse_dims(["B=8", "B=9"])

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memopt_cli.errors import UsageError
+from memopt_cli.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_percent
+
+sizes = st.integers(min_value=0, max_value=2**70)
+
+
+@given(sizes)
+def test_exact_bytes_is_read_back_exactly(size: int) -> None:
+    assert parse_bytes(exact_bytes(size)) == size
+
+
+@given(sizes)
+def test_exact_bytes_is_the_shortest_such_text(size: int) -> None:
+    others = (f"{size // 1024**p}{unit}" for p, unit in enumerate(("B", "KiB", "MiB", "GiB")) if size % 1024**p == 0)
+    assert all(len(exact_bytes(size).rstrip("BKMGTPi")) <= len(other.rstrip("BKMGTPi")) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1.5 MB", 1_500_000),
+        ("1kB", 1000),
+        ("1KIB", 1024),
+        (" 24 GiB ", 24 * 1024**3),
+        ("0.1kb", 100),
+        ("2PiB", 2 * 1024**5),
+    ],
+)
+def test_parse_bytes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e3", "1,5GB", ".5GB", "nan", "1 2", "٣ GiB", "1GiB/s"])
+def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a memory size"):
+        parse_bytes(text)
+
+
+def test_parse_bytes_refuses_part_of_a_byte() -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        parse_bytes("0.3B")
+
+
+@given(st.text())
+def test_any_text_is_a_size_or_a_usage_error(text: str) -> None:
+    try:
+        size = parse_bytes(text)
+    except UsageError:
+        return
+    assert size >= 0
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (-1536, "-1.5 KiB"), (617.9 * 1024**2, "617.9 MiB")],
+)
+def test_format_bytes(size: float, expected: str) -> None:
+    assert format_bytes(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0276, "27.6 ms"), (1.567, "1.57 s"), (59.9, "59.90 s"), (60, "1 min 0 s"), (125, "2 min 5 s")],
+)
+def test_format_seconds(seconds: float, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90%", 0.9), (" 12.5 % ", 0.125), ("100%", 1.0), ("24GiB", None), ("90", None)]
+)
+def test_parse_percent(text: str, expected: float | None) -> None:
+    assert parse_percent(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0%", "100.1%", "900%"])
+def test_parse_percent_refuses_shares_outside_its_range(text: str) -> None:
+    with pytest.raises(UsageError, match="not a percentage"):
+        parse_percent(text)

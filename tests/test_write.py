@@ -1,0 +1,382 @@
+"""All files or none; and plans that read back as they were written."""
+
+import errno
+import io
+import json
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memopt_cli import write
+from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchProbe,
+    FileHeader,
+    InputSpec,
+    MemOptSummary,
+    Plan,
+    SegmentPlan,
+    TensorSpec,
+    Verification,
+)
+from memopt_cli.write import batch_yaml, check_targets, output_paths, plan_yaml, read_plan, summary_json, write_all
+
+HEADER = FileHeader(
+    schema_version=1,
+    memopt="0.1.0",
+    torch="2.13.0",
+    model="model.pt",
+    sha256="ab" * 32,
+    spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input"),
+    seed=0,
+    device="cpu",
+)
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("location", "output", "names"),
+    [
+        ("d/model.pt", None, "d/model.memopt.pt d/model.memopt.summary.json d/model.memopt.plan.yaml"),
+        ("net.v2.pth", None, "net.v2.memopt.pt net.v2.memopt.summary.json net.v2.memopt.plan.yaml"),
+        ("model.pt", "o/x.pt", "o/x.pt o/x.summary.json o/x.plan.yaml"),
+        ("model.pt", "x", "x x.summary.json x.plan.yaml"),
+        ("sample_models.gpt:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+        ("gpt:Models.small", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+    ],
+)
+def test_output_paths(location: str, output: str | None, names: str) -> None:
+    paths = output_paths(location, output)
+    assert [str(path) for path in (paths.model, paths.summary, paths.plan)] == names.split()
+    assert str(paths.batch) == str(paths.plan).replace(".plan.", ".batch.")
+    assert paths.all() == (paths.model, paths.summary, paths.plan, paths.batch)
+
+
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_an_output_that_names_no_file(output: str) -> None:
+    with pytest.raises(UsageError, match="does not name a file"):
+        output_paths("model.pt", output)
+
+
+# ---------------------------------------------------------------------------------------------- to the disk
+
+
+def content(data: bytes) -> Callable[[BinaryIO], object]:
+    return lambda file: file.write(data)
+
+
+def failing(err: BaseException) -> Callable[[BinaryIO], object]:
+    def fill(file: BinaryIO) -> None:
+        file.write(b"half of it")
+        raise err
+
+    return fill
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_writes_all(tmp_path: Path) -> None:
+    files = write_all({tmp_path / "a": content(b"1"), tmp_path / "b": content(b"2")}, force=False)
+    assert files == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert listing(tmp_path) == {"a": b"1", "b": b"2"}
+
+
+def test_files_have_the_usual_mode(tmp_path: Path) -> None:
+    (tmp_path / "usual").write_bytes(b"")
+    write_all({tmp_path / "a": content(b"1")}, force=False)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+
+
+def test_existing_file_needs_force(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"old")
+    files = {tmp_path / "a": content(b"1"), tmp_path / "b": content(b"2")}
+    with pytest.raises(UsageError, match=r"b exists") as caught:
+        write_all(files, force=False)
+    assert "--force" in caught.value.hint
+    assert listing(tmp_path) == {"b": b"old"}
+    write_all(files, force=True)
+    assert listing(tmp_path) == {"a": b"1", "b": b"2"}
+
+
+def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    def fill(file: BinaryIO) -> None:
+        (tmp_path / "a").write_bytes(b"theirs")
+
+    with pytest.raises(UsageError):
+        write_all({tmp_path / "a": fill}, force=False)
+    assert listing(tmp_path) == {"a": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    "err", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError("x")]
+)
+def test_failure_while_filling_leaves_nothing(err: BaseException, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(WriteError if isinstance(err, OSError) else type(err)):
+        write_all({tmp_path / "a": content(b"new"), tmp_path / "b": failing(err)}, force=True)
+    assert listing(tmp_path) == {"a": b"old"}
+
+
+def test_disk_full_under_another_exception(tmp_path: Path) -> None:
+    """``torch.save`` raises a RuntimeError while it handles the OSError of the file."""
+
+    def fill(file: BinaryIO) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 1472 vs 1366")
+
+    with pytest.raises(WriteError, match="No space left on device"):
+        write_all({tmp_path / "a": fill}, force=False)
+    assert listing(tmp_path) == {}
+
+
+def test_a_disk_that_is_really_full() -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    with pytest.raises(WriteError, match="No space left"), write._os_errors(Path("model.pt")):
+        write._fill(Path("/dev/full"), content(b"x"))
+
+
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("err", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("late", [False, True])
+def test_failure_while_renaming_restores_what_was(
+    step: int, err: BaseException, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five renames: two files with a backup each, one new; any may fail, or be interrupted just after it was done."""
+    before = {"a": b"old a", "c": b"old c"}
+    for name, data in before.items():
+        (tmp_path / name).write_bytes(data)
+    rename, calls = os.replace, iter(range(100))
+
+    def replace_or_fail(source: Any, target: Any) -> None:
+        if next(calls) != step:
+            return rename(source, target)
+        if late:
+            rename(source, target)
+        raise err
+
+    monkeypatch.setattr(os, "replace", replace_or_fail)
+    with pytest.raises(WriteError if isinstance(err, OSError) else KeyboardInterrupt):
+        write_all({tmp_path / name: content(b"new") for name in "abc"}, force=True)
+    assert listing(tmp_path) == before
+
+
+def test_targets_are_checked_beforehand(tmp_path: Path) -> None:
+    check_targets([tmp_path / "free"], force=False)
+    with pytest.raises(UsageError, match="is a folder"):
+        check_targets([tmp_path], force=True)
+    with pytest.raises(WriteError, match="there is no folder"):
+        check_targets([tmp_path / "no" / "x.pt"], force=False)
+
+
+def test_a_dangling_link_counts_as_existing(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="exists"):
+        check_targets([tmp_path / "a"], force=False)
+
+
+def test_folder_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root everything is writable
+    with pytest.raises(WriteError, match="not writable"):
+        check_targets([tmp_path / "a"], force=False)
+
+
+def test_a_name_too_long(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="too long"):
+        write_all({tmp_path / ("x" * 300): content(b"")}, force=False)
+
+
+# ---------------------------------------------------------------------------------------------- contents
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+segments = st.builds(
+    SegmentPlan,
+    path=text,
+    compressor=st.sampled_from(["null", "boolean", "uint8", "bit", "sparse"]),
+    chunks=st.integers(1, 100),
+    axis=st.integers(-3, 3),
+    seq_inputs=st.integers(0, 3),
+    seq_outputs=st.integers(0, 3),
+    spatial_split=st.booleans(),
+)
+plans = st.builds(Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple))
+tensors = st.builds(
+    TensorSpec,
+    name=st.none() | text,
+    shape=st.lists(st.integers(1, 9) | text, max_size=4).map(tuple),
+    dtype=text,
+    values=text,
+)
+headers = st.builds(
+    FileHeader,
+    schema_version=st.just(1),
+    memopt=text,
+    torch=text,
+    model=text,
+    sha256=st.none() | text,
+    spec=st.builds(
+        InputSpec,
+        tensors=st.lists(tensors, max_size=3).map(tuple),
+        dims=st.dictionaries(text, st.integers(1, 2**62), max_size=3),
+        data_file=st.none() | text,
+        script=st.none() | text,
+        source=text,
+    ),
+    seed=st.integers(0, 2**62),
+    device=text,
+)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans") / "a.plan.yaml"
+
+
+@settings(deadline=None)
+@given(header=headers, plan=plans)
+def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, plan_file: Path) -> None:
+    plan_file.write_bytes(plan_yaml(header, plan))
+    assert read_plan(plan_file) == (header, plan)
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=80) | st.text("{}[]:-&*!|>?%@`'\" \n\tab1.0", max_size=60).map(str.encode))
+def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> None:
+    plan_file.write_bytes(data)
+    with pytest.raises(UsageError):
+        read_plan(plan_file)
+
+
+@settings(deadline=None)
+@given(at=st.integers(0, 400), byte=st.integers(0, 255))
+def test_a_damaged_plan_never_gives_a_traceback(at: int, byte: int, plan_file: Path) -> None:
+    data = bytearray(plan_yaml(HEADER, PLAN))
+    data[at % len(data)] = byte
+    plan_file.write_bytes(data)
+    with suppress(UsageError):  # it may still be a plan
+        read_plan(plan_file)
+
+
+def test_line_breaks_in_names_are_kept(tmp_path: Path) -> None:
+    header = replace(HEADER, model="a\n \x85'\u2028 \u2029\r\n\ufeff: b.pt")
+    (tmp_path / "p.yaml").write_bytes(plan_yaml(header, PLAN))
+    assert read_plan(tmp_path / "p.yaml") == (header, PLAN)
+
+
+PLAN = Plan(level=3, segments=(SegmentPlan(path="features.0", compressor="bit"), SegmentPlan(path="head", chunks=4)))
+
+PLAN_TEXT = f"""\
+schema_version: 1
+memopt: 0.1.0
+torch: 2.13.0
+model: model.pt
+sha256: {"ab" * 32}
+spec:
+  tensors:
+  - shape: [B, 3]
+  dims: {{B: 8}}
+  source: --input
+seed: 0
+device: cpu
+level: 3
+segments:
+- {{path: features.0, compressor: bit}}
+- {{path: head, chunks: 4}}
+"""
+
+
+def test_a_plan_is_small_and_readable() -> None:
+    assert plan_yaml(HEADER, PLAN).decode() == PLAN_TEXT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("schema_version: 1", "schema_version: 2", "reads up to 1"),
+        ("schema_version: 1", "schema_version: true", "not a plan"),
+        ("schema_version: 1\n", "", "not a plan"),
+        ("level: 3", "levle: 3", "unknown key 'levle'"),
+        ("level: 3\n", "", "lacks the key 'level'"),
+        ("level: 3", "level: three", "level must be int"),
+        ("chunks: 4", "chunk: 4", "unknown key 'chunk'"),
+        ("compressor: bit", "compressor: zip", "compressor is 'zip'"),
+        ("segments:\n", "segments: 3\nx:\n", "unknown key 'x'"),
+        ("seed: 0", "seed: &a [*a]", "alias"),
+        ("seed: 0", "seed: " + "[" * 5000, "not valid YAML"),
+        ("seed: 0", "seed: !!timestamp x", "not valid YAML"),
+        ("seed: 0", "seed: !!python/object/apply:os.system [ls]", "not valid YAML"),
+    ],
+)
+def test_a_wrong_plan_says_where(old: str, new: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(PLAN_TEXT.replace(old, new))
+    with pytest.raises(UsageError, match=said) as caught:
+        read_plan(tmp_path / "p.yaml")
+    assert "p.yaml" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_plan(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_plan(tmp_path / "none.yaml")
+
+
+def test_summary_is_json_whatever_it_holds() -> None:
+    failed = Verification(
+        passed=False,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=3,
+        worst_name="fc.weight",
+        worst_difference=float("nan"),
+        batch=4,
+        full_size=True,
+    )
+    summary = replace(MemOptSummary(None, None, None, "cpu", 3, 3, True, True), verification=failed)
+    data = json.load(io.BytesIO(summary_json(HEADER, summary)), parse_constant=pytest.fail)
+    assert data["schema_version"] == 1
+    assert data["summary"]["verification"]["worst_difference"] is None
+
+
+ADVICE = BatchAdvice(
+    recommended_batch=16,
+    estimated_batch=52,
+    probes=(BatchProbe(batch=4, allocated_peak_bytes=1000, step_s=0.5),),
+    intercept_bytes=200.0,
+    slope_bytes=200.0,
+    budget_bytes=8000,
+    device_bytes=10000,
+    limited_by="the time limit of a run",
+)
+
+
+def test_batch_configuration() -> None:
+    data = yaml.safe_load(batch_yaml(HEADER, ADVICE, measured_batch=4))
+    assert data["schema_version"] == 1
+    assert data["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == 16
+    assert data["batch_shaping"]["adaptive_sizing"]["target_memory_usage"] == 0.8
+    assert data["recommended"]["batch_size"] == 16
+    assert data["recommended"]["estimated_batch_size"] == 52
+    assert data["recommended"]["peak_fit"] == {"intercept_bytes": 200.0, "bytes_per_sample": 200.0}
+
+
+def test_without_advice_the_measured_batch_is_recommended() -> None:
+    data = yaml.safe_load(batch_yaml(HEADER, None, measured_batch=4))
+    assert data["recommended"] == {"batch_size": 4, "verified": True}
+    assert data["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == 4
