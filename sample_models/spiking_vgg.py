@@ -100,14 +100,16 @@ class ConvBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, pool: bool) -> None:
         super().__init__()
-        self.pool = PerStep(nn.AvgPool2d(2)) if pool else nn.Identity()
-        self.conv = PerStep(nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False))
-        self.norm = PerStep(nn.BatchNorm2d(out_channels))
+        layers = [
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        ]
+        self.synapse = PerStep(nn.Sequential(*([nn.AvgPool2d(2)] if pool else []), *layers))
         self.neuron = MultiStep(LIF())
 
     def forward(self, x: Tensor) -> Tensor:
         """Spikes ``[T, B, out_channels, H, W]``, or half the height and width with pooling."""
-        spikes: Tensor = self.neuron(self.norm(self.conv(self.pool(x))))
+        spikes: Tensor = self.neuron(self.synapse(x))
         return spikes
 
 

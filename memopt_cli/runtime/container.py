@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from memopt_cli.runtime.compressor import COMPRESSORS, SpikeCompressor
+from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
@@ -239,30 +240,30 @@ def _checkpoint(
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
-
-    def call(*given: Tensor) -> Any:
-        given_args, given_kwargs = join_tensors(given, skeleton)
-        return forward(*given_args, **given_kwargs)
-
     if torch.compiler.is_compiling():
         # Dynamo traces PyTorch's checkpoint, but neither pack hooks nor checks that depend on data.
-        return checkpoint(call, *tensors, use_reentrant=False)
+        return checkpoint(lambda *given: _call(forward, given, skeleton), *tensors, use_reentrant=False)
+    start = StartingState(module)
+    # Within another segment the inputs belong to that segment's recomputation, and so do the tensors of the state.
+    nested = getattr(_thread, "depth", 0) > 0
+    run = _Run(module, forward, skeleton, start, len(tensors))
+    given = (*tensors, *start.lend()) if nested else tensors
     # Early stop leaves forward by an exception, which cannot cross TorchScript's interpreter.
-    early_stop = not any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
-    contexts = functools.partial(_contexts, module)
-    with _packing(codec), set_checkpoint_early_stop(early_stop):
-        return checkpoint(call, *tensors, use_reentrant=False, context_fn=contexts)
+    early_stop = not any(isinstance(m, torch.jit.ScriptModule | ScriptLeaf) for m in module.modules())
+    with contextlib.nullcontext() if nested else _packing(codec), set_checkpoint_early_stop(early_stop):
+        return checkpoint(run, *given, use_reentrant=False, context_fn=run.contexts)
+
+
+def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -> Any:
+    args, kwargs = join_tensors(given, skeleton)
+    return forward(*args, **kwargs)
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
 
 
-def _packing(codec: SpikeCompressor) -> contextlib.AbstractContextManager[Any]:
-    # Within another segment the inputs belong to that segment's recomputation: packing would keep them.
-    if getattr(_thread, "depth", 0):
-        return contextlib.nullcontext()
-
+def _packing(codec: SpikeCompressor) -> saved_tensors_hooks:
     def pack(tensor: Tensor) -> Any:
         return tensor if isinstance(tensor, nn.Parameter) else codec.compress(tensor)
 
@@ -272,43 +273,59 @@ def _packing(codec: SpikeCompressor) -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(pack, unpack)
 
 
-def _contexts(module: nn.Module) -> tuple[_Forward, _Recomputation]:
-    start = StartingState(module)
-    return _Forward(start), _Recomputation(module, start)
+class _Run:
+    """One checkpointed call of a segment: what PyTorch's checkpoint calls once in forward and again in backward."""
 
-
-class _Forward:
-    """The first run of a segment: afterwards, what it changed of its state is known."""
-
-    def __init__(self, start: StartingState) -> None:
-        self._start = start
-
-    def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-
-    def __exit__(self, *error: object) -> None:
-        _thread.depth -= 1
-        self._start.settle()
-
-
-class _Recomputation:
-    """A later run: from the state the first one started in, and without a trace.  Entered once per backward."""
-
-    def __init__(self, module: nn.Module, start: StartingState) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], skeleton: Any, start: StartingState, inputs: int
+    ) -> None:
         self._module = module
+        self._forward = forward
+        self._skeleton = skeleton
         self._start = start
-        self._running: list[Any] = []
+        self._inputs = inputs
+        self._recomputing = False
+
+    def __call__(self, *given: Tensor) -> Any:
+        """The first run, or a later one: from the state the first started in, and without a trace."""
+        if not self._recomputing:
+            return _call(self._forward, given, self._skeleton)
+        current = self._start.enter(given[self._inputs :])
+        try:
+            return _call(self._forward, given, self._skeleton)
+        finally:
+            current.restore()
+
+    def contexts(self) -> tuple[_Within, _Within]:
+        """PyTorch enters the first around the first run, the second around every later one."""
+        return _Within(self._module, recomputing=False, run=self), _Within(self._module, recomputing=True, run=self)
+
+    def entered(self, recomputing: bool) -> None:
+        """A run begins."""
+        self._recomputing = recomputing
+
+    def left(self, recomputing: bool) -> None:
+        """A run has ended."""
+        if not recomputing:
+            self._start.settle()
+
+
+class _Within:
+    """Marks the thread as being inside a segment; entered once a run."""
+
+    def __init__(self, module: nn.Module, *, recomputing: bool, run: _Run) -> None:
+        self._module = module
+        self._recomputing = recomputing
+        self._run = run
 
     def __enter__(self) -> None:
-        self._running.append(self._start.enter())
-        if not hasattr(_thread, "recomputing"):
-            _thread.recomputing = []
-        _thread.recomputing.append(self._module)
         _thread.depth = getattr(_thread, "depth", 0) + 1
+        if self._recomputing:
+            _thread.recomputing = [*getattr(_thread, "recomputing", ()), self._module]
+        self._run.entered(self._recomputing)
 
     def __exit__(self, *error: object) -> None:
+        self._run.left(self._recomputing)
+        if self._recomputing:
+            _thread.recomputing = _thread.recomputing[:-1]
         _thread.depth -= 1
-        _thread.recomputing.pop()
-        current = self._running.pop()
-        if current is not None:
-            current.restore()

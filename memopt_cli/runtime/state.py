@@ -6,7 +6,7 @@ neuron membranes and counters advance once a step, however often forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class _Container:
     container: dict[Any, Any] | list[Any] | set[Any]
     items: Any
 
-    def restore(self, replaced: dict[int, Tensor]) -> Any:
+    def restore(self, replaced: Mapping[int, Tensor]) -> Any:
         items = [_restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, list):
@@ -36,13 +36,20 @@ class _Container:
         return self.container
 
 
+@dataclass(frozen=True, slots=True)
+class _Forgotten:
+    """Stands for a tensor that is no longer held, by its id."""
+
+    key: int
+
+
 class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = [(vars(m), _held(m)) for m in module.modules()]
 
-    def restore(self, replaced: dict[int, Tensor] | None = None) -> None:
+    def restore(self, replaced: Mapping[int, Tensor] | None = None) -> None:
         """Put everything back; a tensor whose ``id`` is in ``replaced`` is put back as that other tensor."""
         for attributes, held in self._attributes:
             for key in [k for k in attributes if k not in _STRUCTURE and k not in held]:
@@ -56,6 +63,14 @@ class ModuleState:
             _same(mine, theirs)
             for (_, mine), (_, theirs) in zip(self._attributes, other._attributes, strict=True)
         )
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
+        forgotten = {key: _Forgotten(key) for key in keys}
+        self._attributes = [
+            (attributes, {name: _without(value, forgotten) for name, value in held.items()})
+            for attributes, held in self._attributes
+        ]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among the attributes."""
@@ -75,6 +90,16 @@ class StartingState:
         self._state: ModuleState | None = ModuleState(module)
         self._versions = {id(t): (t, t._version) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, _) in self._versions.items()}
+        self._lent: list[int] = []
+
+    def lend(self) -> list[Tensor]:
+        """Hand the tensors over: their values come back in :meth:`enter`, and are not held here meanwhile.
+
+        Vectors stay: among them are batch statistics, which forward writes in place, and they are small.
+        """
+        tensors = [t for t, _ in self._versions.values() if t.dim() > 1]
+        self._lent = [id(t) for t in tensors]
+        return tensors
 
     def settle(self) -> None:
         """Forward has ended: keep what it changed."""
@@ -83,13 +108,15 @@ class StartingState:
         self._versions.clear()
         if self._state is not None and not changed and self._state.same_bindings(ModuleState(self._module)):
             self._state = None
+        elif self._state is not None:
+            self._state.forget(self._lent)
 
-    def enter(self) -> ModuleState | None:
+    def enter(self, lent: Sequence[Tensor] = ()) -> ModuleState:
         """Put the module into the starting state; returns the state to :meth:`ModuleState.restore` afterwards."""
-        if self._state is None:
-            return None
         current = ModuleState(self._module)
-        self._state.restore({key: copy.clone() for key, copy in self._copies.items()})
+        if self._state is not None:
+            replaced = dict(zip(self._lent, lent, strict=True))
+            self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
         return current
 
 
@@ -124,12 +151,22 @@ def _hold(value: Any) -> Any:
     return value
 
 
-def _restored(value: Any, replaced: dict[int, Tensor]) -> Any:
+def _restored(value: Any, replaced: Mapping[int, Tensor]) -> Any:
     if isinstance(value, _Container):
         return value.restore(replaced)
-    if isinstance(value, tuple) and len(value) == 2 and type(value) is tuple:
+    if type(value) is tuple:
         return tuple(_restored(item, replaced) for item in value)
+    if isinstance(value, _Forgotten):
+        return replaced[value.key]
     return replaced.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
+    if isinstance(value, _Container):
+        return _Container(value.container, [_without(item, forgotten) for item in value.items])
+    if type(value) is tuple:
+        return tuple(_without(item, forgotten) for item in value)
+    return forgotten.get(id(value), value) if isinstance(value, Tensor) else value
 
 
 def _tensors(values: list[Any]) -> Iterator[Tensor]:

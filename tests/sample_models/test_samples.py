@@ -133,7 +133,7 @@ def spike_train(*shape: int) -> Tensor:
 def test_a_block_in_two_pieces_of_time_is_the_block(cut: int) -> None:
     # In eval mode: in training, batch normalization sees all time steps at once.
     block = ConvBlock(2, 8, pool=True).double().eval()
-    block.norm.layer.running_var.fill_(0.01)  # near the truth, so that neurons fire
+    block.synapse.layer[-1].running_var.fill_(0.01)  # near the truth, so that neurons fire
     frames = spike_train(6, 2, 2, 8, 8)
     whole = block(frames)
     whole.sum().backward()

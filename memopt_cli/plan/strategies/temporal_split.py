@@ -28,8 +28,11 @@ class TemporalSplit:
                 return [(whole,)]
             parts = split(current, tree, compress=options.compress_x)
             pieces = [(part, cut(part, tree, options.temporal_split_factor, probes)) for part in parts]
-            inside = tuple(piece for _, piece in pieces if piece is not None)
-            return [(current, *inside), tuple(piece or part for part, piece in pieces)] if inside else []
+            if not any(piece for _, piece in pieces):
+                return []
+            instead = tuple(piece or part for part, piece in pieces)
+            inside = tuple(piece for _, piece in pieces if piece)
+            return [(current, *inside), (current, *instead), instead]
 
         return improve_in_rounds(start, self.level, change, options, probes, "chunk")
 
