@@ -110,8 +110,7 @@ def count(step: Step) -> Counted:
         del output
         _label_gradients(log, step.model)
         step.update()
-    gradient_bytes = _unique_bytes(p.grad for p in step.model.parameters())
-    resident = gradient_bytes + _resident_bytes(step)
+    resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     return Counted(
         tensor_peak_bytes=log.peak_bytes,
@@ -137,8 +136,7 @@ def record(step: Step, batch: int, *, contents: bool) -> StepTrace:
         del output
         _label_gradients(log, step.model)
         step.update()
-    gradient_bytes = _unique_bytes(p.grad for p in step.model.parameters())
-    resident = gradient_bytes + _resident_bytes(step)
+    resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     seconds = _forward_seconds(step) if contents else {}
     return StepTrace(
@@ -369,10 +367,13 @@ def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
     return tuple(ModuleShare(path=path, held_bytes=nbytes) for path, nbytes in ordered)
 
 
-def _resident_bytes(step: Step) -> int:
+def resident_bytes(step: Step) -> int:
+    """Bytes of parameters, their gradients as far as there are any, buffers, inputs and optimizer state."""
+    parameters = list(step.model.parameters())
     return _unique_bytes(
         (
-            *step.model.parameters(),
+            *parameters,
+            *(p.grad for p in parameters),
             *step.model.buffers(),
             *tensors_of((step.args, step.kwargs)),
             *_optimizer_tensors(step),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, UsageError
 from memopt_cli.loading.factory import is_factory, read_safetensors
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.spec_text import (
     format_tensor,
@@ -53,9 +53,13 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 def find_spec(source: ModelSource, module: nn.Module, given: InputSpec | None) -> InputSpec:
     """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else a guess from its layers.
 
-    Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
+    A given spec of dimensions alone sets them in the one that is found.  Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
     """
-    spec = given or _beside(source) or _guess(source, module)
+    if given is not None and (given.tensors or given.data_file or given.script):
+        spec = given
+    else:
+        spec = _beside(source) or _guess(source, module)
+        spec = replace(spec, dims=spec.dims | (given.dims if given else {}))
     unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
     if unbound:
         sizes = " ".join(f"--dim {symbol}=8" for symbol in unbound)
@@ -230,7 +234,7 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
 
 
 def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
-    function = _script_function(script)
+    function = user_function(script, "--input-script")
     known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -249,24 +253,6 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
             return function(**arguments)
         except Exception as err:  # the user's code may raise anything
             raise UsageError(f"--input-script {script} failed: {type(err).__name__}: {err}") from err
-
-
-def _script_function(script: str) -> Callable[..., Any]:
-    path, _, name = script.rpartition(":")
-    if not Path(path).is_file():
-        raise UsageError(f"--input-script {script}: there is no file '{path}'", hint="Write file.py:function.")
-    spec = importlib.util.spec_from_file_location(f"memopt_inputs_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"--input-script {script}: '{path}' is no Python file", hint="Write file.py:function.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"--input-script {script}: running {path} failed: {type(err).__name__}: {err}") from err
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"--input-script {script}: {path} has no function {name}")
-    return function  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- the batch

@@ -1,0 +1,67 @@
+"""The batch configuration that goes with a plan: a line through measured peaks, and a run at its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memopt_cli.records import BatchAdvice, BatchProbe, Failure
+
+TARGET_SHARE = 0.8
+"""Share of the device's memory that the recommended batch may take."""
+_ATTEMPTS = 3
+"""Runs at the answer before the largest probe that fitted is recommended instead."""
+
+Probe = Callable[[int], BatchProbe | Failure]
+"""Batch size -> its allocated peak, measured."""
+
+
+def advise(batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_run_s: float) -> BatchAdvice | None:
+    """Fit ``peak = a + c * batch`` to three probes and verify the largest batch within 80 % of the device by a run.
+
+    Only a batch that was run is recommended.  Where that run would take longer than ``longest_run_s`` the batch is
+    smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than two batch sizes could be run.
+    """
+    budget = int(device_bytes * TARGET_SHARE)
+    probes = [p for p in map(probe, _sizes(batch)) if isinstance(p, BatchProbe)]
+    if len({p.batch for p in probes}) < 2:
+        return None
+    intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
+    estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else max(p.batch for p in probes)
+    slowest = max(p.step_s / p.batch for p in probes)
+    candidate, limited_by = estimate, f"80 % of {device_limit}"
+    if candidate * slowest > longest_run_s:
+        candidate = max(int(longest_run_s / slowest), *(p.batch for p in probes))
+        limited_by = f"the time of one verifying run ({longest_run_s:g} s)"
+    fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
+    for _ in range(_ATTEMPTS):
+        run = next((p for p in probes if p.batch == candidate), None) or probe(candidate)
+        if isinstance(run, BatchProbe):
+            probes.append(run)
+            if run.allocated_peak_bytes <= budget:
+                fitting.append(run)
+                break
+        limited_by = f"a run at batch {candidate} that did not fit"
+        candidate = max(1, candidate * 9 // 10)
+    return BatchAdvice(
+        recommended_batch=max((p.batch for p in fitting), default=0),
+        estimated_batch=estimate if candidate == estimate or "time" in limited_by else candidate,
+        probes=tuple(sorted({p.batch: p for p in probes}.values(), key=lambda p: p.batch)),
+        intercept_bytes=intercept,
+        slope_bytes=slope,
+        budget_bytes=budget,
+        device_bytes=device_bytes,
+        limited_by=limited_by,
+    )
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares: ``(intercept, slope)`` of ``y = intercept + slope * x``; the points differ in x."""
+    n = len(points)
+    mean_x = sum(x for x, _ in points) / n
+    mean_y = sum(y for _, y in points) / n
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return mean_y - slope * mean_x, slope
+
+
+def _sizes(batch: int) -> list[int]:
+    return [batch // 2, batch, batch * 2] if batch > 1 else [1, 2, 3]

@@ -1,0 +1,32 @@
+"""Functions that the user names as ``file.py:function``: the loss, and scripts that make inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.errors import UsageError
+
+
+def user_function(reference: str, flag: str) -> Callable[..., Any]:
+    """The function that ``file.py:function`` names; naming it on the command line is the trust to run the file.
+
+    Raises :class:`UsageError`, which names ``flag``, if there is no such file or function.
+    """
+    path, _, name = reference.rpartition(":")
+    if not Path(path).is_file():
+        raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
+    spec = importlib.util.spec_from_file_location(f"memopt_user_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{flag} {reference}: '{path}' is no Python file", hint="Write file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as err:  # the user's code may raise anything
+        raise UsageError(f"{flag} {reference}: running {path} failed: {type(err).__name__}: {err}") from err
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{flag} {reference}: {path} has no function {name}")
+    return function  # type: ignore[no-any-return]

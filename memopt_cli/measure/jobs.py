@@ -1,0 +1,106 @@
+"""What a profiling subprocess can be asked, and what it answers: one JSON line each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt_cli.records import (
+    BatchProbe,
+    ChunkRule,
+    Counted,
+    InputSpec,
+    Measurement,
+    ModelSource,
+    Plan,
+    Refused,
+    StepSettings,
+    StepTrace,
+    Verification,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The model, inputs and step that a subprocess works on; sent once, first."""
+
+    source: ModelSource
+    spec: InputSpec
+    settings: StepSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A recorded step, and how it was recorded."""
+
+    trace: StepTrace
+    fake: bool
+    """On fake tensors: dry runs are possible."""
+    note: str
+    """Why not, if not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJob:
+    """Record a step of the original model -> :class:`Traced`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountJob:
+    """The tensor peak under a plan -> :class:`Counted`."""
+
+    plan: Plan
+    fake: bool
+    """A dry run on fake tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingJob:
+    """Whether the module at ``path`` can run in chunks -> :class:`ChunkingFound`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingFound:
+    """The answer to a :class:`ChunkingJob`."""
+
+    rule: ChunkRule | Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureJob:
+    """Warm up once, take timed steps, count both peaks -> :class:`Measurement`."""
+
+    plan: Plan
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeJob:
+    """The allocated peak at another batch size -> :class:`BatchProbe`."""
+
+    plan: Plan
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyJob:
+    """The plan against the original at a batch size -> :class:`Verification`."""
+
+    plan: Plan
+    batch: int
+
+
+Job = TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | VerifyJob
+
+ANSWERS: dict[type, type] = {
+    TraceJob: Traced,
+    CountJob: Counted,
+    ChunkingJob: ChunkingFound,
+    MeasureJob: Measurement,
+    ProbeJob: BatchProbe,
+    VerifyJob: Verification,
+}
+"""Kind of job -> record of its answer."""
+
+JOBS: dict[str, type] = {kind.__name__: kind for kind in ANSWERS}

@@ -1,0 +1,199 @@
+"""Start a profiling subprocess, ask it, and outlive it: a time limit, a signal and running out of memory are answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from memopt_cli.measure.jobs import (
+    ANSWERS,
+    ChunkingFound,
+    ChunkingJob,
+    CountJob,
+    Job,
+    MeasureJob,
+    ProbeJob,
+    Subject,
+    Traced,
+    TraceJob,
+    VerifyJob,
+)
+from memopt_cli.records import (
+    BatchProbe,
+    ChunkRule,
+    Counted,
+    Crashed,
+    Failure,
+    Measurement,
+    OutOfMemory,
+    Plan,
+    Refused,
+    StepFailed,
+    TimedOut,
+    Verification,
+    from_data,
+    to_data,
+)
+
+_FAILURES = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
+_TAIL_BYTES = 4000
+_PATIENCE_S = 5.0
+"""How long a subprocess that was told to end may take before it is killed."""
+
+
+class Session:
+    """One profiling subprocess; a context manager that leaves no process behind."""
+
+    def __init__(self, subject: Subject, timeout_s: float) -> None:
+        self._subject = subject
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> Self:
+        read_end, write_end = os.pipe()
+        self._replies = os.fdopen(read_end, "rb", buffering=0)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the session
+        command = [sys.executable, "-m", "memopt_cli.measure.worker", str(write_end), str(os.getpid())]
+        try:
+            # A session of its own: Ctrl-C reaches memopt, which then ends the subprocess itself.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=(write_end,),
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        finally:
+            os.close(write_end)
+        self._send(to_data(self._subject))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._replies.close()
+        self._output.close()
+
+    # ------------------------------------------------------------------------------------------ jobs
+
+    def trace(self) -> Traced | Failure:
+        """Record a step of the original model."""
+        return self._ask(TraceJob())
+
+    def count(self, plan: Plan, *, fake: bool) -> Counted | Failure:
+        """The tensor peak of a step under ``plan``."""
+        return self._ask(CountJob(plan=plan, fake=fake))
+
+    def chunking(self, path: str) -> ChunkRule | Refused:
+        """Whether the module at ``path`` can run in chunks; a failure is a refusal."""
+        found = self._ask(ChunkingJob(path=path))
+        return found.rule if isinstance(found, ChunkingFound) else Refused(reason=f"trying it failed: {found}")
+
+    def measure(self, plan: Plan, steps: int = 3) -> Measurement | Failure:
+        """Measure a step under ``plan``: one warm-up, ``steps`` timed ones, both peaks."""
+        measured = self._ask(MeasureJob(plan=plan, steps=steps))
+        if isinstance(measured, Measurement):
+            return replace(measured, spent_s=time.monotonic() - self._started)
+        return measured
+
+    def probe(self, plan: Plan, batch: int) -> BatchProbe | Failure:
+        """The allocated peak under ``plan`` at another batch size."""
+        return self._ask(ProbeJob(plan=plan, batch=batch))
+
+    def verify(self, plan: Plan, batch: int) -> Verification | Failure:
+        """Compare ``plan`` with the original."""
+        return self._ask(VerifyJob(plan=plan, batch=batch))
+
+    # ------------------------------------------------------------------------------------------ the wire
+
+    def _ask(self, job: Job) -> Any:
+        if self._process is None:
+            return Crashed(reason="the subprocess of this session has ended", output_tail="")
+        self._send({"kind": type(job).__name__, **to_data(job)})
+        line = self._receive()
+        if not isinstance(line, bytes):
+            return line
+        reply = json.loads(line)
+        if reply["kind"] in _FAILURES:
+            return from_data(_FAILURES[reply["kind"]], reply)
+        return from_data(ANSWERS[type(job)], reply["answer"])
+
+    def _send(self, message: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; the missing reply says so, with its reason
+
+    def _receive(self) -> bytes | TimedOut | OutOfMemory | Crashed:
+        deadline = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._replies, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._end(kill=True)
+                    return TimedOut(limit_s=self._timeout_s)
+                chunk = self._replies.read(1 << 16)
+                if not chunk:
+                    return self._post_mortem()
+                self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _post_mortem(self) -> OutOfMemory | Crashed:
+        assert self._process is not None
+        try:
+            code = self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._end(kill=True)
+            return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
+        self._end()
+        if code == -signal.SIGKILL:
+            return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Crashed(reason=reason, output_tail=self._tail())
+
+    def _tail(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+
+    def _end(self, *, kill: bool = False) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            process.wait(0 if kill else _PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _kill_group(process.pid)
+            process.wait()
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+

@@ -1,0 +1,73 @@
+"""The optimized model against the original, on the same inputs, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.equality import bit_equal, difference, effects
+from memopt_cli.records import Plan, Verification
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.step import Step
+
+TOLERANCE = 1e-9
+"""Relative; for plans with chunks, in float64."""
+
+Transform = Callable[[nn.Module], object]
+
+
+def verify(step: Step, plan: Plan, install: Transform, remove: Transform, *, batch: int, full_size: bool) -> Verification:
+    """Compare outputs, gradients, buffers, state and random numbers of a step with and without the plan.
+
+    A plan without chunks must be equal to the bit, or, where the original itself differs from run to run, within that
+    noise.  Chunks change the order of sums, and a rounding difference can flip a spike: such a plan is compared in
+    float64, to :data:`TOLERANCE`.
+    """
+    chunked = any(segment.chunks > 1 for segment in plan.segments)
+    if chunked:
+        step = _in_double(step)
+    start = StartingState(step.model)
+    reference = _effects(step, start)
+    noise = 0.0 if chunked else _noise(reference, _effects(step, start))
+    install(step.model)
+    optimized = _effects(step, start)
+    remove(step.model)
+    start.enter()
+    worst = difference(reference, optimized)
+    exact = not chunked and noise == 0.0
+    tolerance = TOLERANCE if chunked else noise
+    return Verification(
+        passed=bit_equal(reference, optimized) if exact else worst.relative <= tolerance,
+        exact=exact,
+        precision="fp64" if chunked else "stored",
+        tolerance=tolerance,
+        compared=worst.compared,
+        worst_name=worst.name,
+        worst_difference=worst.relative,
+        batch=batch,
+        full_size=full_size,
+    )
+
+
+def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
+    start.enter()
+    return effects(step)
+
+
+def _noise(once: dict[str, Tensor], again: dict[str, Tensor]) -> float:
+    """Twice the original's own difference from run to run, as happens with atomic sums on a GPU."""
+    return 0.0 if bit_equal(once, again) else 2 * difference(once, again).relative
+
+
+def _in_double(step: Step) -> Step:
+    step.model.to(torch.float64)
+    args, kwargs = map_leaves(_double_leaf, (step.args, step.kwargs))
+    return replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+
+
+def _double_leaf(leaf: object) -> object:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
