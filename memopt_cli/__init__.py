@@ -13,7 +13,7 @@ from typing import Any
 _PUBLIC = {
     "apply_plan": "memopt_cli.apply",
     "load": "memopt_cli.loading",
-    "read_plan": "memopt_cli.documents",
+    "read_plan": "memopt_cli.write",
     "remove_plan": "memopt_cli.apply",
     "GCContainer": "memopt_cli.runtime",
     "MemOptSummary": "memopt_cli.records",
@@ -23,7 +23,7 @@ _PUBLIC = {
     "is_recomputing": "memopt_cli.runtime",
 }
 
-__all__ = list(_PUBLIC)  # noqa: PLE0604
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

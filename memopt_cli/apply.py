@@ -17,8 +17,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """
     installed: list[nn.Module] = []
     try:
-        for segment in plan.segments:
-            installed.append(_install(model, segment))
+        installed.extend(_install(model, segment) for segment in plan.segments)
     except PlanError:
         for module in installed:
             remove_segment(module)

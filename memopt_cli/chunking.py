@@ -65,9 +65,7 @@ def find_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return Refused(reason="; ".join(reasons) or "no tensor argument has an axis to cut")
 
 
-def _conceivable(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
-) -> Iterator[ChunkRule]:
+def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> Iterator[ChunkRule]:
     lengths = [t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in args]
     length = lengths[0] if lengths else 0
     if length < 2:

@@ -248,7 +248,7 @@ class Measurement:
     tensor_peak_bytes: int
     allocated_peak_bytes: int
     resident_bytes: int
-    """All parameters, buffers, gradients, optimizer state and inputs at full size; a peak less this is its activation peak."""
+    """All parameters, buffers, gradients, optimizer state and inputs at full size."""
     reserved_peak_bytes: int
     """CUDA: what the caching allocator held; CPU: the same as the allocated peak."""
     process_peak_bytes: int
@@ -359,6 +359,7 @@ class BatchProbe:
     batch: int
     allocated_peak_bytes: int
     step_s: float
+    """One step without warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -577,10 +578,10 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in options:
         return None
     options = tuple(o for o in options if o is not type(None))
-    records = {o.__name__: o for o in options if is_dataclass(o)}
+    records = {o.__name__: o for o in options if isinstance(o, type) and is_dataclass(o)}
     if len(records) > 1:
         kind = data.get("kind") if isinstance(data, Mapping) else None
-        if kind not in records:
+        if not isinstance(kind, str) or kind not in records:
             raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {kind!r}")
         return _read(records[kind], data, where)
     for option in options[:-1]:
@@ -593,7 +594,10 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
     if annotation is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError as err:
+            raise UsageError(f"{where} is too large a number") from err
     if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
         raise UsageError(f"{where} must be {annotation.__name__}, not {data!r}")
     return data

@@ -286,9 +286,7 @@ class _ModuleNotes:
 
 
 @contextmanager
-def _taking_notes(
-    model: nn.Module, log: StorageLog, notes: dict[str, _ModuleNotes], contents: bool
-) -> Iterator[None]:
+def _taking_notes(model: nn.Module, log: StorageLog, notes: dict[str, _ModuleNotes], contents: bool) -> Iterator[None]:
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         tensors = [t for t in tensors_of(inputs) if not isinstance(t, nn.Parameter)]
         notes.setdefault(path, _ModuleNotes()).enter(tensors, contents)

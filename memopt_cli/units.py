@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"'{text}' is not a memory size", hint="Write a number and a unit, for example 24GiB or 512MB.")
+        raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
     size = Fraction(match.group(1)) * factor
     if size.denominator != 1:
         raise UsageError(f"'{text}' is not a whole number of bytes")

@@ -20,7 +20,9 @@ TOLERANCE = 1e-9
 Transform = Callable[[nn.Module], object]
 
 
-def verify(step: Step, plan: Plan, install: Transform, remove: Transform, *, batch: int, full_size: bool) -> Verification:
+def verify(
+    step: Step, plan: Plan, install: Transform, remove: Transform, *, batch: int, full_size: bool
+) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of a step with and without the plan.
 
     A plan without chunks must be equal to the bit, or, where the original itself differs from run to run, within that

@@ -15,7 +15,9 @@ Probe = Callable[[int], BatchProbe | Failure]
 """Batch size -> its allocated peak, measured."""
 
 
-def advise(batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_run_s: float) -> BatchAdvice | None:
+def advise(
+    batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_run_s: float
+) -> BatchAdvice | None:
     """Fit ``peak = a + c * batch`` to three probes and verify the largest batch within 80 % of the device by a run.
 
     Only a batch that was run is recommended.  Where that run would take longer than ``longest_run_s`` the batch is
@@ -27,10 +29,10 @@ def advise(batch: int, probe: Probe, *, device_bytes: int, device_limit: str, lo
         return None
     intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
     estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else max(p.batch for p in probes)
-    slowest = max(p.step_s / p.batch for p in probes)
+    overhead_s, sample_s = fit_line([(p.batch, p.step_s) for p in probes])
     candidate, limited_by = estimate, f"80 % of {device_limit}"
-    if candidate * slowest > longest_run_s:
-        candidate = max(int(longest_run_s / slowest), *(p.batch for p in probes))
+    if overhead_s + candidate * sample_s > longest_run_s:
+        candidate = max(int((longest_run_s - overhead_s) / sample_s), *(p.batch for p in probes))
         limited_by = f"the time of one verifying run ({longest_run_s:g} s)"
     fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
     for _ in range(_ATTEMPTS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 def find_spec(source: ModelSource, module: nn.Module, given: InputSpec | None) -> InputSpec:
     """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else a guess from its layers.
 
-    A given spec of dimensions alone sets them in the one that is found.  Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
+    A given spec of dimensions alone sets them in the one that is found.
+    Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
     """
     if given is not None and (given.tensors or given.data_file or given.script):
         spec = given

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt_cli.records import (
-    BatchProbe,
     ChunkRule,
-    Counted,
     InputSpec,
-    Measurement,
     ModelSource,
     Plan,
     Refused,
     StepSettings,
     StepTrace,
-    Verification,
 )
 
 
@@ -43,10 +39,13 @@ class Traced:
 class TraceJob:
     """Record a step of the original model -> :class:`Traced`."""
 
+    fake: bool
+    """On fake tensors if the model allows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountJob:
-    """The tensor peak under a plan -> :class:`Counted`."""
+    """The tensor peak under a plan -> ``Counted``."""
 
     plan: Plan
     fake: bool
@@ -69,7 +68,7 @@ class ChunkingFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob:
-    """Warm up once, take timed steps, count both peaks -> :class:`Measurement`."""
+    """Warm up once, take timed steps, count both peaks -> ``Measurement``."""
 
     plan: Plan
     steps: int
@@ -77,7 +76,7 @@ class MeasureJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob:
-    """The allocated peak at another batch size -> :class:`BatchProbe`."""
+    """The allocated peak at another batch size -> ``BatchProbe``."""
 
     plan: Plan
     batch: int
@@ -85,7 +84,7 @@ class ProbeJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob:
-    """The plan against the original at a batch size -> :class:`Verification`."""
+    """The plan against the original at a batch size -> ``Verification``."""
 
     plan: Plan
     batch: int
@@ -93,14 +92,7 @@ class VerifyJob:
 
 Job = TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | VerifyJob
 
-ANSWERS: dict[type, type] = {
-    TraceJob: Traced,
-    CountJob: Counted,
-    ChunkingJob: ChunkingFound,
-    MeasureJob: Measurement,
-    ProbeJob: BatchProbe,
-    VerifyJob: Verification,
+JOBS: dict[str, type[Job]] = {
+    kind.__name__: kind for kind in (TraceJob, CountJob, ChunkingJob, MeasureJob, ProbeJob, VerifyJob)
 }
-"""Kind of job -> record of its answer."""
-
-JOBS: dict[str, type] = {kind.__name__: kind for kind in ANSWERS}
+"""By the name that goes over the wire."""

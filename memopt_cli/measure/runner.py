@@ -1,7 +1,8 @@
-"""Start a profiling subprocess, ask it, and outlive it: a time limit, a signal and running out of memory are answers."""
+"""Start a profiling subprocess, ask it, and outlive it: a time limit, a signal, lack of memory are answers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -12,10 +13,9 @@ import tempfile
 import time
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from memopt_cli.measure.jobs import (
-    ANSWERS,
     ChunkingFound,
     ChunkingJob,
     CountJob,
@@ -44,7 +44,9 @@ from memopt_cli.records import (
     to_data,
 )
 
-_FAILURES = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
+Answer = TypeVar("Answer")
+
+_FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
 """How long a subprocess that was told to end may take before it is killed."""
@@ -63,7 +65,7 @@ class Session:
     def __enter__(self) -> Self:
         read_end, write_end = os.pipe()
         self._replies = os.fdopen(read_end, "rb", buffering=0)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the session
+        self._output = tempfile.TemporaryFile()  # closed with the session
         command = [sys.executable, "-m", "memopt_cli.measure.worker", str(write_end), str(os.getpid())]
         try:
             # A session of its own: Ctrl-C reaches memopt, which then ends the subprocess itself.
@@ -90,37 +92,37 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ jobs
 
-    def trace(self) -> Traced | Failure:
-        """Record a step of the original model."""
-        return self._ask(TraceJob())
+    def trace(self, *, fake: bool) -> Traced | Failure:
+        """Record a step of the original model, on fake tensors if asked to and possible."""
+        return self._ask(TraceJob(fake=fake), Traced)
 
     def count(self, plan: Plan, *, fake: bool) -> Counted | Failure:
         """The tensor peak of a step under ``plan``."""
-        return self._ask(CountJob(plan=plan, fake=fake))
+        return self._ask(CountJob(plan=plan, fake=fake), Counted)
 
     def chunking(self, path: str) -> ChunkRule | Refused:
         """Whether the module at ``path`` can run in chunks; a failure is a refusal."""
-        found = self._ask(ChunkingJob(path=path))
+        found = self._ask(ChunkingJob(path=path), ChunkingFound)
         return found.rule if isinstance(found, ChunkingFound) else Refused(reason=f"trying it failed: {found}")
 
     def measure(self, plan: Plan, steps: int = 3) -> Measurement | Failure:
         """Measure a step under ``plan``: one warm-up, ``steps`` timed ones, both peaks."""
-        measured = self._ask(MeasureJob(plan=plan, steps=steps))
+        measured = self._ask(MeasureJob(plan=plan, steps=steps), Measurement)
         if isinstance(measured, Measurement):
             return replace(measured, spent_s=time.monotonic() - self._started)
         return measured
 
     def probe(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         """The allocated peak under ``plan`` at another batch size."""
-        return self._ask(ProbeJob(plan=plan, batch=batch))
+        return self._ask(ProbeJob(plan=plan, batch=batch), BatchProbe)
 
     def verify(self, plan: Plan, batch: int) -> Verification | Failure:
         """Compare ``plan`` with the original."""
-        return self._ask(VerifyJob(plan=plan, batch=batch))
+        return self._ask(VerifyJob(plan=plan, batch=batch), Verification)
 
     # ------------------------------------------------------------------------------------------ the wire
 
-    def _ask(self, job: Job) -> Any:
+    def _ask(self, job: Job, answer: type[Answer]) -> Answer | Failure:
         if self._process is None:
             return Crashed(reason="the subprocess of this session has ended", output_tail="")
         self._send({"kind": type(job).__name__, **to_data(job)})
@@ -128,18 +130,16 @@ class Session:
         if not isinstance(line, bytes):
             return line
         reply = json.loads(line)
-        if reply["kind"] in _FAILURES:
-            return from_data(_FAILURES[reply["kind"]], reply)
-        return from_data(ANSWERS[type(job)], reply["answer"])
+        kind: type[Failure] | None = _FAILURES.get(reply["kind"])
+        return from_data(kind, reply) if kind else from_data(answer, reply["answer"])
 
     def _send(self, message: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
+        # A broken pipe: it has ended; the missing reply says so, with its reason.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; the missing reply says so, with its reason
 
     def _receive(self) -> bytes | TimedOut | OutOfMemory | Crashed:
         deadline = time.monotonic() + self._timeout_s
@@ -178,10 +178,8 @@ class Session:
         if process is None:
             return
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             process.wait(0 if kill else _PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -192,8 +190,5 @@ class Session:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-

@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan
@@ -33,6 +32,7 @@ from memopt_cli.measure.jobs import (
     ChunkingFound,
     ChunkingJob,
     CountJob,
+    Job,
     MeasureJob,
     ProbeJob,
     Subject,
@@ -106,6 +106,8 @@ class Worker:
     # ------------------------------------------------------------------------------------------ jobs
 
     def _trace(self, job: TraceJob) -> Traced:
+        if not job.fake:
+            return Traced(trace=trace.record(self._step(), self._batch, contents=True), fake=False, note="")
         try:
             full = self._fake_step.record(self._batch)
         except Exception as error:  # the model's own code may raise anything on tensors without data
@@ -113,7 +115,7 @@ class Worker:
                 raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
             note = f"the model cannot run on tensors without data ({reason}); every plan is run to be counted"
-            return Traced(trace=trace.record(self._step(), self._batch, contents=True), fake=False, note=note)
+            return replace(self._trace(TraceJob(fake=False)), note=note)
         small = trace.record(self._small_step, self._batch, contents=True)
         return Traced(trace=_with_contents(full, small), fake=True, note="")
 
@@ -155,16 +157,8 @@ class Worker:
     def _probe(self, job: ProbeJob) -> BatchProbe:
         step = self._step(job.batch)
         apply_plan(self._model, job.plan)
-        if self._optimizer is not None:
-            self._timed(step)  # makes the optimizer's state
-        started = time.perf_counter()
-        self._start.restore()
-        allocated = self._allocated(step)
-        return BatchProbe(
-            batch=job.batch,
-            allocated_peak_bytes=allocated.peak_bytes,
-            step_s=time.perf_counter() - started,
-        )
+        step_s = self._timed(step)  # it also makes the optimizer's state
+        return BatchProbe(batch=job.batch, allocated_peak_bytes=self._allocated(step).peak_bytes, step_s=step_s)
 
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
@@ -272,11 +266,11 @@ def main(reply_fd: int, parent_pid: int) -> None:
         subject = from_data(Subject, json.loads(sys.stdin.readline()))
         for line in sys.stdin:
             message = json.loads(line)
-            job = from_data(JOBS[message["kind"]], message)
+            job: Job = from_data(JOBS[message["kind"]], message)
             try:
                 worker = worker or Worker(subject)
                 reply = {"kind": "answer", "answer": to_data(worker.do(job))}
-            except Exception as error:  # noqa: BLE001  # the user's code runs here: every failure is an answer
+            except Exception as error:  # the user's code runs here: every failure is an answer
                 reply = to_data(_failure(error))
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
@@ -291,10 +285,11 @@ def _failure(error: Exception) -> OutOfMemory | StepFailed:
 
 
 def _die_with(parent_pid: int) -> None:
-    """End when the parent does, however it does; the parent may have gone already."""
+    """End when the parent does, however it does (it may have gone already), and first when memory runs out."""
     if sys.platform == "linux":
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -60,8 +60,7 @@ class ModuleState:
     def same_bindings(self, other: ModuleState) -> bool:
         """Every attribute is still the same object in both."""
         return all(
-            _same(mine, theirs)
-            for (_, mine), (_, theirs) in zip(self._attributes, other._attributes, strict=True)
+            _same(mine, theirs) for (_, mine), (_, theirs) in zip(self._attributes, other._attributes, strict=True)
         )
 
     def forget(self, keys: Sequence[int]) -> None:
