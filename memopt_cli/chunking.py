@@ -109,10 +109,17 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
     for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
         with torch.random.fork_rng():
             seed_everything(0)
+            before = _random_states()
             output = subject(*inputs[0], **inputs[1])
+            if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+                return "it draws random numbers"
         found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
     worst = difference(*found)
     return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > _TOLERANCE else None
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
@@ -131,9 +138,9 @@ def _double(value: Any) -> Any:
 
 
 def _draws(inputs: Any) -> Iterator[Any]:
-    """The captured inputs, and others like them: what holds for one draw only must not pass."""
+    """The captured inputs, and others like them but smaller and larger: what holds for one draw only must not pass."""
     yield inputs
-    for seed, scale in enumerate((1.0, 4.0)):
+    for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
         yield map_leaves(lambda x, g=generator, s=scale: _redrawn(x, g, s) if isinstance(x, Tensor) else x, inputs)
 
@@ -143,5 +150,5 @@ def _redrawn(x: Tensor, generator: torch.Generator, scale: float) -> Tensor:
     mixed = x.flatten()[shuffled].view(x.shape)
     if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
         return mixed
-    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    noise = 1 + torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
     return mixed + scale * noise * (x.std() if x.numel() > 1 else 1.0)

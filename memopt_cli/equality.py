@@ -13,6 +13,11 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
 
+_ROUNDING_SCALE = 1e-4
+"""A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
+or of a bias before batch norm is: its difference is related to this share of the largest instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The tensor that differs most between two steps."""
@@ -20,7 +25,8 @@ class Difference:
     name: str
     """Empty if nothing differs."""
     relative: float
-    """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape."""
+    """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape.
+    A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`."""
     compared: int
 
 
@@ -56,8 +62,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
     """Compare the effects of two steps.  A tensor that only one of them has differs infinitely."""
     worst, worst_name = 0.0, ""
-    for name in reference.keys() | other.keys():
-        relative = _relative(reference.get(name), other.get(name))
+    gradients = [t for name, t in reference.items() if name.startswith("gradient")]
+    least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
+    for name in sorted(reference.keys() | other.keys()):
+        scale = least if name.startswith("gradient") else 0.0
+        relative = _relative(reference.get(name), other.get(name), scale)
         if relative > worst:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
@@ -75,10 +84,15 @@ def _fresh_leaf(leaf: Any) -> Any:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # An embedding's gradient may be sparse.
+    return {f"gradient of {name}": p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _relative(reference: Tensor | None, other: Tensor | None) -> float:
+def _magnitude(tensor: Tensor) -> float:
+    return tensor.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
+
+
+def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
     if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
         return float("inf")
     if _same_bits(reference, other):
@@ -86,7 +100,7 @@ def _relative(reference: Tensor | None, other: Tensor | None) -> float:
     if not reference.is_floating_point():
         return float("inf")
     gap = (reference.double() - other.double()).abs().max().item()
-    scale = reference.double().abs().max().item()
+    scale = max(reference.double().abs().max().item(), least_scale)
     relative = gap / scale if scale else float("inf")
     return relative if relative == relative else float("inf")  # NaN: one of them is not finite
 

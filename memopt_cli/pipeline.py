@@ -65,7 +65,7 @@ Outcome = Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
 _STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
 _TRUSTED_ERROR = 0.01
 """A dry run of the original that is further off, relative to its measured tensor peak, is not believed."""
-_LONGEST_ADVICE_RUN_S = 30.0
+_LONGEST_ADVICE_RUN_S = 20.0
 """The run that verifies a batch recommendation is to take no longer."""
 
 
@@ -191,13 +191,14 @@ class _Job:
             start = count(Plan(level=0))
             if not isinstance(start, Counted):
                 _raise(start, "a step of the model could not be counted: ")
-            rows[0] = replace(rows[0], predicted_tensor_peak_bytes=start.tensor_peak_bytes if traced.fake else None)
+            first = Candidate(plan=Plan(level=0), counted=start)
+            rows[0] = _row(first.plan, original, first if traced.fake else None, 0, started)
             if not isinstance(original, Measurement):
                 self.notes.append(
-                    f"The original does not fit here ({describe(original)}); its tensor peak of "
-                    f"{format_bytes(start.tensor_peak_bytes)} is predicted on tensors without data."
+                    f"The original does not fit here ({describe(original)}); its peak of "
+                    f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
                 )
-            self._climb(session, traced, Candidate(plan=Plan(level=0), counted=start), count, rows)
+            self._climb(session, traced, first, count, rows)
         return rows
 
     def _climb(
@@ -312,7 +313,7 @@ class _Reporter:
         def counted(plan: Plan) -> Counted | Failure:
             found = count(plan)
             self._tried += 1
-            peak = found.tensor_peak_bytes if isinstance(found, Counted) else None
+            peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
             shown = format_bytes(peak) if peak is not None else "cannot run"
             line = f"{self._trying} · {format_bytes(self._best_bytes)} → {shown}"
             self._progress.update(self._tried, None, line)
@@ -332,7 +333,8 @@ def _row(plan: Plan, outcome: Outcome, predicted: Candidate | None, tried: int, 
         level=plan.level,
         plan=plan,
         outcome=outcome,
-        predicted_tensor_peak_bytes=predicted.peak_bytes if predicted else None,
+        predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
+        predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
         candidates=tried,
         search_s=time.monotonic() - started,
     )

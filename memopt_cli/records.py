@@ -234,11 +234,14 @@ class Counted:
     """One step's tensor peak and who holds it, from a run on real or fake tensors."""
 
     tensor_peak_bytes: int
+    allocated_peak_bytes: int
+    """The tensor peak with the workspaces that kernels were seen to take."""
     resident_bytes: int
     """All parameters, buffers, gradients, optimizer state and inputs at full size."""
     breakdown: Breakdown
+    """At the instant of the tensor peak."""
     holders: tuple[ModuleShare, ...]
-    """Modules that hold most at the peak, largest first."""
+    """Modules that hold most at the instant of the allocated peak, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,8 +361,8 @@ class BatchProbe:
 
     batch: int
     allocated_peak_bytes: int
-    step_s: float
-    """One step without warm-up."""
+    run_s: float
+    """Wall time of the probe: a timed step and one under the allocator's profiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +392,8 @@ class LevelRow:
     outcome: Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
     predicted_tensor_peak_bytes: int | None
     """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
+    predicted_allocated_peak_bytes: int | None
+    """The same with the workspaces of kernels recorded from the original."""
     candidates: int
     """Plans tried to get here from the level below."""
     search_s: float

@@ -28,6 +28,7 @@ from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, make_optimizer, module_hooks, seed_everything, synchronize
+from memopt_cli.workspace import Workspaces
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +47,12 @@ class Storage:
 class StorageLog(TorchDispatchMode):
     """Counts every storage alive while it is active."""
 
-    def __init__(self, module_running: Callable[[], str]) -> None:
+    def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:
         super().__init__()
+        self._workspaces = workspaces
+        self.allocated_peak_bytes = 0
+        """The peak of the bytes alive and the workspace of the operator running."""
+        self.allocated_peak_tick = 0
         self.storages: list[Storage] = []
         self.kind = "activations"
         """Kind of the storages born from now on."""
@@ -64,6 +69,9 @@ class StorageLog(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.see(leaf, self.kind)
+        allocated = self.live_bytes + self._workspace_bytes(func, args)
+        if allocated > self.allocated_peak_bytes:
+            self.allocated_peak_bytes, self.allocated_peak_tick = allocated, self._tick
         return output
 
     def see(self, tensor: Tensor, kind: str) -> Storage | None:
@@ -85,15 +93,19 @@ class StorageLog(TorchDispatchMode):
             self.peak_bytes, self.peak_tick = self.live_bytes, self._tick
         return record
 
-    def at_peak(self) -> Iterator[Storage]:
-        """The storages alive at the instant of the peak."""
-        for s in self.storages:
-            if s.born <= self.peak_tick and (s.died is None or s.died >= self.peak_tick):
-                yield s
+    def alive_at(self, tick: int) -> Iterator[Storage]:
+        """The storages alive at an instant."""
+        return (s for s in self.storages if s.born <= tick and (s.died is None or s.died >= tick))
 
     def alive(self) -> Iterator[Storage]:
         """The storages alive now."""
         return (record for _, record in list(self._alive.values()))
+
+    def _workspace_bytes(self, func: Any, args: Any) -> int:
+        if self._workspaces is None:
+            return 0
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim())
+        return self._workspaces.of(func.name().partition(".")[0], shapes)
 
     def _end(self, key: int) -> None:
         _, record = self._alive.pop(key)
@@ -101,9 +113,9 @@ class StorageLog(TorchDispatchMode):
         self.live_bytes -= record.nbytes
 
 
-def count(step: Step) -> Counted:
+def count(step: Step, workspaces: Workspaces | None = None) -> Counted:
     """Run one step under the counter.  Gradients are ``None`` before and after."""
-    with _counting(step) as log:
+    with _counting(step, workspaces) as log:
         output = step.forward()
         log.kind = "temporaries"
         step.backward(output)
@@ -114,9 +126,10 @@ def count(step: Step) -> Counted:
     step.model.zero_grad(set_to_none=True)
     return Counted(
         tensor_peak_bytes=log.peak_bytes,
+        allocated_peak_bytes=log.allocated_peak_bytes,
         resident_bytes=resident,
-        breakdown=_breakdown(log.at_peak()),
-        holders=_holders(log.at_peak()),
+        breakdown=_breakdown(log.alive_at(log.peak_tick)),
+        holders=_holders(log.alive_at(log.allocated_peak_tick)),
     )
 
 
@@ -174,11 +187,11 @@ class FakeStep:
         if self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
-    def count(self) -> Counted:
+    def count(self, workspaces: Workspaces | None = None) -> Counted:
         """As :func:`count`."""
         self._start.restore()
         with self._mode:
-            return count(self.step)
+            return count(self.step, workspaces)
 
     def record(self, batch: int) -> StepTrace:
         """As :func:`record`, without contents and times."""
@@ -194,10 +207,10 @@ class FakeStep:
 
 
 @contextmanager
-def _counting(step: Step) -> Iterator[StorageLog]:
+def _counting(step: Step, workspaces: Workspaces | None = None) -> Iterator[StorageLog]:
     seed_everything(step.settings.seed)
     with _module_stack(step.model) as running:
-        log = StorageLog(running)
+        log = StorageLog(running, workspaces)
         for parameter in step.model.parameters():
             log.see(parameter, "parameters")
         for buffer in step.model.buffers():

@@ -48,7 +48,7 @@ class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type informa
 
     def __init__(self, beta: float = 0.5) -> None:
         """``beta``: share of the membrane potential that survives a time step."""
-        super().__init__(beta, init_hidden=True, reset_mechanism="subtract")
+        super().__init__(beta, init_hidden=True, reset_mechanism="zero")
         del self.spike_grad, self.state_function
 
     @staticmethod
@@ -58,9 +58,9 @@ class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type informa
         return spikes
 
     def state_function(self, current: Tensor) -> Tensor:
-        """The next membrane potential: decayed, charged by ``current``, less the threshold where it spiked."""
-        potential: Tensor = self.beta * self.mem + current - self.reset * self.threshold
-        return potential
+        """The next membrane potential: decayed, charged by ``current``, and zero where it spiked."""
+        potential: Tensor = self.beta * self.mem + current
+        return potential - self.reset * potential
 
 
 class MultiStep(nn.Module):

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
 BASE = {"errors", "units", "records", "documents", "spec_text", "__version__"}
-BELOW_STAGES = BASE | {"progress", "runtime", "step", "equality"}
+BELOW_STAGES = BASE | {"progress", "runtime", "step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
     *("batching", "model_batching", "online", "regression"),
@@ -29,6 +29,7 @@ PARTS: dict[str, set[str]] = {
     "runtime": set(),
     "step": BASE | {"runtime"},
     "equality": BASE | {"runtime", "step"},
+    "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
     "measure.worker": BELOW_STAGES | STAGES,
     "pipeline": BELOW_STAGES | STAGES,

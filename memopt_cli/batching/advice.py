@@ -29,7 +29,7 @@ def advise(
         return None
     intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
     estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else max(p.batch for p in probes)
-    overhead_s, sample_s = fit_line([(p.batch, p.step_s) for p in probes])
+    overhead_s, sample_s = fit_line([(p.batch, p.run_s) for p in probes])
     candidate, limited_by = estimate, f"80 % of {device_limit}"
     if overhead_s + candidate * sample_s > longest_run_s:
         candidate = max(int((longest_run_s - overhead_s) / sample_s), *(p.batch for p in probes))

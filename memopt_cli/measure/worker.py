@@ -66,6 +66,7 @@ from memopt_cli.step import (
     synchronize,
 )
 from memopt_cli.verify import verify
+from memopt_cli.workspace import Workspaces
 
 _SMALL_BATCH = 3
 """Batch for looking into tensors: the least that can be cut unevenly."""
@@ -123,10 +124,14 @@ class Worker:
         step = self._fake_step.step if job.fake else self._step()
         apply_plan(step.model, job.plan)
         try:
-            counted = self._fake_step.count() if job.fake else trace.count(step)
+            counted = self._fake_step.count(self._workspaces) if job.fake else self._count_really(step)
         finally:
             remove_plan(step.model)
         return replace(counted, holders=counted.holders[:_HOLDERS])
+
+    def _count_really(self, step: Step) -> Counted:
+        counted = trace.count(step)
+        return replace(counted, allocated_peak_bytes=self._allocated(step).peak_bytes)
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
         module, args, kwargs = capture_call(self._small_step, job.path)
@@ -157,8 +162,12 @@ class Worker:
     def _probe(self, job: ProbeJob) -> BatchProbe:
         step = self._step(job.batch)
         apply_plan(self._model, job.plan)
-        step_s = self._timed(step)  # it also makes the optimizer's state
-        return BatchProbe(batch=job.batch, allocated_peak_bytes=self._allocated(step).peak_bytes, step_s=step_s)
+        started = time.perf_counter()
+        self._timed(step)  # also makes the optimizer's state
+        allocated = self._allocated(step)
+        return BatchProbe(
+            batch=job.batch, allocated_peak_bytes=allocated.peak_bytes, run_s=time.perf_counter() - started
+        )
 
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
@@ -187,6 +196,19 @@ class Worker:
     @functools.cached_property
     def _fake_step(self) -> trace.FakeStep:
         return trace.FakeStep(self._step())
+
+    @functools.cached_property
+    def _workspaces(self) -> Workspaces:
+        """Of the original at full size; where that does not fit, of a small batch, to be scaled."""
+        remove_plan(self._model)
+        try:
+            return self._allocated(self._step()).workspaces
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._allocated(self._small_step).workspaces
+        finally:
+            self._model.zero_grad(set_to_none=True)
 
     @functools.cached_property
     def _small_step(self) -> Step:

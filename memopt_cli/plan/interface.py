@@ -18,8 +18,8 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Tensor peak in bytes."""
-        return self.counted.tensor_peak_bytes
+        """Allocated peak in bytes."""
+        return self.counted.allocated_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Probes:
     """How a strategy learns of the model: answers come from dry runs or from profiling subprocesses."""
 
     count: Callable[[Plan], Counted | Failure]
-    """The tensor peak of one step under a plan."""
+    """The peaks of one step under a plan."""
     chunking: Callable[[str], ChunkRule | Refused]
     """Whether the module at a path may run in chunks."""
     report: Callable[[str], None]

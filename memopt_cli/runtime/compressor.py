@@ -50,7 +50,8 @@ class SpikeCompressor:
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
-        if x.layout is not torch.strided or x.is_quantized or not _is_dense(x) or x.dtype.is_complex:
+        plain = x.layout is torch.strided and not (x.is_quantized or x.is_neg() or x.dtype.is_complex)
+        if not plain or not _is_dense(x):
             return _store_raw(x)
         data = self._encode(_in_storage_order(x))
         if data is None:
@@ -140,19 +141,21 @@ class SparseSpikeCompressor(SpikeCompressor):
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if isinstance(flat, FakeTensor):  # how many elements are not zero is not known without data
             return None
+        # As integers: not every dtype can be indexed.
         where = (_bits(flat) != 0).nonzero().flatten()
-        values = flat.index_select(0, where)
+        values = _bits(flat).index_select(0, where)
         index_dtype = torch.int32 if flat.numel() < 2**31 else torch.int64
         data = (where.to(index_dtype),)
-        if not _equals_bits(torch.ones_like(values), values):
+        if not _equals_bits(torch.ones_like(where), values.view(flat.dtype)):
             data = (*data, values)
         held = sum(t.numel() * t.element_size() for t in data)
         return data if held < flat.numel() * flat.element_size() else None
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(numel, dtype=dtype, device=data[0].device)
-        values = data[1] if len(data) > 1 else torch.ones(data[0].numel(), dtype=dtype, device=flat.device)
-        return flat.index_copy_(0, data[0].to(torch.int64), values)
+        values = data[1] if len(data) > 1 else _bits(torch.ones_like(data[0], dtype=dtype))
+        _bits(flat).index_copy_(0, data[0].to(torch.int64), values)
+        return flat
 
 
 COMPRESSORS: dict[str, SpikeCompressor] = {

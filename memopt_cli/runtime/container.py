@@ -102,12 +102,12 @@ def refusal(module: nn.Module) -> str:
     kind = type(module)
     if isinstance(module, GCContainer):
         return "it is a segment already"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
     if "forward" in vars(module):
         return "it has a forward of its own on the instance, which would bypass the segment"
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "its parameters are not initialized yet; run the model once"
     if parametrize.is_parametrized(module):
@@ -206,7 +206,10 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     joined = tuple(torch.cat(pieces, dim=config.axis) for pieces in zip(*collected, strict=True))
-    return (*joined, *output[config.seq_outputs :]) if isinstance(output, tuple) else joined[0]
+    if not isinstance(output, tuple):
+        return joined[0]
+    whole = (*joined, *output[config.seq_outputs :])
+    return output._make(whole) if hasattr(output, "_make") else whole
 
 
 def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
@@ -216,8 +219,9 @@ def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
 
 
 def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
-    lengths = {s.shape[config.axis] for s in sequences if isinstance(s, Tensor) and s.dim() > config.axis}
-    if len(sequences) < config.seq_inputs or len(lengths) != 1:
+    cuttable = [s for s in sequences if isinstance(s, Tensor) and s.dim() > config.axis]
+    lengths = {s.shape[config.axis] for s in cuttable}
+    if len(cuttable) < config.seq_inputs or len(lengths) != 1:
         raise ValueError(
             f"a segment in chunks wants {config.seq_inputs} positional tensors of one length along axis {config.axis}"
         )
@@ -246,17 +250,27 @@ def _checkpoint(
     start = StartingState(module)
     # Within another segment the inputs belong to that segment's recomputation, and so do the tensors of the state.
     nested = getattr(_thread, "depth", 0) > 0
-    run = _Run(module, forward, skeleton, start, len(tensors))
+    scripted = any(isinstance(m, torch.jit.ScriptModule | ScriptLeaf) for m in module.modules())
+    run = _Run(module, _as_written(forward) if scripted else forward, skeleton, start, len(tensors))
     given = (*tensors, *start.lend()) if nested else tensors
     # Early stop leaves forward by an exception, which cannot cross TorchScript's interpreter.
-    early_stop = not any(isinstance(m, torch.jit.ScriptModule | ScriptLeaf) for m in module.modules())
-    with contextlib.nullcontext() if nested else _packing(codec), set_checkpoint_early_stop(early_stop):
+    with contextlib.nullcontext() if nested else _packing(codec), set_checkpoint_early_stop(not scripted):
         return checkpoint(run, *given, use_reentrant=False, context_fn=run.contexts)
 
 
 def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -> Any:
     args, kwargs = join_tensors(given, skeleton)
     return forward(*args, **kwargs)
+
+
+def _as_written(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with TorchScript run as it is written, as :class:`ScriptLeaf` does."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:

@@ -156,7 +156,10 @@ class ScriptLeaf(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._push()
-        output = self.script(*args, **kwargs)
+        # TorchScript's executor watches its first runs and differentiates later ones by itself: they round differently,
+        # and a recomputation would save other tensors than the run before.
+        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+            output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):
             for name in part._buffers:
                 part._buffers[name] = getattr(script, name)

@@ -6,6 +6,7 @@ neuron membranes and counters advance once a step, however often forward runs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +24,32 @@ _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMEN
 class _Container:
     """A built-in container and what it held: restored in place, since others may hold it too."""
 
-    container: dict[Any, Any] | list[Any] | set[Any]
+    container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
     items: Any
 
     def restore(self, replaced: Mapping[int, Tensor]) -> Any:
         items = [_restored(item, replaced) for item in self.items]
         self.container.clear()
-        if isinstance(self.container, list):
-            self.container.extend(items)
-        else:
+        if isinstance(self.container, dict):
+            for key, value in items:  # a Counter's ``update`` would count the pairs
+                self.container[key] = value
+        elif isinstance(self.container, set):
             self.container.update(items)
+        else:
+            self.container.extend(items)
         return self.container
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A module's own random generator, and where it stood."""
+
+    generator: torch.Generator
+    position: Tensor
+
+    def restore(self) -> torch.Generator:
+        self.generator.set_state(self.position)
+        return self.generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +73,6 @@ class ModuleState:
             for key, value in held.items():
                 attributes[key] = _restored(value, replaced or {})
 
-    def same_bindings(self, other: ModuleState) -> bool:
-        """Every attribute is still the same object in both."""
-        return all(
-            _same(mine, theirs) for (_, mine), (_, theirs) in zip(self._attributes, other._attributes, strict=True)
-        )
-
     def forget(self, keys: Sequence[int]) -> None:
         """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
         forgotten = {key: _Forgotten(key) for key in keys}
@@ -81,12 +91,13 @@ class StartingState:
     """The state in which a forward started, kept as long as its recomputation may need it.
 
     Tensors are copied at the start; :meth:`settle`, called when forward has ended, drops the copies of those that did
-    not change, and everything if nothing did.
+    not change.  What the attributes refer to is kept in any case: whoever calls the module may change it between two
+    calls (a time step's number, say), or before backward (``eval()``).
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._state: ModuleState | None = ModuleState(module)
+        self._state = ModuleState(module)
         self._versions = {id(t): (t, t._version) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, _) in self._versions.items()}
         self._lent: list[int] = []
@@ -105,17 +116,13 @@ class StartingState:
         changed = {k for k, (t, version) in self._versions.items() if _differs(t, version, self._copies[k])}
         self._copies = {key: copy for key, copy in self._copies.items() if key in changed}
         self._versions.clear()
-        if self._state is not None and not changed and self._state.same_bindings(ModuleState(self._module)):
-            self._state = None
-        elif self._state is not None:
-            self._state.forget(self._lent)
+        self._state.forget(self._lent)
 
     def enter(self, lent: Sequence[Tensor] = ()) -> ModuleState:
         """Put the module into the starting state; returns the state to :meth:`ModuleState.restore` afterwards."""
         current = ModuleState(self._module)
-        if self._state is not None:
-            replaced = dict(zip(self._lent, lent, strict=True))
-            self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
+        replaced = dict(zip(self._lent, lent, strict=True))
+        self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
         return current
 
 
@@ -130,10 +137,8 @@ def reset_hidden_state(module: nn.Module) -> None:
             if callable(reset):
                 reset()
                 break
-    for _, held in ModuleState(module)._attributes:
-        for tensor in _tensors(list(held.values())):
-            if tensor.grad_fn is not None:
-                tensor.detach_()
+    state = ModuleState(module)
+    state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
@@ -141,20 +146,24 @@ def _held(module: nn.Module) -> dict[str, Any]:
 
 
 def _hold(value: Any) -> Any:
-    if type(value) is list:
+    if isinstance(value, list | deque):
         return _Container(value, [_hold(item) for item in value])
     if isinstance(value, dict):
         return _Container(value, [(key, _hold(item)) for key, item in value.items()])
     if type(value) is set:
         return _Container(value, list(value))
+    if isinstance(value, torch.Generator):
+        return _Drawing(value, value.get_state())
     return value
 
 
 def _restored(value: Any, replaced: Mapping[int, Tensor]) -> Any:
     if isinstance(value, _Container):
         return value.restore(replaced)
-    if type(value) is tuple:
-        return tuple(_restored(item, replaced) for item in value)
+    if isinstance(value, _Drawing):
+        return value.restore()
+    if isinstance(value, tuple):
+        return _rebuilt(value, [_restored(item, replaced) for item in value])
     if isinstance(value, _Forgotten):
         return replaced[value.key]
     return replaced.get(id(value), value) if isinstance(value, Tensor) else value
@@ -163,9 +172,15 @@ def _restored(value: Any, replaced: Mapping[int, Tensor]) -> Any:
 def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
     if isinstance(value, _Container):
         return _Container(value.container, [_without(item, forgotten) for item in value.items])
-    if type(value) is tuple:
-        return tuple(_without(item, forgotten) for item in value)
+    if isinstance(value, tuple):
+        return _rebuilt(value, [_without(item, forgotten) for item in value])
     return forgotten.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _tensors(values: list[Any]) -> Iterator[Tensor]:
@@ -176,16 +191,6 @@ def _tensors(values: list[Any]) -> Iterator[Tensor]:
             yield from _tensors(value.items)
         elif isinstance(value, tuple):
             yield from _tensors(list(value))
-
-
-def _same(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in mine.items())
-    if isinstance(mine, _Container) and isinstance(theirs, _Container):
-        return mine.container is theirs.container and _same(mine.items, theirs.items)
-    if isinstance(mine, list | tuple) and type(mine) is type(theirs):
-        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
-    return mine is theirs or (isinstance(mine, int | float | bool) and mine == theirs)
 
 
 def _differs(tensor: Tensor, version: int, copy: Tensor) -> bool:

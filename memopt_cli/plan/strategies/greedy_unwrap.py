@@ -22,6 +22,6 @@ class GreedyUnwrap:
             probes.report(f"unwrap {segment.path or '(root)'}")
             counted = probes.count(replace(best.plan, segments=rest))
             tried += 1
-            if isinstance(counted, Counted) and counted.tensor_peak_bytes <= best.peak_bytes:
+            if isinstance(counted, Counted) and counted.allocated_peak_bytes <= best.peak_bytes:
                 best = Candidate(plan=replace(best.plan, segments=rest), counted=counted)
         return Improvement(best=best, tried=tried)

@@ -12,6 +12,8 @@ Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
 
 _LEAST_SHARE = 0.02
 """A segment that holds less than this share of the peak cannot lower it by more, and is not tried."""
+_PATIENCE_ROUNDS = 3
+"""How many rounds in a row may leave the peak as it is."""
 
 
 def improve_in_rounds(
@@ -20,40 +22,56 @@ def improve_in_rounds(
     """Change one segment at a time as long as the peak falls.
 
     A round tries segments in the order of what they hold at the peak, at most ``max_candidates_per_round`` of them.
+    Two bottlenecks may stand at the same height: a change that leaves the peak as it is is followed for a few rounds,
+    and counts only if the peak falls in the end.
     """
-    best, tried, rounds = start, 0, 0
+    best = current = start
+    tried = rounds = level_rounds = 0
     while options.max_split_rounds is None or rounds < options.max_split_rounds:
         rounds += 1
-        improved, probed = _one_round(best, level, change, options, probes, what)
+        following, probed = _one_round(current, level, change, options, probes, what)
         tried += probed
-        if improved is None:
+        if following is None:
             break
-        best = improved
+        level_rounds = 0 if following.peak_bytes < best.peak_bytes else level_rounds + 1
+        if level_rounds > _PATIENCE_ROUNDS:
+            break
+        current = following
+        best = current if current.peak_bytes < best.peak_bytes else best
     return Improvement(best=best, tried=tried)
 
 
 def _one_round(
     best: Candidate, level: int, change: Change, options: SearchOptions, probes: Probes, what: str
 ) -> tuple[Candidate | None, int]:
+    """The first change that lowers the peak, else all those that do not raise it; and how many plans were probed."""
     probed = tried = 0
+    walk = best
     for segment in sorted(best.plan.segments, key=lambda s: -held_at_peak(best.counted, s.path)):
         if tried == options.max_candidates_per_round:
             break
         if held_at_peak(best.counted, segment.path) < _LEAST_SHARE * best.peak_bytes:
             break  # the rest holds too little when it matters
-        plans = [_replaced(best.plan, segment, new, level) for new in change(segment)]
-        candidates = []
-        for plan in plans:
-            probes.report(f"{what} {segment.path or '(root)'}")
-            counted = probes.count(plan)
-            if isinstance(counted, Counted):
-                candidates.append(Candidate(plan=plan, counted=counted))
-        probed += len(plans)
+        plans = [_replaced(walk.plan, segment, new, level) for new in change(segment)]
+        candidates = _probe([plan for plan in plans if plan.segments != walk.plan.segments], probes, what, segment)
+        probed += len(candidates)
         tried += bool(plans)
-        better = min(candidates, key=lambda c: c.peak_bytes, default=best)
-        if better.peak_bytes < best.peak_bytes:
+        better = min(candidates, key=lambda c: c.peak_bytes, default=None)
+        if better is not None and better.peak_bytes < best.peak_bytes:
             return better, probed
-    return None, probed
+        if better is not None and better.peak_bytes == best.peak_bytes:
+            walk = better
+    return (None if walk is best else walk), probed
+
+
+def _probe(plans: list[Plan], probes: Probes, what: str, segment: SegmentPlan) -> list[Candidate]:
+    found = []
+    for plan in plans:
+        probes.report(f"{what} {segment.path or '(root)'}")
+        counted = probes.count(plan)
+        if isinstance(counted, Counted):
+            found.append(Candidate(plan=plan, counted=counted))
+    return found
 
 
 def _replaced(plan: Plan, segment: SegmentPlan, new: tuple[SegmentPlan, ...], level: int) -> Plan:

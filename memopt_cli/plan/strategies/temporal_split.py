@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
@@ -23,11 +24,12 @@ class TemporalSplit:
         """Rounds of chunking; whether a module may be cut, and where, is asked of the probes."""
 
         def change(current: SegmentPlan) -> list[tuple[SegmentPlan, ...]]:
-            whole = cut(current, tree, options.temporal_split_factor, probes)
-            if whole is not None:
-                return [(whole,)]
+            factor = options.temporal_split_factor
+            cuts = list(iterate_cuts(current, tree, factor, probes))
+            if cuts:
+                return [(cut,) for cut in cuts]
             parts = split(current, tree, compress=options.compress_x)
-            pieces = [(part, cut(part, tree, options.temporal_split_factor, probes)) for part in parts]
+            pieces = [(part, next(iterate_cuts(part, tree, factor, probes), None)) for part in parts]
             if not any(piece for _, piece in pieces):
                 return []
             instead = tuple(piece or part for part, piece in pieces)
@@ -37,20 +39,20 @@ class TemporalSplit:
         return improve_in_rounds(start, self.level, change, options, probes, "chunk")
 
 
-def cut(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> SegmentPlan | None:
-    """The segment with ``factor`` times the chunks; ``None`` if it cannot be cut (further)."""
+def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
+    """The segment with ``factor`` times the chunks, ``factor`` times that …; nothing if it cannot be cut (further)."""
     if current.spatial_split:
-        return None
+        return
     rule = probes.chunking(current.path)
     if isinstance(rule, Refused):
-        return None
+        return
     length = tree[current.path].input_shape[rule.axis]
-    if current.chunks >= length:
-        return None
-    return replace(
-        current,
-        chunks=min(current.chunks * factor, length),
-        axis=rule.axis,
-        seq_inputs=rule.seq_inputs,
-        seq_outputs=rule.seq_outputs,
-    )
+    while current.chunks < length:
+        current = replace(
+            current,
+            chunks=min(current.chunks * factor, length),
+            axis=rule.axis,
+            seq_inputs=rule.seq_inputs,
+            seq_outputs=rule.seq_outputs,
+        )
+        yield current

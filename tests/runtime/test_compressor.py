@@ -1,0 +1,189 @@
+"""Codecs: whatever goes in comes back equal to the bit, in dtype, shape and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memopt_cli.runtime.compressor import COMPRESSORS, Packed
+
+CODECS = list(COMPRESSORS)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+UNCOMMON = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [*FLOATS, *INTEGERS, *UNCOMMON, torch.bool, torch.complex64]
+HELD = {"boolean": torch.bool, "uint8": torch.uint8}
+NASTY = [0.0, -0.0, 1.0, 2.0, 0.3, -1.0, 255.0, 256.0, 300.0, 1e-8, float("inf"), -float("inf"), float("nan")]
+
+
+def octets(x: Tensor) -> list[int]:
+    """The bytes of the elements in logical order: what equality to the bit compares."""
+    flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1))
+    return flat.view(torch.uint8).tolist() if x.numel() else []
+
+
+def round_trip(name: str, x: Tensor) -> Packed:
+    """The one check that every codec must pass for every tensor."""
+    before = octets(x)
+    packed = COMPRESSORS[name].compress(x)
+    back = COMPRESSORS[name].decompress(packed)
+    assert (back.dtype, back.shape, back.stride()) == (x.dtype, x.shape, x.stride())
+    assert octets(back) == before
+    assert octets(x) == before, "the original was changed"
+    assert not back.requires_grad
+    assert packed.nbytes <= x.numel() * x.element_size(), "packing made it larger"
+    return packed
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Tensors of any dtype, up to four dimensions, any layout; often what a codec claims, often just not."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    count = int(torch.Size(shape).numel())
+    element = draw(st.sampled_from([st.integers(0, 1), st.integers(0, 255), st.sampled_from(NASTY), None]))
+    if element is None:  # any bits at all: NaN payloads, subnormals
+        width = count * torch.empty((), dtype=dtype).element_size()
+        bits = torch.tensor(list(draw(st.binary(min_size=width, max_size=width))), dtype=torch.uint8)
+        bits = bits & 1 if dtype is torch.bool else bits
+        flat = bits.view(dtype) if width else torch.empty(0, dtype=dtype)
+    else:
+        values = draw(st.lists(element, min_size=count, max_size=count))
+        values = values if dtype.is_floating_point else [int(v) % 128 if abs(v) < 1e9 else 0 for v in values]
+        flat = torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
+    return draw(st.sampled_from(LAYOUTS))(flat.view(shape))
+
+
+def _permuted(x: Tensor) -> Tensor:
+    return x.permute(tuple(reversed(range(x.dim()))))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def _strided(x: Tensor) -> Tensor:
+    return x[..., ::2] if x.dim() else x
+
+
+def _offset(x: Tensor) -> Tensor:
+    return x[1:] if x.dim() and x.shape[0] else x
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x.unsqueeze(0).expand(3, *x.shape)
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [lambda x: x, _permuted, _channels_last, _strided, _offset, _expanded]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=150, deadline=None)
+@given(x=tensors())
+@example(x=torch.zeros(3, 0))
+@example(x=torch.tensor(1.0))
+@example(x=torch.tensor([0.0, -0.0]))
+@example(x=torch.tensor([2.0, 1.0, 0.0]))
+@example(x=torch.tensor([0.3, 1.0]))
+@example(x=torch.tensor([-1.0, 0.0]))
+@example(x=torch.tensor([300.0, 255.0]))
+@example(x=torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool))
+@example(x=torch._neg_view(torch.tensor([0.0, -1.0])))
+@example(x=torch.ones(2, 2, dtype=torch.complex64).conj())
+def test_round_trip(name: str, x: Tensor) -> None:
+    round_trip(name, x)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *UNCOMMON, torch.bool], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=["plain", "permuted", "channels_last"])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 0), (2, 3, 5, 7)], ids=str)
+def test_bits_of_spikes(dtype: torch.dtype, layout: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    x = layout((torch.arange(torch.Size(shape).numel()) % 3 == 1).view(shape).to(dtype))
+    packed = round_trip("bit", x)
+    assert not packed.raw
+    assert packed.nbytes == -(-x.numel() // 8)
+
+
+@pytest.mark.parametrize("name", ["boolean", "uint8"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS[2:]], ids=str)
+def test_one_byte_an_element(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=dtype)
+    packed = round_trip(name, x)
+    assert packed.nbytes == 6
+    assert packed.data[0].dtype == HELD[name]
+
+
+def test_uint8_holds_every_byte() -> None:
+    packed = round_trip("uint8", torch.arange(256).float())
+    assert not packed.raw
+    assert packed.nbytes == 256
+
+
+@pytest.mark.parametrize("value", [2.0, 0.3, -1.0, 300.0, -0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["boolean", "bit"])
+def test_one_foreign_value_and_the_tensor_is_kept_raw(name: str, value: float) -> None:
+    x = torch.ones(1000)
+    x[517] = value
+    assert round_trip(name, x).raw
+
+
+@pytest.mark.parametrize("value", [0.3, -1.0, 256.0, 300.0, -0.0, float("nan"), float("inf")])
+def test_uint8_foreign_values(value: float) -> None:
+    x = torch.full((1000,), 200.0)
+    x[517] = value
+    assert round_trip("uint8", x).raw
+
+
+def test_sparse_holds_positions_only_where_all_values_are_one() -> None:
+    x = torch.zeros(100, dtype=torch.float64)
+    x[[3, 50]] = 1
+    assert round_trip("sparse", x).nbytes == 2 * 4
+    x[50] = -0.0
+    assert round_trip("sparse", x).nbytes == 2 * (4 + 8)
+
+
+def test_sparse_of_a_dense_tensor_is_raw() -> None:
+    assert round_trip("sparse", torch.ones(100, dtype=torch.float16)).raw
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_overlapping_gapped_and_sparse_layouts_are_raw(name: str) -> None:
+    base = torch.ones(24)
+    for x in (base.expand(2, 24), base[::2], base.as_strided((4, 4), (2, 1)), base.view(4, 6)[:, :3]):
+        assert round_trip(name, x).raw
+    assert COMPRESSORS[name].compress(torch.eye(3).to_sparse()).raw
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_raw_tensor_modified_in_between_raises(name: str) -> None:
+    x = torch.randn(4, 5)
+    packed = COMPRESSORS[name].compress(x)
+    x[0, 0] = 1
+    with pytest.raises(RuntimeError, match=r"shape \(4, 5\).*modified in place"):
+        COMPRESSORS[name].decompress(packed)
+
+
+@pytest.mark.parametrize("name", ["boolean", "uint8", "bit", "sparse"])
+def test_a_packed_tensor_is_independent_of_the_original(name: str) -> None:
+    x = torch.zeros(64)
+    x[5] = 1
+    before = octets(x)
+    packed = COMPRESSORS[name].compress(x)
+    x.fill_(7)
+    assert octets(COMPRESSORS[name].decompress(packed)) == before
+
+
+@pytest.mark.parametrize("name", ["boolean", "uint8", "bit"])
+def test_a_dry_run_takes_the_claim_for_granted(name: str) -> None:
+    with FakeTensorMode():
+        x = torch.rand(5, 20).t()
+        packed = COMPRESSORS[name].compress(x)
+        back = COMPRESSORS[name].decompress(packed)
+    assert packed.nbytes == {"bit": 13}.get(name, 100)
+    assert (back.shape, back.stride(), back.dtype) == (x.shape, x.stride(), x.dtype)

@@ -1,0 +1,320 @@
+"""What a module keeps advances once a step, and each recomputation starts where its forward started."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, reset_hidden_state
+from memopt_cli.runtime.state import ModuleState, StartingState
+
+PLAIN = SegmentConfig()
+
+
+class Membranes(NamedTuple):
+    v: Tensor
+    i: Tensor
+
+
+class Keeper(nn.Module):
+    """Keeps something, lets it change what it computes, and changes it; ``advance`` returns a factor."""
+
+    def __init__(self, kept: Any, advance: Callable[[Keeper, Tensor], Any]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept, self.advance = kept, advance
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        output: Tensor = self.after((y * self.advance(self, y)).tanh())
+        self.seen += 1
+        return output
+
+
+def counter(m: Keeper, y: Tensor) -> int:
+    m.kept += 1
+    return m.kept
+
+
+def counter_dict(m: Keeper, y: Tensor) -> int:
+    m.kept["calls"] += 1
+    return m.kept["calls"]
+
+
+def history(m: Keeper, y: Tensor) -> int:
+    m.kept.append(1)
+    return len(m.kept)
+
+
+def visited(m: Keeper, y: Tensor) -> int:
+    m.kept.add(len(m.kept))
+    return len(m.kept)
+
+
+def list_of_tensors(m: Keeper, y: Tensor) -> Tensor:
+    m.kept.append(y if not m.kept else m.kept[-1] * 0.5 + y)
+    return m.kept[-1]
+
+
+def dict_of_tensors(m: Keeper, y: Tensor) -> Tensor:
+    m.kept["v"] = y if "v" not in m.kept else m.kept["v"] * 0.5 + y
+    return m.kept["v"]
+
+
+def nested(m: Keeper, y: Tensor) -> Tensor:
+    m.kept["layers"][0]["v"] = m.kept["layers"][0]["v"] * 0.5 + y
+    return m.kept["layers"][0]["v"]
+
+
+def membrane(m: Keeper, y: Tensor) -> Tensor:
+    m.kept = y if m.kept is None else m.kept * 0.5 + y
+    return m.kept
+
+
+def pair(m: Keeper, y: Tensor) -> Tensor:
+    m.kept = (m.kept[0] * 0.5 + y, m.kept[1] + 1)
+    return m.kept[0] * m.kept[1]
+
+
+def named_pair(m: Keeper, y: Tensor) -> Tensor:
+    m.kept = Membranes(m.kept.v * 0.5 + y, m.kept.i)
+    m.kept.i.add_(1)
+    return m.kept.v * m.kept.i.clone()
+
+
+def in_place(m: Keeper, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.kept.mul_(0.5).add_(y.mean())
+    return m.kept.clone()
+
+
+def in_place_in_tuple(m: Keeper, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.kept[0].add_(1)
+    return m.kept[0].clone()
+
+
+def buffer(m: Keeper, y: Tensor) -> Tensor:
+    return m.seen + 1
+
+
+def own_generator(m: Keeper, y: Tensor) -> Tensor:
+    return torch.randn(y.shape, generator=m.kept)
+
+
+def new_attribute(m: Keeper, y: Tensor) -> int:
+    m.last = getattr(m, "last", 0) + 1  # type: ignore[assignment]
+    return m.last
+
+
+def removed_attribute(m: Keeper, y: Tensor) -> int:
+    if hasattr(m, "kept"):
+        del m.kept
+        return 2
+    return 3
+
+
+KEPT: list[tuple[Any, Callable[[Keeper, Tensor], Any]]] = [
+    (0, counter),
+    (Counter(), counter_dict),
+    ([], history),
+    (deque(maxlen=2), history),
+    (set(), visited),
+    ([], list_of_tensors),
+    ({}, dict_of_tensors),
+    ({"layers": [{"v": torch.zeros(4)}]}, nested),
+    (None, membrane),
+    ((torch.zeros(4), 0), pair),
+    (Membranes(torch.zeros(5, 4), torch.ones(5, 4)), named_pair),
+    (torch.ones(4), in_place),
+    (torch.ones(5, 4), in_place),
+    ((torch.ones(5, 4),), in_place_in_tuple),
+    (None, buffer),
+    (torch.Generator().manual_seed(1), own_generator),
+    (None, new_attribute),
+    (None, removed_attribute),
+]
+IDS = [f"{kind.__name__}-{type(kept).__name__}-{i}" for i, (kept, kind) in enumerate(KEPT)]
+
+
+class Loop(nn.Module):
+    """Calls its block several times a step, as a spiking network over time does."""
+
+    def __init__(self, block: nn.Module, times: int) -> None:
+        super().__init__()
+        self.first, self.block, self.times = nn.Linear(4, 4), block, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = self.block(x)
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("kept", "advance"), KEPT, ids=IDS)
+def test_state_in_an_attribute(judge: Any, kept: Any, advance: Callable[[Keeper, Tensor], Any], times: int) -> None:
+    net = judge(Loop(Keeper(kept, advance), times), {"block": PLAIN}, torch.randn(5, 4), steps=2)
+    assert net.block.seen == 2 * times
+    assert judge.recomputations == 2 * times
+
+
+@pytest.mark.parametrize(("kept", "advance"), KEPT, ids=IDS)
+def test_state_in_nested_segments(judge: Any, kept: Any, advance: Callable[[Keeper, Tensor], Any]) -> None:
+    inner = nn.Sequential(Keeper(kept, advance), nn.BatchNorm1d(4))
+    net = judge(Loop(nn.Sequential(inner, nn.Tanh()), 2), {"block": PLAIN, "block.0.0": PLAIN}, torch.randn(5, 4))
+    assert net.block[0][0].seen == 2 * 2
+    assert net.block[0][1].num_batches_tracked == 2 * 2
+
+
+class Scheduled(nn.Module):
+    """Its caller tells it which time step it is, as batch norm through time needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.t = nn.Linear(4, 4), 0
+        self.scales = nn.Parameter(torch.randn(3, 4))
+        self.current = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * self.scales[self.t] + self.current).tanh()
+
+
+class Scheduling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Scheduled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for t in range(3):
+            self.block.t, self.block.current = t, torch.full((4,), float(t))
+            x = self.block(x)
+        return x
+
+
+def test_an_attribute_that_the_caller_changes_between_calls(judge: Any) -> None:
+    judge(Scheduling(), {"block": PLAIN}, torch.randn(5, 4))
+    assert judge.recomputations == 2 * 3
+
+
+def test_lists_that_others_hold_too_stay_the_same_object() -> None:
+    log: list[int] = []
+    block = Keeper(log, history)
+    install_segment(block, PLAIN)
+    block(torch.randn(5, 4)).sum().backward()
+    assert block.kept is log
+    assert log == [1]
+
+
+def test_parameters_and_children_are_no_state() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                self.inner.weight.grad_was_here = True  # type: ignore[attr-defined]
+            output: Tensor = self.inner(x).tanh()
+            return output
+
+    block = Growing()
+    weight = block.inner.weight
+    install_segment(block, PLAIN)
+    block(torch.randn(5, 4)).sum().backward()
+    assert block.inner.weight is weight
+    assert weight.grad is not None
+    assert list(ModuleState(block).tensors()) == []
+
+
+def test_copies_of_unchanged_tensors_are_dropped() -> None:
+    block = nn.BatchNorm2d(4)
+    block.register_buffer("large", torch.ones(50, 50))
+    start = StartingState(block)
+    with torch.no_grad():
+        block(torch.randn(3, 4, 2, 2))
+    start.settle()
+    assert len(start._copies) == 3  # the statistics and the counter
+
+
+def test_restore_undoes_everything() -> None:
+    block = Keeper({"a": [torch.zeros(3)]}, history)
+    block.eval()
+    state = ModuleState(block)
+    block.kept["a"].append(1)
+    block.kept["b"] = 2
+    block.other = 3  # type: ignore[assignment]
+    block.seen = torch.ones(())
+    block.train()
+    state.restore()
+    assert list(block.kept) == ["a"]
+    assert len(block.kept["a"]) == 1
+    assert not hasattr(block, "other")
+    assert block.seen == 0
+    assert not block.training
+
+
+def test_hidden_state_with_a_graph_is_detached() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.mem: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            self.mem = {"view": y[0], "pair": Membranes(y * 2, y * 3), "list": [y.exp()], "split": y.unbind(0)}
+            return y
+
+    net = nn.Sequential(Views())
+    net(torch.randn(5, 4))
+    value = net[0].mem["view"].clone()
+    reset_hidden_state(net)
+    assert all(t.grad_fn is None for t in ModuleState(net).tensors())
+    assert torch.equal(net[0].mem["view"], value)
+    assert isinstance(net[0].mem["pair"], Membranes)
+    copy.deepcopy(net)
+    pickle.dumps(net[0].mem)
+
+
+def test_neurons_are_reset_their_own_way() -> None:
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._memories = {"v": 3.0}
+
+        def reset(self) -> None:
+            self._memories["v"] = 0.0
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mem = torch.ones(3)
+
+        def reset(self) -> None:
+            raise AssertionError("not a neuron's reset")
+
+        def reset_mem(self) -> None:
+            self.mem = torch.zeros(3)
+
+    net = nn.Sequential(Memory(), Other())
+    reset_hidden_state(net)
+    assert net[0]._memories == {"v": 0.0}
+    assert not net[1].mem.any()
+
+
+def test_snntorch_neurons(judge: Any) -> None:
+    snntorch = pytest.importorskip("snntorch")
+    for kind in (snntorch.Leaky, snntorch.Synaptic):
+        settings = {"alpha": 0.8} if kind is snntorch.Synaptic else {}
+        neuron = kind(beta=0.9, init_hidden=True, **settings)
+        judge(Loop(nn.Sequential(nn.Linear(4, 4), neuron), 3), {"block": PLAIN}, torch.randn(5, 4) * 3)

@@ -1,0 +1,239 @@
+"""Chunks are allowed where they change nothing, and nowhere else; found by trying."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt_cli.chunking import capture_call, find_rule
+from memopt_cli.equality import state_of
+from memopt_cli.records import ChunkRule, Refused, StepSettings
+from memopt_cli.step import Step
+
+
+def rule(axis: int, inputs: int = 1, outputs: int = 1) -> ChunkRule:
+    return ChunkRule(axis=axis, seq_inputs=inputs, seq_outputs=outputs)
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+class Leaky(nn.Module):
+    """A leaky integrate-and-fire layer over the first axis; ``keeps`` its membrane from call to call."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.inner, self.keeps = nn.Linear(6, 6), keeps
+        self.mem: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mem, outputs = self.mem, []
+        for step in self.inner(x):
+            mem = step if mem is None else 0.8 * mem + step
+            outputs.append((mem * 3).sigmoid())
+        self.mem = mem if self.keeps else None
+        return torch.stack(outputs)
+
+
+class Handed(nn.Module):
+    """The same with its membrane handed in and out."""
+
+    def forward(self, x: Tensor, mem: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for step in x:
+            mem = step if mem is None else 0.8 * mem + step
+            outputs.append(mem.tanh())
+        assert mem is not None
+        return torch.stack(outputs), mem
+
+
+class Attention(nn.Module):
+    """Across the second axis; the gradient of the key's bias is zero but for rounding."""
+
+    def __init__(self, swapped: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.swapped = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.swapped else x
+        y = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+        return y.transpose(0, 1) if self.swapped else y
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x * y * scale, x - y
+
+
+ACCEPTED: list[tuple[str, nn.Module, tuple[Any, ...], ChunkRule]] = [
+    ("mlp", nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8)), (x(5, 6),), rule(0)),
+    ("convolution", nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3)), (x(4, 2, 5, 5),), rule(0)),
+    ("embedding", nn.Embedding(9, 4), (torch.arange(8).view(4, 2),), rule(0)),
+    ("membrane kept", Leaky(keeps=True), (x(5, 2, 6),), rule(0)),
+    ("membrane handed over", Handed(), (x(5, 2, 6),), rule(0)),
+    ("membrane given", Handed(), (x(5, 2, 6), x(2, 6)), rule(0)),
+    ("membrane reset", Leaky(keeps=False), (x(5, 3, 6),), rule(1)),
+    ("lstm", nn.LSTM(6, 4, num_layers=2), (x(5, 3, 6),), rule(0)),
+    ("lstm, batch first", nn.LSTM(6, 4, batch_first=True), (x(3, 5, 6),), rule(1)),
+    ("gru, batch first", nn.GRU(6, 4, batch_first=True), (x(3, 5, 6),), rule(1)),
+    ("gru, as many layers as samples", nn.GRU(6, 4, num_layers=3, batch_first=True), (x(3, 5, 6),), rule(1)),
+    ("attention", Attention(), (x(4, 5, 6),), rule(0)),
+    ("attention over the first axis", Attention(swapped=True), (x(5, 4, 6),), rule(1)),
+    ("several", Two(), (x(4, 6), x(4, 6), x(6)), rule(0, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("module", "args", "expected"), [a[1:] for a in ACCEPTED], ids=[a[0] for a in ACCEPTED])
+def test_accepted(module: nn.Module, args: tuple[Any, ...], expected: ChunkRule) -> None:
+    assert find_rule(module, args, {}) == expected
+
+
+class Mapped(nn.Module):
+    """A plain map of its input with a parameter, for one-line counterexamples."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.inner(x))
+
+
+class Remembering(nn.Module):
+    """Right outputs and gradients, but what it keeps afterwards depends on the chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.largest = nn.Linear(6, 6), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = x.detach().mean()
+        output: Tensor = self.inner(x)
+        return output
+
+
+class Rarely(nn.Module):
+    """Mixes samples only where their mean is large, which a lucky probe does not see."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.inner, self.threshold = nn.Linear(6, 6), threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y - y.mean() if x.mean() > self.threshold else y
+
+
+class GradientOnly(nn.Module):
+    """The output is the same in chunks, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        mean = y.mean()
+        return y + mean - mean.detach()
+
+
+REFUSED: list[tuple[str, nn.Module, str]] = [
+    ("batch norm", nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5)), "axis 0"),
+    ("batch norm in eval mode", nn.BatchNorm1d(5).eval(), "axis 0"),
+    ("dropout", nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), "it draws random numbers"),
+    ("dropout of a recurrent layer", nn.LSTM(6, 4, num_layers=2, dropout=0.5), "it draws random numbers"),
+    ("looks back from the end", nn.LSTM(6, 4, bidirectional=True, batch_first=True), "axis 1"),
+    ("flips", Mapped(lambda y: y.flip(0, 1)), "output[0] differs"),
+    ("sums without a state", Mapped(lambda y: y.cumsum(0).cumsum(1)), "output[0] differs"),
+    ("normalizes", Mapped(lambda y: y / y.norm()), "output[0] differs"),
+    ("depends on the length", Mapped(lambda y: y * y.shape[0] * y.shape[1]), "output[0] differs"),
+    ("keeps a statistic", Remembering(), "state 0 differs"),
+    ("rarely mixes", Rarely(0.5), "differs"),
+    ("very rarely mixes", Rarely(1.5), "differs"),
+    ("mixes in backward", GradientOnly(), "gradient of"),
+    ("returns another length", Mapped(lambda y: y.sum((0, 1))), "no tensor argument has an axis to cut"),
+    ("returns no tensor", Mapped(lambda y: {"y": y}), "no tensor argument has an axis to cut"),
+]
+
+
+@pytest.mark.parametrize(("module", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_refused(module: nn.Module, reason: str) -> None:
+    found = find_rule(module, (x(4, 5, 6),), {})
+    assert isinstance(found, Refused)
+    assert reason in found.reason
+
+
+def test_keyword_arguments_are_not_cut() -> None:
+    class Keyword(nn.Module):
+        def forward(self, *, x: Tensor) -> Tensor:
+            return x * 2
+
+    assert find_rule(Keyword(), (), {"x": x(4, 6)}) == Refused(reason="no tensor argument has an axis to cut")
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_nothing_to_cut(length: int) -> None:
+    assert isinstance(find_rule(nn.Linear(6, 6), (x(length, 6)[:, :6].view(length, 1, 6),), {}), Refused)
+
+
+def test_the_caller_keeps_what_it_had() -> None:
+    module, given = Leaky(keeps=True), x(5, 2, 6)
+    before = (copy.deepcopy(module.state_dict()), given.clone(), torch.get_rng_state())
+    find_rule(module, (given,), {})
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), module.state_dict().values(), strict=True))
+    assert torch.equal(given, before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert module.mem is None
+    assert module.inner.weight.dtype == torch.float32
+    assert module.inner.weight.grad is None
+
+
+# ---------------------------------------------------------------------------------------------- catching a call
+
+
+class Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.idle = nn.BatchNorm1d(6), Two(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        first: Tensor = self.b(y, y + 1, scale=y.sum())[0]
+        return first
+
+
+def step_of(model: nn.Module) -> Step:
+    return Step(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings())
+
+
+def test_capture_call() -> None:
+    model = Calling()
+    module, args, kwargs = capture_call(step_of(model), "b")
+    assert isinstance(module, Two)
+    assert module is not model.b
+    assert not module._forward_pre_hooks
+    assert not model.b._forward_pre_hooks
+    torch.testing.assert_close(args[1], args[0] + 1)
+    torch.testing.assert_close(kwargs["scale"], args[0].sum())
+    assert not args[0].requires_grad
+
+
+def test_capture_call_of_the_root() -> None:
+    model = Calling()
+    module, args, _ = capture_call(step_of(model), "")
+    assert isinstance(module, Calling)
+    assert torch.equal(args[0], x(4, 6))
+    assert state_of(model)["buffer a.num_batches_tracked"] == 0
+
+
+def test_capture_call_of_a_module_that_is_not_called() -> None:
+    model = Calling()
+    with pytest.raises(LookupError, match="does not call 'idle'"):
+        capture_call(step_of(model), "idle")
+    assert not model.idle._forward_pre_hooks

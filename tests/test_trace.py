@@ -1,0 +1,347 @@
+"""The counter of storages: the same bytes on real tensors, on fake ones, and in every run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.records import Counted, ModuleTrace, OptimizerName, Plan, SegmentPlan, StepSettings
+from memopt_cli.step import Step, make_optimizer
+from memopt_cli.trace import FakeStep, count, record
+
+FLOAT = 4
+
+
+def convolutional() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    block = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)) for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(2, 4, 3), *block, nn.Flatten(), nn.Linear(4 * 64, 3)), (torch.randn(2, 2, 10, 10),)
+
+
+def transformer() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(11, 8), *layers), (torch.randint(0, 11, (2, 5)),)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.recurrent, self.head = nn.Embedding(11, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.recurrent(self.embed(x))[0])
+        return output
+
+
+def recurrent() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Recurrent(), (torch.randint(0, 11, (3, 8)),)
+
+
+def segment(path: str, **changes: Any) -> SegmentPlan:
+    return SegmentPlan(path=path, **changes)
+
+
+def step_of(model: nn.Module, args: tuple[Any, ...], optimizer: OptimizerName = "none", **kwargs: Any) -> Step:
+    settings = StepSettings(optimizer=optimizer)
+    return Step(model=model, args=args, kwargs=kwargs, settings=settings, optimizer=make_optimizer(model, settings))
+
+
+PLANS: list[tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], tuple[SegmentPlan, ...]]] = [
+    (convolutional, ()),
+    (convolutional, (segment("1"), segment("2"), segment("3"))),
+    (convolutional, (segment("1"), segment("1.0", chunks=2), segment("3.1"))),
+    (transformer, ()),
+    (transformer, (segment("1"), segment("2", chunks=2), segment("3"), segment("3.linear1"))),
+    (recurrent, ()),
+    (recurrent, (segment("recurrent", chunks=3, axis=1), segment("head", chunks=2))),
+]
+
+
+@pytest.mark.parametrize(("make", "segments"), PLANS)
+def test_fake_tensors_count_the_same_bytes(
+    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], segments: tuple[SegmentPlan, ...]
+) -> None:
+    model, args = make()
+    apply_plan(model, Plan(level=3, segments=segments))
+    step = step_of(model, args)
+    fake = FakeStep(step).count()
+    real = count(step)
+    assert asdict(fake) == asdict(real)
+    assert real.tensor_peak_bytes > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fake_tensors_count_the_optimizer_too(optimizer: OptimizerName) -> None:
+    model, args = transformer()
+    step = step_of(model, args, optimizer)
+    fake = FakeStep(step).count()
+    count(step)  # makes the optimizer's state
+    assert fake == count(step)
+    parameters = sum(p.numel() * FLOAT for p in model.parameters())
+    assert fake.breakdown.optimizer_bytes >= parameters * (2 if optimizer == "adamw" else 1)
+
+
+@pytest.mark.parametrize("make", [convolutional, transformer, recurrent])
+def test_it_repeats_to_the_byte(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+    step = step_of(*make())
+    fake = FakeStep(step)
+    assert count(step) == count(step)
+    assert fake.count() == fake.count() == count(step)
+
+
+@pytest.mark.parametrize("segments", [(), (segment("1"), segment("2")), (segment("1", chunks=2),)])
+def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> None:
+    model, args = convolutional()
+    step = step_of(apply_plan(model, Plan(level=1, segments=segments)), args)
+    assert len({count(step).tensor_peak_bytes for _ in range(8)}) == 1
+
+
+def test_the_breakdown_adds_up_to_the_peak() -> None:
+    for make, segments in PLANS:
+        model, args = make()
+        found = count(step_of(apply_plan(model, Plan(level=1, segments=segments)), args, "adamw"))
+        parts = asdict(found.breakdown)
+        assert sum(parts.values()) == found.tensor_peak_bytes
+        assert parts["parameters_bytes"] == sum(p.numel() * FLOAT for p in model.parameters())
+        assert parts["buffers_bytes"] == sum(b.numel() * b.element_size() for b in model.buffers())
+        assert parts["inputs_bytes"] == sum(t.numel() * t.element_size() for t in args)
+
+
+def test_the_holders_hold_the_activations() -> None:
+    model, args = convolutional()
+    found = count(step_of(model, args))
+    held = [share.held_bytes for share in found.holders]
+    assert held == sorted(held, reverse=True)
+    assert sum(held) == found.breakdown.activations_bytes + found.breakdown.temporaries_bytes
+    assert {share.path for share in found.holders} <= {path for path, _ in model.named_modules()}
+
+
+class Exponential(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def forward(self) -> Tensor:
+        return self.weight.exp()
+
+
+def test_a_peak_worked_out_by_hand() -> None:
+    """The weight, its exponential (output and saved), the cotangent, and their product, which is the gradient."""
+    found = count(step_of(Exponential(), ()))
+    assert found.tensor_peak_bytes == 4 * 1000 * FLOAT
+    assert found.breakdown.parameters_bytes == found.breakdown.activations_bytes == 1000 * FLOAT
+    assert found.breakdown.gradients_bytes == found.breakdown.temporaries_bytes == 1000 * FLOAT
+    assert found.resident_bytes == 2 * 1000 * FLOAT
+
+
+def test_resident_bytes_count_each_storage_once() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, 10, bias=False)
+            self.second = nn.Linear(10, 10, bias=False)
+            self.second.weight = self.first.weight
+            self.register_buffer("whole", torch.zeros(6))
+            self.register_buffer("part", self.whole[:2])
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            output: Tensor = self.second(self.first(x + y))
+            return output
+
+    x = torch.randn(3, 10)
+    found = count(step_of(Sharing(), (x, x)))
+    assert found.resident_bytes == (100 + 100 + 6 + 30) * FLOAT
+    frozen = Sharing().requires_grad_(False)
+    frozen.second.weight = nn.Parameter(torch.zeros(10, 10))
+    assert count(step_of(frozen, (x, x))).resident_bytes == (200 + 100 + 6 + 30) * FLOAT
+
+
+def test_segments_lower_the_count() -> None:
+    model = nn.Sequential(*(nn.Sequential(*(nn.Sigmoid() for _ in range(10))) for _ in range(5)), nn.Linear(10, 1))
+    step = step_of(model, (torch.randn(100, 10, requires_grad=True),))
+    before = count(step).breakdown.activations_bytes
+    apply_plan(model, Plan(level=1, segments=tuple(segment(str(i)) for i in range(5))))
+    after = count(step)
+    assert before >= 50 * 4000
+    assert after.breakdown.activations_bytes + after.breakdown.temporaries_bytes < 20 * 4000
+    remove_plan(model)
+    assert count(step).breakdown.activations_bytes == before
+
+
+def test_what_is_recomputed_belongs_to_the_modules_that_compute_it() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(*(nn.Sigmoid() for _ in range(10))))
+    step = step_of(apply_plan(model, Plan(level=1, segments=(segment("1"),))), (torch.randn(100, 10),))
+    assert {share.path for share in count(step).holders} >= {f"1.{i}" for i in range(8)}
+
+
+# ---------------------------------------------------------------------------------------------- what it leaves
+
+
+def test_the_caller_keeps_what_it_had() -> None:
+    model, args = convolutional()
+    step = step_of(model, args)
+    before = [t.clone() for t in (*args, *model.parameters())]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    count(step)
+    record(step, 2, contents=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*args, *model.parameters()), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(t.grad is None for t in args)
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+
+
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mem = nn.Linear(4, 4), torch.zeros(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mem = (self.mem * 0.5 + self.inner(x)).detach() + self.inner(x)
+        return self.mem.tanh()
+
+
+def test_a_dry_run_leaves_the_model_alone() -> None:
+    model = Leaky()
+    mem, weight = model.mem, model.inner.weight
+    fake = FakeStep(step_of(model, (torch.randn(3, 4),), "sgd"))
+    first = fake.count()
+    assert model.mem is mem
+    assert model.inner.weight is weight
+    assert type(weight) is nn.Parameter
+    assert weight.grad is None
+    assert fake.count() == first
+    assert fake.record(3).tensor_peak_bytes == first.tensor_peak_bytes
+
+
+def test_a_model_that_wants_data_cannot_run_on_fake_tensors() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.inner(x)
+            return output * 2 if output.sum().item() > 0 else output
+
+    step = step_of(Reading(), (torch.randn(3, 4),))
+    with pytest.raises(Exception, match="_local_scalar_dense"):
+        FakeStep(step).count()
+    assert count(step).tensor_peak_bytes > 0
+
+
+def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(64, 1), nn.Sigmoid()) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([part((x > i / 2).float()) for i, part in enumerate(self.parts)])
+
+    model, x = Branches(), torch.randn(256, 64)
+    found: dict[str, Counted] = {}
+    for codec in ("null", "bit"):
+        apply_plan(model, Plan(level=1, segments=tuple(segment(f"parts.{i}", compressor=codec) for i in range(4))))
+        step = step_of(model, (x,))
+        found[codec] = count(step)
+        assert FakeStep(step).count() == found[codec]
+        remove_plan(model)
+    assert found["null"].tensor_peak_bytes - found["bit"].tensor_peak_bytes > 2 * x.numel() * FLOAT
+
+
+# ---------------------------------------------------------------------------------------------- the record
+
+
+class Spiking(nn.Module):
+    """Modules fed with spikes, small integers, mostly zeros, and anything; one runs twice, one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits, self.bytes, self.rare, self.any = (nn.Linear(40, 40) for _ in range(4))
+        self.idle, self.loop = nn.Linear(40, 40), nn.Sequential(nn.Linear(40, 40), nn.Tanh())
+        self.mutating = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = (x > 0).float()
+        rare = x.where(torch.arange(x.numel()).view_as(x) % 32 == 0, 0)
+        y = self.bits(spikes) + self.bytes((x * 10).abs().floor()) + self.rare(rare) + self.any(x)
+        return self.loop(self.mutating(self.loop(y) * 1))
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ModuleTrace]:
+    torch.manual_seed(0)
+    trace = record(step_of(Spiking(), (torch.randn(16, 40),)), 16, contents=True)
+    assert trace.batch == 16
+    assert trace.resident_bytes > 0
+    return {m.path: m for m in trace.modules}
+
+
+def test_called_modules_in_the_order_of_their_first_call(modules: dict[str, ModuleTrace]) -> None:
+    assert list(modules) == ["", "bits", "bytes", "rare", "any", "loop", "loop.0", "loop.1", "mutating"]
+    assert [m.order for m in modules.values()] == list(range(9))
+    assert {path: m.calls for path, m in modules.items() if m.calls > 1} == {"loop": 2, "loop.0": 2, "loop.1": 2}
+    assert modules[""].class_name == "Spiking"
+    assert modules["any"].class_name == "Linear"
+
+
+def test_inputs_and_the_smallest_codec_that_holds_them(modules: dict[str, ModuleTrace]) -> None:
+    tensor = 16 * 40 * FLOAT
+    assert all(m.input_shape == (16, 40) for m in modules.values())
+    assert {p: m.compressor for p, m in modules.items() if m.compressor != "null"} == {
+        "bits": "bit",
+        "bytes": "uint8",
+        "rare": "sparse",
+    }
+    assert modules["bits"].packed_input_bytes == tensor // 32
+    assert modules["bytes"].packed_input_bytes == tensor // 4
+    assert modules["rare"].packed_input_bytes == 16 * 40 // 32 * 8
+    assert modules["any"].packed_input_bytes == modules["any"].input_bytes == tensor
+    assert modules["loop"].input_bytes == 2 * tensor
+
+
+def test_what_modules_leave_alive(modules: dict[str, ModuleTrace]) -> None:
+    tensor = 16 * 40 * FLOAT
+    assert modules["loop.1"].saved_bytes == 2 * tensor
+    assert modules["loop"].saved_bytes == 2 * tensor
+    assert modules["any"].saved_bytes == 0
+    assert modules[""].saved_bytes > modules["loop"].saved_bytes
+    assert modules["bits"].output_bytes == tensor
+    assert modules[""].forward_s >= modules["loop"].forward_s > 0
+
+
+def test_a_module_that_modifies_its_input_is_refused(modules: dict[str, ModuleTrace]) -> None:
+    assert modules["mutating"].refusal == "it modifies its input in place"
+    assert all(not m.refusal for path, m in modules.items() if path != "mutating")
+
+
+def test_a_record_on_fake_tensors_knows_all_but_contents_and_times() -> None:
+    step = step_of(*convolutional())
+    real, fake = record(step, 2, contents=False), FakeStep(step).record(2)
+    assert fake == real
+    assert all(m.compressor == "null" and m.forward_s == 0 for m in fake.modules)
+    with_contents = record(step, 2, contents=True)
+    known = [replace(m, compressor="null", packed_input_bytes=m.input_bytes, forward_s=0.0) for m in with_contents.modules]
+    assert tuple(known) == real.modules
+
+
+def test_spatial_split_is_noticed() -> None:
+    class Splitting(nn.Sequential):
+        def __spatial_split__(self) -> tuple[nn.Module, ...]:
+            return self[0], self[1]
+
+    model = nn.Sequential(Splitting(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    trace = record(step_of(model, (torch.randn(2, 4),)), 2, contents=False)
+    assert [m.path for m in trace.modules if m.spatial_split] == ["0"]
+
+
+def test_copies_count_alike() -> None:
+    model, args = transformer()
+    apply_plan(model, Plan(level=1, segments=(segment("1"), segment("2"))))
+    assert count(step_of(copy.deepcopy(model), args)) == count(step_of(model, args))
