@@ -8,6 +8,7 @@ that looks ahead, mixes samples, or draws random numbers does not pass.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,7 +120,8 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
 
 
 def _random_states() -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
 
 
 def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
@@ -142,10 +144,12 @@ def _draws(inputs: Any) -> Iterator[Any]:
     yield inputs
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
-        yield map_leaves(lambda x, g=generator, s=scale: _redrawn(x, g, s) if isinstance(x, Tensor) else x, inputs)
+        yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), inputs)
 
 
-def _redrawn(x: Tensor, generator: torch.Generator, scale: float) -> Tensor:
+def _redrawn(x: Any, generator: torch.Generator, scale: float) -> Any:
+    if not isinstance(x, Tensor):
+        return x
     shuffled = torch.randperm(x.numel(), generator=generator).to(x.device)
     mixed = x.flatten()[shuffled].view(x.shape)
     if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):

@@ -16,7 +16,7 @@ from memopt_cli.batching.advice import advise
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import MeasurementError, StepError, UsageError
 from memopt_cli.loading import load_model
-from memopt_cli.loading.input_spec import batch_of, find_spec
+from memopt_cli.loading.input_spec import BATCH, batch_of, find_spec
 from memopt_cli.measure.jobs import Subject, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
@@ -48,6 +48,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime import reset_hidden_state
+from memopt_cli.spec_text import format_tensor
 from memopt_cli.units import format_bytes
 from memopt_cli.write import (
     OutputPaths,
@@ -82,7 +83,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     loaded, spec = _load(request, ask)
     settings = replace(request.settings, device=resolve_device(request.settings.device))
     subject = Subject(source=loaded.source, spec=spec, settings=settings)
-    job = _Job(request=request, loaded=loaded, subject=subject, progress=progress)
+    job = _Job(request=request, loaded=loaded, subject=subject, progress=progress, notes=[_inputs_note(spec)])
+    progress.note(job.notes[0])
     rows = job.search()
     best = applied_row(rows)
     verification = job.verify(best, fits=isinstance(rows[0].outcome, Measurement))
@@ -159,6 +161,14 @@ def _load(request: OptimizeRequest, ask: Ask | None) -> tuple[LoadedModel, Input
     return loaded, find_spec(loaded.source, loaded.module, request.spec)
 
 
+def _inputs_note(spec: InputSpec) -> str:
+    """What the step is fed and who said so, a guess above all."""
+    inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
+    sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
+    batch = "; dimension 0 is taken as the batch" if spec.tensors and BATCH not in spec.dims else ""
+    return f"Inputs: {inputs}{sizes} ({spec.source}){batch}."
+
+
 # ---------------------------------------------------------------------------------------------- one optimization
 
 
@@ -195,7 +205,7 @@ class _Job:
             rows[0] = _row(first.plan, original, first if traced.fake else None, 0, started)
             if not isinstance(original, Measurement):
                 self.notes.append(
-                    f"The original does not fit here ({describe(original)}); its peak of "
+                    f"The original does not fit here; its peak of "
                     f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
                 )
             self._climb(session, traced, first, count, rows)
@@ -344,9 +354,13 @@ def _raise(failure: Failure, context: str = "") -> NoReturn:
     if isinstance(failure, StepFailed):
         kind = UsageError if failure.exit_code == UsageError.exit_code else StepError
         raise kind(context + failure.message, hint=failure.hint)
-    hint = "Raise --timeout, or give smaller inputs." if isinstance(failure, TimedOut) else ""
+    hints: dict[type[Failure], str] = {
+        TimedOut: "Raise --timeout, or give smaller inputs.",
+        OutOfMemory: "Give smaller inputs, as with --dim B=1, or use a machine with more memory.",
+        Crashed: "Take one training step of the model in plain Python: it should end the same way.",
+    }
     tail = f"\n{failure.output_tail}" if isinstance(failure, Crashed) and failure.output_tail else ""
-    raise MeasurementError(context + describe(failure) + tail, hint=hint)
+    raise MeasurementError(context + describe(failure) + tail, hint=hints[type(failure)])
 
 
 # ---------------------------------------------------------------------------------------------- results

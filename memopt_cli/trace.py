@@ -7,6 +7,7 @@ bytes in every run: the *tensor peak*.  What kernels allocate for themselves it 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import weakref
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -44,11 +45,11 @@ class Storage:
     died: int | None = None
 
 
-class StorageLog(TorchDispatchMode):
+class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every storage alive while it is active."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._workspaces = workspaces
         self.allocated_peak_bytes = 0
         """The peak of the bytes alive and the workspace of the operator running."""
@@ -64,7 +65,7 @@ class StorageLog(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = _with_workspace(func, args, func(*args, **(kwargs or {})))
         self._tick += 1
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -227,7 +228,7 @@ def _counting(step: Step, workspaces: Workspaces | None = None) -> Iterator[Stor
 def _module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
     """A function that says which module is running; within a recomputation too."""
     stack: list[str] = []
-    path_of = {id(module): path for path, module in model.named_modules()}
+    path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     def running() -> str:
         segment = recomputing_module()
@@ -341,6 +342,39 @@ def _forward_seconds(step: Step) -> dict[str, float]:
     with module_hooks(step.model, enter, leave):
         step.forward()
     return dict(seconds)
+
+
+# ---------------------------------------------------------------------------------------------- recurrent layers
+
+_LONGEST = 64
+"""Time steps of a recurrent layer that are run to learn its workspace; it grows in proportion beyond."""
+
+
+def _with_workspace(func: Any, args: Any, output: Any) -> Any:
+    """On the CPU a recurrent layer saves a large workspace for backward, and does not tell fake tensors its size."""
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or not isinstance(output[3], FakeTensor):
+        return output
+    settings = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
+    return (*output[:3], output[3].new_empty(_recurrent_workspace_bytes(settings, args[0].dtype)))
+
+
+@functools.cache
+def _recurrent_workspace_bytes(settings: tuple[Any, ...], dtype: torch.dtype) -> int:
+    """Bytes, learned by running the layer on zeros; ``settings``: its arguments, shapes in place of tensors."""
+    (steps, *sizes), *rest = settings
+    if steps > _LONGEST:
+        half, whole = (_recurrent_workspace_bytes(((n, *sizes), *rest), dtype) for n in (_LONGEST // 2, _LONGEST))
+        grown: int = (whole - half) * (steps - _LONGEST) // (_LONGEST // 2)
+        return whole + grown
+    with _disable_current_modes():
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in settings[:_RECURRENT_TENSORS]]
+        output = torch.ops.aten.mkldnn_rnn_layer(*tensors, *settings[_RECURRENT_TENSORS:])
+        nbytes: int = output[3].nbytes
+    return nbytes
+
+
+_RECURRENT_TENSORS = 7
+"""The layer's leading arguments: input, four weights and biases, two states."""
 
 
 # ---------------------------------------------------------------------------------------------- adding up

@@ -29,10 +29,11 @@ def advise(
         return None
     intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
     estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else max(p.batch for p in probes)
-    overhead_s, sample_s = fit_line([(p.batch, p.run_s) for p in probes])
+    largest = max(probes, key=lambda p: p.batch)
+    longest = max(largest.batch, int(largest.batch * longest_run_s / largest.run_s))
     candidate, limited_by = estimate, f"80 % of {device_limit}"
-    if overhead_s + candidate * sample_s > longest_run_s:
-        candidate = max(int((longest_run_s - overhead_s) / sample_s), *(p.batch for p in probes))
+    if candidate > longest:
+        candidate = longest
         limited_by = f"the time of one verifying run ({longest_run_s:g} s)"
     fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
     for _ in range(_ATTEMPTS):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, UsageError
@@ -22,7 +23,7 @@ def is_factory(location: str) -> bool:
 
 
 def build(location: str) -> nn.Module:
-    """Import the module, call the factory.
+    """Import the module, call the factory; parameters that it draws from PyTorch's generator are the same every time.
 
     Raises :class:`UsageError` if there is no such callable, :class:`FileFormatError` if the import or the call fails
     or the result is no ``nn.Module``.
@@ -38,9 +39,13 @@ def build(location: str) -> nn.Module:
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):
-        raise UsageError(f"{location}: {module} has nothing callable named {name}")
+        raise UsageError(
+            f"{location}: {module} has nothing callable named {name}", hint="Name a class or a function that builds it."
+        )
     try:
-        model = factory()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # every subprocess must build the same model
+            model = factory()
     except Exception as err:
         raise FileFormatError(
             f"{location}() failed: {type(err).__name__}: {err}", hint="It is called without arguments."

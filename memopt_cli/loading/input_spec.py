@@ -211,7 +211,7 @@ def _read_data(path: str) -> Any:
     try:
         data = Path(path).read_bytes()
     except OSError as err:
-        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}") from err
+        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,

@@ -102,7 +102,7 @@ def _plain(reason: str) -> str:
 
 def _scan(file: ModelFile) -> PickleScan:
     if not file.data:
-        raise FileFormatError(f"{file.path} is empty")
+        raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
     scan = PickleScan()
     try:
         if file.data.startswith(b"PK"):

@@ -25,7 +25,7 @@ class UserCode:
             if not path.is_dir() and path.suffix != ".py":
                 raise UsageError(f"--code-path {path} is neither a folder nor a Python file")
             if not path.exists():
-                raise UsageError(f"--code-path {path} does not exist")
+                raise UsageError(f"--code-path {path} does not exist", hint="Check the path.")
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
 

@@ -28,5 +28,5 @@ def user_function(reference: str, flag: str) -> Callable[..., Any]:
         raise UsageError(f"{flag} {reference}: running {path} failed: {type(err).__name__}: {err}") from err
     function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"{flag} {reference}: {path} has no function {name}")
+        raise UsageError(f"{flag} {reference}: {path} has no function {name}", hint="Write file.py:function.")
     return function  # type: ignore[no-any-return]

@@ -86,7 +86,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._end(kill=kind is not None)  # an answer that nobody waits for: Ctrl-C ends at once
         self._replies.close()
         self._output.close()
 

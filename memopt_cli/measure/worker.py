@@ -42,11 +42,13 @@ from memopt_cli.measure.jobs import (
 )
 from memopt_cli.records import (
     BatchProbe,
+    ChunkRule,
     Counted,
     Measurement,
     ModuleTrace,
     OutOfMemory,
     Plan,
+    Refused,
     StepFailed,
     StepTrace,
     Verification,
@@ -85,6 +87,7 @@ class Worker:
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
         self._batch = batch_of(subject.spec)
+        self._rules: dict[str, ChunkRule | Refused] = {}
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
@@ -134,8 +137,12 @@ class Worker:
         return replace(counted, allocated_peak_bytes=self._allocated(step).peak_bytes)
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
-        module, args, kwargs = capture_call(self._small_step, job.path)
-        return ChunkingFound(rule=find_rule(module, args, kwargs))
+        # Modules that print alike are tried once; the whole plan is verified in the end.
+        alike = repr(self._model.get_submodule(job.path))
+        if alike not in self._rules:
+            module, args, kwargs = capture_call(self._small_step, job.path)
+            self._rules[alike] = find_rule(module, args, kwargs)
+        return ChunkingFound(rule=self._rules[alike])
 
     def _measure(self, job: MeasureJob) -> Measurement:
         started = time.monotonic()
@@ -206,6 +213,10 @@ class Worker:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+        finally:
+            self._model.zero_grad(set_to_none=True)
+        # Not in the handler: the error's frames hold what the step had taken.
+        try:
             return self._allocated(self._small_step).workspaces
         finally:
             self._model.zero_grad(set_to_none=True)
@@ -300,7 +311,8 @@ def main(reply_fd: int, parent_pid: int) -> None:
 
 def _failure(error: Exception) -> OutOfMemory | StepFailed:
     if is_out_of_memory(error):
-        return OutOfMemory(detail=str(error).splitlines()[0] if str(error) else type(error).__name__)
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])
     if isinstance(error, MemoptError):
         return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
     return StepFailed(message=f"{type(error).__name__}: {error}")

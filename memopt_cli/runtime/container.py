@@ -82,7 +82,7 @@ def install_segment(module: nn.Module, config: SegmentConfig) -> None:
     if config.compressor not in COMPRESSORS:
         raise ValueError(f"unknown compressor {config.compressor!r}; known: {', '.join(COMPRESSORS)}")
     vars(module)[SEGMENT_KEY] = config
-    module.__class__ = _segment_class(type(module), TCGCContainer if config.chunks > 1 else GCContainer)
+    module.__class__ = _segment_class(type(module), TCGCContainer if config.chunks > 1 else GCContainer)  # type: ignore[arg-type]
 
 
 def remove_segment(module: nn.Module) -> None:
@@ -108,7 +108,7 @@ def refusal(module: nn.Module) -> str:
         return "it has a forward of its own on the instance, which would bypass the segment"
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return "its parameters are not initialized yet; run the model once"
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
@@ -119,13 +119,13 @@ def refusal(module: nn.Module) -> str:
 
 def segment_classes(original: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that segments of ``original`` have: what a restricted unpickler must know."""
-    return _segment_class(original, GCContainer), _segment_class(original, TCGCContainer)
+    return _segment_class(original, GCContainer), _segment_class(original, TCGCContainer)  # type: ignore[arg-type]
 
 
 def restore_segment(original: type[nn.Module], config: dict[str, Any]) -> nn.Module:
     """An empty segment for an unpickler to fill.  Saved models refer to this function: a file format."""
     settings = SegmentConfig(**config)
-    kind = _segment_class(original, TCGCContainer if settings.chunks > 1 else GCContainer)
+    kind = _segment_class(original, TCGCContainer if settings.chunks > 1 else GCContainer)  # type: ignore[arg-type]
     module = nn.Module.__new__(kind)
     vars(module)[SEGMENT_KEY] = settings
     return module
@@ -172,7 +172,7 @@ def _without_segment(kind: type) -> type:
         return kind
     bases = tuple(_without_segment(base) for base in kind.__bases__)
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, bases, body)
+    return type(kind)(kind.__name__, bases, body)  # type: ignore[misc,no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- running it
@@ -215,7 +215,9 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
 def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
     # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
     shorter, longer = divmod(sequence.shape[axis], chunks)
-    return sequence.split([shorter + 1] * longer + [shorter] * (chunks - longer), dim=axis)
+    lengths = [shorter + 1] * longer + [shorter] * (chunks - longer)
+    pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)  # type: ignore[no-untyped-call]
+    return pieces
 
 
 def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
@@ -267,7 +269,7 @@ def _as_written(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` with TorchScript run as it is written, as :class:`ScriptLeaf` does."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
 
     return call

@@ -158,7 +158,7 @@ class ScriptLeaf(nn.Module):
         self._push()
         # TorchScript's executor watches its first runs and differentiates later ones by itself: they round differently,
         # and a recomputation would save other tensors than the run before.
-        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):
             for name in part._buffers:

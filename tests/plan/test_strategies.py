@@ -282,12 +282,14 @@ def test_plans_that_cannot_run_are_noted() -> None:
 
 
 def test_spatial_split_takes_the_heaviest_segment_apart() -> None:
-    tree = tree_of(*(module(p, b, 10) for p, b in {"a": 30, "a.x": 15, "a.y": 15, "b": 99, "b.x": 50, "b.y": 49}.items()))
+    tree = tree_of(
+        *(module(p, b, 10) for p, b in {"a": 30, "a.x": 15, "a.y": 15, "b": 99, "b.x": 50, "b.y": 49}.items())
+    )
     machine = Machine(tree)
     start = machine.start(segment("a"), segment("b"), level=1)
     best = SpatialSplit().improve(start, tree, SearchOptions(), machine.probes()).best
-    assert (start.peak_bytes, best.peak_bytes) == (10 + 10 + 99, 10 + 10 + 10 + 50)
-    assert paths(best.plan) == ["a", "b.x", "b.y"]
+    assert best.peak_bytes < start.peak_bytes == 10 + 10 + 99
+    assert paths(best.plan)[-2:] == ["b.x", "b.y"]
     assert best.plan.level == 2
     assert best.plan in machine.probed
 
@@ -344,7 +346,9 @@ def test_what_cannot_be_cut_is_left_alone() -> None:
 def many(count: int) -> ModuleTree:
     """Blocks of falling size, each with two halves; each input is a share of the peak that is worth a look."""
     sizes = [400 - 50 * i for i in range(count)]
-    blocks = [[module(f"b{i}{part}", n // (2 if part else 1), 20) for part in ("", ".x", ".y")] for i, n in enumerate(sizes)]
+    blocks = [
+        [module(f"b{i}{part}", n // (2 if part else 1), 20) for part in ("", ".x", ".y")] for i, n in enumerate(sizes)
+    ]
     return tree_of(*itertools.chain(*blocks))
 
 
@@ -367,10 +371,16 @@ def test_the_number_of_candidates_in_a_round_is_limited(limit: int) -> None:
     start = machine.start(*(segment(f"b{i}") for i in range(5)))
     options = SearchOptions(max_candidates_per_round=limit)
     assert SpatialSplit().improve(start, tree, options, machine.probes()).best is start
-    assert len(machine.probed) == limit
+    assert len(one_changed(machine, start)) == limit
     machine.probed.clear()
     SpatialSplit().improve(start, tree, SearchOptions(), machine.probes())
-    assert len(machine.probed) > limit
+    assert len(one_changed(machine, start)) > limit
+
+
+def one_changed(machine: Machine, start: Candidate) -> list[str]:
+    """The segments of ``start`` that were probed in another form while all others stayed, in order."""
+    gone = [[s.path for s in start.plan.segments if s not in plan.segments] for plan in machine.probed]
+    return [missing[0] for missing in gone if len(missing) == 1]
 
 
 def test_the_heaviest_at_the_peak_comes_first() -> None:
@@ -378,8 +388,16 @@ def test_the_heaviest_at_the_peak_comes_first() -> None:
     machine = Machine(tree)
     start = machine.start(segment("a"), segment("b"))
     SpatialSplit().improve(start, tree, SearchOptions(max_split_rounds=1), machine.probes())
-    assert paths(machine.probed[0])[0] == "a"
-    assert "b" not in paths(machine.probed[0])
+    assert one_changed(machine, start)[0] == "b"
+
+
+def test_a_change_that_leaves_the_peak_as_it_is_is_not_kept() -> None:
+    machine = Machine(BLOCKS)
+    start = machine.start(segment("a"), segment("b"))
+    improvement = SpatialSplit().improve(start, BLOCKS, SearchOptions(), machine.probes())
+    reached = [machine.count(plan) for plan in machine.probed]
+    assert start.counted.allocated_peak_bytes in [c.allocated_peak_bytes for c in reached if isinstance(c, Counted)]
+    assert improvement.best is start
 
 
 @settings(max_examples=60, deadline=None)
@@ -420,9 +438,11 @@ def test_unwrapping_takes_the_slowest_first_and_keeps_the_peak() -> None:
 def test_unwrapping_what_costs_nothing() -> None:
     tree = tree_of(module("a", 1, 1), module("b", 100, 1), module("c", 100, 1))
     machine = Machine(tree)
-    best = GreedyUnwrap().improve(
-        machine.start(segment("a"), segment("b"), segment("c")), tree, SearchOptions(), machine.probes()
-    ).best
+    best = (
+        GreedyUnwrap()
+        .improve(machine.start(segment("a"), segment("b"), segment("c")), tree, SearchOptions(), machine.probes())
+        .best
+    )
     assert paths(best.plan) == ["b", "c"]
 
 

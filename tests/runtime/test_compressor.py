@@ -169,6 +169,14 @@ def test_a_raw_tensor_modified_in_between_raises(name: str) -> None:
         COMPRESSORS[name].decompress(packed)
 
 
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_what_is_held_has_no_graph(name: str, value: float) -> None:
+    x = torch.full((100,), value, requires_grad=True) * 1
+    packed = COMPRESSORS[name].compress(x)
+    assert all(t.grad_fn is None for t in packed.data)
+
+
 @pytest.mark.parametrize("name", ["boolean", "uint8", "bit", "sparse"])
 def test_a_packed_tensor_is_independent_of_the_original(name: str) -> None:
     x = torch.zeros(64)

@@ -70,7 +70,11 @@ def test_convolution_norm_dropout(judge: Any, norm: nn.Module) -> None:
 @pytest.mark.parametrize("codec", ["null", "boolean", "uint8", "bit", "sparse"])
 def test_codecs_of_spikes_and_of_anything_else(judge: Any, codec: str) -> None:
     config = SegmentConfig(compressor=codec)
-    for x in ((torch.rand(8, 4) < 0.3).float(), torch.randn(8, 4, requires_grad=True), torch.randint(0, 300, (8, 4)).float()):
+    for x in (
+        (torch.rand(8, 4) < 0.3).float(),
+        torch.randn(8, 4, requires_grad=True),
+        torch.randint(0, 300, (8, 4)).float(),
+    ):
         judge(nn.Sequential(mlp(), nn.Linear(4, 2)), {"0": config}, x)
     assert judge.recomputations == 6
 
@@ -112,7 +116,12 @@ class Nested(nn.Module):
 
     def forward(self, x: Tensor, pair: Pair, many: dict[str, list[Tensor]]) -> dict[str, Any]:
         y = self.inner(x * pair.left) * pair.right["scale"] + sum(many["bias"])
-        return {"pair": Pair(y, {"z": y.exp()}), "tuple": (y.sin(), [y.cos()], Point(y, -y)), "text": "unchanged", "none": None}
+        return {
+            "pair": Pair(y, {"z": y.exp()}),
+            "tuple": (y.sin(), [y.cos()], Point(y, -y)),
+            "text": "unchanged",
+            "none": None,
+        }
 
 
 def test_nested_inputs_and_outputs(judge: Any) -> None:
@@ -243,7 +252,7 @@ def test_script_module_inside(judge: Any) -> None:
     assert judge.recomputations == 5
 
 
-# ---------------------------------------------------------------------------------------------- how it is differentiated
+# ---------------------------------------------------------------------------------------------- how it is derived
 
 
 def _pair(block: nn.Module, **config: Any) -> tuple[nn.Module, nn.Module]:
@@ -461,7 +470,11 @@ def assert_close(plain: nn.Module, optimized: nn.Module, *args: Any, **kwargs: A
     found = []
     for net in (plain, optimized):
         output = net(*args, **kwargs)
-        flat = [t for part in (output if isinstance(output, tuple) else (output,)) for t in (part if isinstance(part, tuple) else (part,))]
+        flat = [
+            t
+            for part in (output if isinstance(output, tuple) else (output,))
+            for t in (part if isinstance(part, tuple) else (part,))
+        ]
         cotangents = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).double() for t in flat]
         leaves = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, tuple) else (a,))]
         found.append([*flat, *torch.autograd.grad(flat, [*leaves, *net.parameters()], cotangents)])
@@ -749,6 +762,20 @@ def test_the_intermediates_are_gone_and_only_the_packed_input_stays() -> None:
     del spikes
     assert [ref() is not None for ref in [given, *alive]] == [False] * 5 + [True]
     output.sum().backward()
+
+
+def test_inner_segments_keep_nothing_until_the_outer_one_is_recomputed() -> None:
+    block = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(3)))
+    alive: list[weakref.ref[Any]] = []
+    for inner in block:
+        inner.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0].untyped_storage())))
+        install_segment(inner, SegmentConfig(compressor="bit"))
+    install_segment(block, PLAIN)
+    x = torch.randn(100, 64)
+    output = block(x)
+    assert [ref() is not None for ref in alive] == [True, False, False]  # x itself
+    output.sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
 
 
 def test_no_warnings(judge: Any) -> None:

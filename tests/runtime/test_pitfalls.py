@@ -286,7 +286,11 @@ def test_pitfall_21_strides_survive(codec: str) -> None:
     block[0].register_forward_pre_hook(lambda _, args: strides.append(args[0].stride()))
     install_segment(block, SegmentConfig(compressor=codec))
     spikes = (torch.rand(2, 3, 5, 5) < 0.1).float()
-    for x in (spikes.contiguous(memory_format=torch.channels_last), spikes.transpose(2, 3), spikes[:1].expand(4, 3, 5, 5)):
+    for x in (
+        spikes.contiguous(memory_format=torch.channels_last),
+        spikes.transpose(2, 3),
+        spikes[:1].expand(4, 3, 5, 5),
+    ):
         strides.clear()
         block(x).sum().backward()
         assert strides == [x.stride(), x.stride()]

@@ -12,21 +12,22 @@ Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
 
 _LEAST_SHARE = 0.02
 """A segment that holds less than this share of the peak cannot lower it by more, and is not tried."""
-_PATIENCE_ROUNDS = 3
+_PATIENCE_ROUNDS = 1
 """How many rounds in a row may leave the peak as it is."""
 
 
 def improve_in_rounds(
     start: Candidate, level: int, change: Change, options: SearchOptions, probes: Probes, what: str
 ) -> Improvement:
-    """Change one segment at a time as long as the peak falls.
+    """Change every segment at once if that lowers the peak, then one at a time as long as it falls.
 
+    What is alike wants the same treatment, and one bottleneck may rise while another is taken down.
     A round tries segments in the order of what they hold at the peak, at most ``max_candidates_per_round`` of them.
     Two bottlenecks may stand at the same height: a change that leaves the peak as it is is followed for a few rounds,
     and counts only if the peak falls in the end.
     """
-    best = current = start
-    tried = rounds = level_rounds = 0
+    best, tried = (start, 0) if options.max_split_rounds == 0 else _everywhere(start, level, change, probes, what)
+    current, rounds, level_rounds = best, 0, 0
     while options.max_split_rounds is None or rounds < options.max_split_rounds:
         rounds += 1
         following, probed = _one_round(current, level, change, options, probes, what)
@@ -41,6 +42,22 @@ def improve_in_rounds(
     return Improvement(best=best, tried=tried)
 
 
+def _everywhere(start: Candidate, level: int, change: Change, probes: Probes, what: str) -> tuple[Candidate, int]:
+    """The best plan in which every segment that can be changed is, in the same way; and how many were probed."""
+    ways = {segment.path: change(segment) for segment in start.plan.segments}
+    best = start
+    plans = []
+    for way in range(max(map(len, ways.values()), default=0)):
+        plan = start.plan
+        for segment in start.plan.segments:
+            if ways[segment.path]:
+                plan = _replaced(plan, segment, ways[segment.path][min(way, len(ways[segment.path]) - 1)], level)
+        plans.append(plan)
+    for candidate in _probe(plans, probes, what, "everything"):
+        best = candidate if candidate.peak_bytes < best.peak_bytes else best
+    return best, len(plans)
+
+
 def _one_round(
     best: Candidate, level: int, change: Change, options: SearchOptions, probes: Probes, what: str
 ) -> tuple[Candidate | None, int]:
@@ -53,7 +70,8 @@ def _one_round(
         if held_at_peak(best.counted, segment.path) < _LEAST_SHARE * best.peak_bytes:
             break  # the rest holds too little when it matters
         plans = [_replaced(walk.plan, segment, new, level) for new in change(segment)]
-        candidates = _probe([plan for plan in plans if plan.segments != walk.plan.segments], probes, what, segment)
+        plans = [plan for plan in plans if plan.segments != walk.plan.segments]
+        candidates = _probe(plans, probes, what, segment.path or "(root)")
         probed += len(candidates)
         tried += bool(plans)
         better = min(candidates, key=lambda c: c.peak_bytes, default=None)
@@ -64,10 +82,10 @@ def _one_round(
     return (None if walk is best else walk), probed
 
 
-def _probe(plans: list[Plan], probes: Probes, what: str, segment: SegmentPlan) -> list[Candidate]:
+def _probe(plans: list[Plan], probes: Probes, what: str, where: str) -> list[Candidate]:
     found = []
     for plan in plans:
-        probes.report(f"{what} {segment.path or '(root)'}")
+        probes.report(f"{what} {where}")
         counted = probes.count(plan)
         if isinstance(counted, Counted):
             found.append(Candidate(plan=plan, counted=counted))

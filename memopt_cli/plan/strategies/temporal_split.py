@@ -41,8 +41,8 @@ class TemporalSplit:
 
 def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
     """The segment with ``factor`` times the chunks, ``factor`` times that …; nothing if it cannot be cut (further)."""
-    if current.spatial_split:
-        return
+    if current.spatial_split or tree[current.path].saved_bytes <= tree[current.path].output_bytes:
+        return  # chunks would save nothing: it holds no more than what it gives
     rule = probes.chunking(current.path)
     if isinstance(rule, Refused):
         return

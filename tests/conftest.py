@@ -1,0 +1,125 @@
+"""What tests of the whole need: the command line in this process, and models that are user code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+
+QUICK_ADVICE = "from memopt_cli import pipeline; pipeline._LONGEST_ADVICE_RUN_S = 0.5;"
+"""The run that verifies a recommended batch, at most 20 s long, would make up most of a test."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    changed: set[str]
+    """Files in its folder that are new, gone or different."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """For profiling subprocesses of tiny models: threads would only wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def user_code() -> str:
+    """Folder of modules that stand for the user's own."""
+    return str(Path(__file__).parent / "user_code")
+
+
+@pytest.fixture
+def memopt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Run the command line in this process, in an empty folder; its profiling subprocesses are real."""
+    from memopt_cli.cli.app import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments: str) -> Done:
+        before = _files(tmp_path)
+        capfd.readouterr()
+        code = main(arguments)
+        out, err = capfd.readouterr()
+        return Done(code, out, err, _changed(before, _files(tmp_path)))
+
+    return run
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiling in this process, in a tenth of the time; what is said still goes through JSON."""
+    from memopt_cli import pipeline
+    from memopt_cli.measure.jobs import Subject
+    from memopt_cli.measure.runner import Session
+    from memopt_cli.measure.worker import Worker, _failure
+    from memopt_cli.records import from_data, to_data
+
+    def over_the_wire(kind: Any, record: Any) -> Any:
+        return from_data(kind, json.loads(json.dumps(to_data(record))))
+
+    class LocalSession(Session):
+        def __enter__(self) -> Self:
+            self._worker: Worker | None = None
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def _ask(self, job: Any, answer: Any) -> Any:
+            try:
+                self._worker = self._worker or Worker(over_the_wire(Subject, self._subject))
+                return over_the_wire(answer, self._worker.do(over_the_wire(type(job), job)))
+            except Exception as error:
+                failure = _failure(error)
+                return over_the_wire(type(failure), failure)
+
+    monkeypatch.setattr(pipeline, "Session", LocalSession)
+    monkeypatch.setattr(pipeline, "_LONGEST_ADVICE_RUN_S", 0.1)
+
+
+@pytest.fixture(scope="module")
+def spawn_memopt() -> Callable[..., Done]:
+    """Run the command line in a process of its own, in a folder."""
+
+    def run(folder: Path, *arguments: str, **options: Any) -> Done:
+        code = f"import sys; {QUICK_ADVICE} from memopt_cli.cli.app import main; sys.exit(main(sys.argv[1:]))"
+        before = _files(folder)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+            **options,
+        )
+        return Done(done.returncode, done.stdout, done.stderr, _changed(before, _files(folder)))
+
+    return run
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}

@@ -1,0 +1,142 @@
+"""Bad input: one clear sentence that names the cause and the next step, the right exit code, and nothing written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import random
+import resource
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+Memopt = Callable[..., Any]
+
+
+class Vandal:
+    """Its pickle runs a command."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+@pytest.fixture
+def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every file that the table below names."""
+    monkeypatch.syspath_prepend(user_code)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    torch.save(model, "good.pt")
+    torch.save(model.state_dict(), "weights.pt")
+    torch.save(Vandal(), "vandal.pt")
+    Path("legacy_vandal.pt").write_bytes(pickle.dumps(Vandal()))
+    torch.save(importlib.import_module("faulty").Fine(), "fine.pt")
+    _save_as_of_a_lost_module("lost.pt")
+    good = Path("good.pt").read_bytes()
+    Path("empty.pt").touch()
+    Path("truncated.pt").write_bytes(good[: len(good) // 2])
+    Path("random.pt").write_bytes(random.Random(0).randbytes(4096))
+    Path("taken.pt").write_text("somebody's")
+    Path("config.yaml").write_text("lvl: 3\n")
+    Path("loss.py").write_text("def mean(output):\n    return output.mean()\n")
+    Path("plan.yaml").write_text("segments: [\n")
+    os.mkdir("a_folder")
+    return tmp_path
+
+
+def _save_as_of_a_lost_module(path: str) -> None:
+    """A model whose class lived in a module that is not installed any more."""
+    torch.save(importlib.import_module("faulty").Fine(), "with_module.pt")
+    with zipfile.ZipFile("with_module.pt") as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data.replace(b"faulty", b"lostpk") if name.endswith("data.pkl") else data)
+    os.unlink("with_module.pt")
+
+
+SPEC = "-i 2x3"
+
+BEFORE_A_STEP = [
+    # command, exit code, what the message says
+    ("optimize missing.pt", 2, ["there is no file 'missing.pt'"]),
+    ("optimize a_folder", 2, ["'a_folder' is a folder"]),
+    ("optimize empty.pt", 3, ["empty.pt is empty"]),
+    ("optimize truncated.pt", 3, ["truncated.pt", "damaged"]),
+    ("optimize random.pt", 3, ["random.pt", "no model saved by torch.save"]),
+    ("optimize weights.pt", 3, ["2 tensors but no model", "package.module:callable --weights weights.pt"]),
+    ("optimize vandal.pt", 4, ["vandal.pt was not loaded", "posix.system", "attack"]),
+    ("optimize legacy_vandal.pt", 4, ["posix.system", "attack"]),
+    ("optimize fine.pt", 4, ["faulty.Fine", "--allow-package faulty"]),
+    ("optimize lost.pt", 3, ["lostpk.Fine", "cannot be imported", "Install lostpk", "--code-path"]),
+    ("optimize lost.pt --allow-package lostpk", 3, ["lostpk.Fine", "cannot be imported", "Install lostpk"]),
+    ("optimize good.pt --code-path nowhere.py", 2, ["nowhere.py does not exist"]),
+    ("optimize nowhere:build", 3, ["importing nowhere failed", "--code-path"]),
+    ("optimize faulty:build", 2, ["faulty", "build"]),
+    ("optimize faulty:Fine --weights good.pt", 3, ["good.pt"]),
+    ("optimize faulty:Fine --weights missing.pt", 2, ["missing.pt does not exist"]),
+    ("optimize good.pt -i 2xx3", 2, ["2xx3"]),
+    ("optimize good.pt -i Bx3", 2, ["B has no size", "--dim B=8"]),
+    ("optimize good.pt -i 2x3@float33", 2, ["float33"]),
+    ("optimize good.pt -i 2x3=loud", 2, ["loud"]),
+    ("optimize good.pt -i 2x3 --dim B", 2, ["'B'"]),
+    ("optimize good.pt --input-data missing.npz", 2, ["missing.npz"]),
+    ("optimize good.pt --level 5", 2, ["5", "0 to 4"]),
+    ("optimize good.pt --precision fp12", 2, ["fp12", "bf16"]),
+    ("optimize good.pt --optimizer lion", 2, ["lion", "adamw"]),
+    ("optimize good.pt --device cuda:0", 2, ["cuda:0", "--device cpu"]),
+    ("optimize good.pt --device abacus", 2, ["abacus"]),
+    ("optimize good.pt -i 2x3 -o taken.pt", 2, ["taken.pt exists", "--force"]),
+    ("optimize good.pt -i 2x3 -o a_folder", 2, ["a_folder is a folder"]),
+    ("optimize good.pt -i 2x3 -o no/such/folder/out.pt", 3, ["no folder no/such/folder"]),
+    ("optimize good.pt --config config.yaml", 2, ["config.yaml", "unknown key 'lvl'"]),
+    ("optimize good.pt --config missing.yaml", 2, ["missing.yaml"]),
+    ("apply good.pt missing.yaml", 2, ["missing.yaml"]),
+    ("apply good.pt plan.yaml", 2, ["plan.yaml"]),
+    ("apply good.pt config.yaml", 2, ["config.yaml is not a plan"]),
+    ("frobnicate good.pt", 2, ["frobnicate"]),
+]
+
+IN_A_STEP = [
+    ("optimize faulty:ConvNet -i 2x5x8x8", 3, ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "-i SHAPE"]),
+    ("optimize good.pt -i x:2x3", 3, ["x", "-i SHAPE"]),
+    ("optimize faulty:Raises -i 2x3", 3, ["the model itself (Raises) rejected its input 2x3", "own complaint"]),
+    ("optimize faulty:Detached -i 2x3", 3, ["nothing to differentiate", "--loss"]),
+    ("optimize faulty:NotANumber -i 2x3", 3, ["NaN", "values"]),
+    ("optimize faulty:FailsInBackward -i 2x3", 3, ["forward works but backward fails", "inplace"]),
+    ("optimize faulty:Sleeps -i 2x3 --timeout 6", 3, ["time limit of 6 s", "--timeout"]),
+    ("optimize faulty:Killed -i 2x3", 3, ["killed"]),
+    ("optimize faulty:Crashes -i 2x3", 3, ["killed by SIGSEGV"]),
+    ("optimize faulty:Exits -i 2x3", 3, ["exit code 7", "the model's last words"]),
+    ("optimize good.pt -i 2x3 --target Conv2d --level 1", 3, ["Conv2d", "--target"]),
+    ("optimize good.pt -i 2x3 --loss missing.py:mean", 2, ["missing.py"]),
+    ("optimize good.pt -i 2x3 --loss loss.py:median", 2, ["loss.py has no function median"]),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "said"), BEFORE_A_STEP + IN_A_STEP, ids=lambda value: str(value)[:60])
+def test_bad_input(
+    command: str, code: int, said: list[str], memopt: Memopt, folder: Path, user_code: str
+) -> None:
+    done = memopt(*command.split(), *(["--code-path", user_code] if "faulty:" in command else []))
+    print(command, "->", done.code, done.err)
+    assert done.code == code
+    assert_clear(done, said)
+    assert done.changed == set()
+
+
+def assert_clear(done: Any, said: list[str]) -> None:
+    """Nothing on stdout; one line ``error: …``, perhaps a hint, and none of Python's or torch's noise."""
+    assert done.out == ""
+    _, _, message = done.err.rpartition("error: ")
+    assert done.err.count("error: ") == 1
+    for words in said:
+        assert words in message
+    for noise in ("Traceback", "File \"", "WeightsUnpickler", "<class", "0x"):
+        assert noise not in message

@@ -1,0 +1,138 @@
+"""Models that go wrong, each in one way; input ``2x3`` unless said otherwise."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ConvNet(nn.Sequential):
+    """Takes images of one channel; nothing is wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), nn.ReLU(), nn.Flatten())
+
+
+class _After(nn.Module):
+    """A layer, and then the fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fault(self.layer(x))
+
+    def fault(self, y: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Fine(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        return y
+
+
+class Detached(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        return y.argmax(-1)
+
+
+class NotANumber(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        return (y - y) / 0
+
+
+class FailsInBackward(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        sigmoid = y.sigmoid()
+        product = sigmoid * sigmoid
+        sigmoid.add_(1)
+        return product
+
+
+class Raises(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        raise ValueError("the model's own complaint\nand more of it")
+
+
+class Sleeps(_After):
+    """Touches the file that ``ASLEEP`` names, then sleeps."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        if "ASLEEP" in os.environ:
+            Path(os.environ["ASLEEP"]).touch()
+        time.sleep(600)
+        return y
+
+
+class Killed(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return y
+
+
+class Crashes(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return y
+
+
+class Exits(_After):
+    def fault(self, y: Tensor) -> Tensor:
+        print("the model's last words", flush=True)
+        os._exit(7)
+
+
+class Chatters(_After):
+    """Prints eight megabytes, then works."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        print("chatter " * (1 << 20))
+        return y
+
+
+class ClosesItsPipe(_After):
+    """Closes every file it has inherited, then lives on."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        os.closerange(3, 100)
+        time.sleep(600)
+        return y
+
+
+class Hungry(_After):
+    """Wants 3 GiB, and touches little of it."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        return y + torch.empty(3 << 28)[0]
+
+
+class Forks(_After):
+    """Leaves a process behind, and never returns."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        os.fork()
+        time.sleep(600)
+        return y
+
+
+class SlowToSave(_After):
+    """Fine, but for a minute of pickling."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        time.sleep(60)
+        return vars(self)
+
+
+class Deep(nn.Sequential):
+    """Keeps 64 tensors of its input's size for backward, and has hardly a parameter; nothing is wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.PReLU(), *(nn.Sequential(*(nn.LeakyReLU() for _ in range(8))) for _ in range(8)))
