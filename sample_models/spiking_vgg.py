@@ -60,7 +60,8 @@ class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type informa
     def state_function(self, current: Tensor) -> Tensor:
         """The next membrane potential: decayed, charged by ``current``, and zero where it spiked."""
         potential: Tensor = self.beta * self.mem + current
-        return potential - self.reset * potential
+        after_reset: Tensor = potential - self.reset * potential
+        return after_reset
 
 
 class MultiStep(nn.Module):

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import pytest
 
-
 QUICK_ADVICE = "from memopt_cli import pipeline; pipeline._LONGEST_ADVICE_RUN_S = 0.5;"
 """The run that verifies a recommended batch, at most 20 s long, would make up most of a test."""
 
@@ -45,7 +44,7 @@ def user_code() -> str:
 
 @pytest.fixture
 def memopt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
     """Run the command line in this process, in an empty folder; its profiling subprocesses are real."""
     from memopt_cli.cli.app import main
@@ -55,9 +54,9 @@ def memopt(
 
     def run(*arguments: str) -> Done:
         before = _files(tmp_path)
-        capfd.readouterr()
+        capsys.readouterr()
         code = main(arguments)
-        out, err = capfd.readouterr()
+        out, err = capsys.readouterr()
         return Done(code, out, err, _changed(before, _files(tmp_path)))
 
     return run

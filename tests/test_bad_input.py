@@ -6,11 +6,8 @@ import importlib
 import os
 import pickle
 import random
-import resource
-import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

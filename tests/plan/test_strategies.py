@@ -384,19 +384,22 @@ def one_changed(machine: Machine, start: Candidate) -> list[str]:
 
 
 def test_the_heaviest_at_the_peak_comes_first() -> None:
-    tree = tree_of(*(module(f"{n}{part}", size, 1) for n, size in (("a", 50), ("b", 90)) for part in ("", ".x", ".y")))
-    machine = Machine(tree)
+    tree = tree_of(
+        *(module(p, b, 5) for p, b in {"a": 50, "a.x": 25, "a.y": 25, "b": 90, "b.x": 45, "b.y": 45}.items())
+    )
+    machine = Machine(tree, fails=lambda plan: not {"a", "b"} & set(paths(plan)))
     start = machine.start(segment("a"), segment("b"))
     SpatialSplit().improve(start, tree, SearchOptions(max_split_rounds=1), machine.probes())
     assert one_changed(machine, start)[0] == "b"
 
 
 def test_a_change_that_leaves_the_peak_as_it_is_is_not_kept() -> None:
-    machine = Machine(BLOCKS)
+    tree = tree_of(module("a", 100, 10), module("a.x", 60, 10), module("a.y", 40, 0), module("b", 100, 10))
+    machine = Machine(tree)
     start = machine.start(segment("a"), segment("b"))
-    improvement = SpatialSplit().improve(start, BLOCKS, SearchOptions(), machine.probes())
-    reached = [machine.count(plan) for plan in machine.probed]
-    assert start.counted.allocated_peak_bytes in [c.allocated_peak_bytes for c in reached if isinstance(c, Counted)]
+    improvement = SpatialSplit().improve(start, tree, SearchOptions(), machine.probes())
+    reached = [machine.count(plan) for plan in list(machine.probed)]
+    assert start.peak_bytes in [c.allocated_peak_bytes for c in reached if isinstance(c, Counted)]
     assert improvement.best is start
 
 

@@ -131,8 +131,13 @@ class SlowToSave(_After):
         return vars(self)
 
 
-class Deep(nn.Sequential):
-    """Keeps 64 tensors of its input's size for backward, and has hardly a parameter; nothing is wrong with it."""
+class Remembers(_After):
+    """Keeps its last output, graph and all; it was run once before it was saved."""
 
     def __init__(self) -> None:
-        super().__init__(nn.PReLU(), *(nn.Sequential(*(nn.LeakyReLU() for _ in range(8))) for _ in range(8)))
+        super().__init__()
+        self(torch.ones(2, 3))
+
+    def fault(self, y: Tensor) -> Tensor:
+        self.last = y
+        return y

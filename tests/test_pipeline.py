@@ -1,0 +1,587 @@
+"""From a saved model to an optimized one, through the command line.
+
+One run with real subprocesses is asserted by many tests; variants profile in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import memopt_cli
+from memopt_cli import pipeline
+from memopt_cli.errors import MeasurementError
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    InputSpec,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    ModelSource,
+    OptimizeRequest,
+    OutOfMemory,
+    SearchOptions,
+    TensorSpec,
+    Verification,
+    from_data,
+    to_data,
+)
+from memopt_cli.runtime import GCContainer, segment_of
+from memopt_cli.write import read_plan
+
+Memopt = Callable[..., Any]
+
+
+def block(channels: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+
+
+def conv_net() -> nn.Sequential:
+    """About 1 MiB of activations at ``8x1x16x16``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(block(1, 8), block(8, 8), block(8, 8), block(8, 8), nn.Flatten(), nn.Linear(2048, 10))
+
+
+def small_net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+# ---------------------------------------------------------------------------------------------- one real run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the real run did."""
+
+    done: Any
+    folder: Path
+    sha256: str
+
+    def summary(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads((self.folder / "net.memopt.summary.json").read_text())
+        return data
+
+    def yaml(self, kind: str) -> dict[str, Any]:
+        data: dict[str, Any] = yaml.safe_load((self.folder / f"net.memopt.{kind}.yaml").read_text())
+        return data
+
+    def rows(self) -> list[LevelRow]:
+        return from_data(MemOptSummary, self.summary()["summary"]).levels
+
+    def original(self) -> nn.Module:
+        model: nn.Module = torch.load(self.folder / "net.pt", weights_only=False)
+        return model
+
+    def optimized(self) -> nn.Module:
+        model: nn.Module = torch.load(self.folder / "net.memopt.pt", weights_only=False)
+        return model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, spawn_memopt: Memopt) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    torch.save(conv_net(), folder / "net.pt")
+    sha256 = hashlib.sha256((folder / "net.pt").read_bytes()).hexdigest()
+    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3".split()
+    return Run(spawn_memopt(folder, *arguments), folder, sha256)
+
+
+def test_it_writes_four_files_and_leaves_the_original(run: Run) -> None:
+    assert run.done.code == 0, run.done.err
+    assert run.done.changed == {f"net.memopt.{end}" for end in ("pt", "summary.json", "plan.yaml", "batch.yaml")}
+    assert hashlib.sha256((run.folder / "net.pt").read_bytes()).hexdigest() == run.sha256
+    for name in run.done.changed:
+        assert f"wrote {name}" in run.done.out
+
+
+def test_piped_output_is_plain(run: Run) -> None:
+    assert "\x1b" not in run.done.out + run.done.err
+    assert run.done.out.count("\n0 ") == 1
+    log = run.done.err.splitlines()
+    assert [line for line in log if line.startswith("level") and "·" not in line] == [f"level {n}" for n in range(5)]
+    assert any(line.startswith("level 1 · segments on") and " → " in line for line in log)
+    assert "verifying at batch 8" in log
+    assert "Inputs: Bx1x16x16, B=8 (--input)." in run.done.out
+
+
+def test_every_file_says_where_it_comes_from(run: Run) -> None:
+    for data in (run.summary(), run.yaml("plan"), run.yaml("batch")):
+        assert data["schema_version"] == 1
+        assert data["memopt"] == version("memopt")
+        assert data["torch"] == str(torch.__version__)
+        assert data["model"] == "net.pt"
+        assert data["sha256"] == run.sha256
+        assert data["spec"]["dims"] == {"B": 8}
+        assert data["spec"]["tensors"][0]["shape"] == ["B", 1, 16, 16]
+        assert (data["seed"], data["device"]) == (3, "cpu")
+
+
+def test_the_summary_reads_back(run: Run) -> None:
+    data = run.summary()["summary"]
+    assert to_data(from_data(MemOptSummary, data)) == data
+    assert data["requested_level"] == 4
+
+
+def test_each_level_has_its_own_measurement(run: Run) -> None:
+    rows = run.rows()
+    assert [row.level for row in rows] == [0, 1, 2, 3, 4]
+    outcomes = [row.outcome for row in rows]
+    assert all(isinstance(outcome, Measurement) for outcome in outcomes)
+    for before, row in zip(rows, rows[1:], strict=False):
+        changed = row.plan.segments != before.plan.segments
+        assert (row.outcome != before.outcome) is changed
+        assert bool(row.note) is not changed
+    for outcome in outcomes:
+        assert isinstance(outcome, Measurement)
+        assert len(outcome.step_times_s) == 3
+        assert outcome.batch == 8
+        assert sum(to_data(outcome.breakdown).values()) == outcome.tensor_peak_bytes
+        assert outcome.process_peak_bytes > outcome.allocated_peak_bytes
+        assert outcome.spent_s > sum(outcome.step_times_s)
+
+
+def test_the_plan_lowers_the_peak_and_was_predicted(run: Run) -> None:
+    first, *_, last = run.rows()
+    assert isinstance(first.outcome, Measurement)
+    assert isinstance(last.outcome, Measurement)
+    assert last.outcome.allocated_peak_bytes < 0.8 * first.outcome.allocated_peak_bytes
+    for row in (first, last):
+        assert isinstance(row.outcome, Measurement)
+        assert row.predicted_tensor_peak_bytes == pytest.approx(row.outcome.tensor_peak_bytes, rel=0.01)
+        assert row.predicted_allocated_peak_bytes == pytest.approx(row.outcome.allocated_peak_bytes, rel=0.15)
+
+
+def test_the_applied_plan_is_verified(run: Run) -> None:
+    summary = from_data(MemOptSummary, run.summary()["summary"])
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert summary.verification.full_size
+    assert summary.verification.batch == 8
+    tensors = len(list(conv_net().parameters())) + len(list(conv_net().buffers()))
+    assert summary.verification.compared >= tensors + 2  # and the output, the input's gradient
+    assert "verified: " in run.done.out
+
+
+def test_the_recommended_batch_was_run(run: Run) -> None:
+    advice = from_data(MemOptSummary, run.summary()["summary"]).advice
+    assert advice is not None
+    assert len(advice.probes) >= 3
+    peak_of = {probe.batch: probe.allocated_peak_bytes for probe in advice.probes}
+    assert peak_of[advice.recommended_batch] <= advice.budget_bytes == int(0.8 * advice.device_bytes)
+    assert run.yaml("batch")["recommended"]["batch_size"] == advice.recommended_batch
+    assert run.yaml("batch")["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == advice.recommended_batch
+
+
+def test_the_optimized_model_trains(run: Run) -> None:
+    model = run.optimized()
+    assert any(isinstance(module, GCContainer) for module in model.modules())
+    assert losses(model) == losses(run.original())
+    assert losses(run.optimized())[-1] < losses(run.optimized())[0]
+
+
+def losses(model: nn.Module, steps: int = 4) -> list[float]:
+    """Of a few steps on one batch."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(8, 1, 16, 16), torch.randint(10, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_names_are_as_they_were(run: Run) -> None:
+    original, optimized = run.original(), run.optimized()
+    assert list(optimized.state_dict()) == list(original.state_dict())
+    assert [name for name, _ in optimized.named_modules()] == [name for name, _ in original.named_modules()]
+    assert all(torch.equal(a, b) for a, b in zip(original.parameters(), optimized.parameters(), strict=True))
+    original.load_state_dict(optimized.state_dict())
+    assert type(optimized).__name__ == "Sequential"
+    assert isinstance(optimized, nn.Sequential)
+
+
+def test_it_loads_without_running_code(run: Run) -> None:
+    loaded = memopt_cli.load(run.folder / "net.memopt.pt")
+    assert segments(loaded) == segments(run.optimized())
+    assert losses(loaded) == losses(run.original())
+
+
+def test_the_plan_goes_onto_a_live_model(run: Run) -> None:
+    header, plan = read_plan(run.folder / "net.memopt.plan.yaml")
+    assert header.sha256 == run.sha256
+    assert plan == from_data(MemOptSummary, run.summary()["summary"]).plan
+    model = memopt_cli.apply_plan(conv_net(), plan)
+    assert segments(model) == segments(run.optimized())
+    assert losses(model) == losses(conv_net())
+
+
+def test_apply_writes_the_same_model(run: Run, memopt: Memopt, tmp_path: Path) -> None:
+    torch.save(conv_net(), "other.pt")
+    done = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"), "--json")
+    assert done.code == 0
+    assert json.loads(done.out) == {"files": ["other.memopt.pt"]}
+    assert done.changed == {"other.memopt.pt"}
+    assert segments(memopt_cli.load("other.memopt.pt")) == segments(run.optimized())
+    again = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"))
+    assert (again.code, again.changed) == (2, set())
+    forced = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"), "--force")
+    assert (forced.code, forced.out) == (0, "wrote other.memopt.pt\n")
+
+
+def segments(model: nn.Module) -> dict[str, Any]:
+    return {path: segment_of(module) for path, module in model.named_modules() if segment_of(module)}
+
+
+def test_an_optimized_model_needs_only_torch_and_the_runtime(run: Run) -> None:
+    code = (
+        "import sys, torch; model = torch.load('net.memopt.pt', weights_only=False); "
+        "model(torch.randn(2, 1, 16, 16)).sum().backward(); "
+        "print(*sorted(m for m in sys.modules if m.startswith('memopt_cli.') and '.runtime' not in m))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=run.folder, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("\n", "")
+
+
+# ---------------------------------------------------------------------------------------------- one that does not fit
+
+TRAIN = """
+import torch
+from torch import nn
+
+class Deep(nn.Module):  # 64 tensors of 8 MiB are kept for backward
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.PReLU()
+        self.blocks = nn.Sequential(*(nn.Sequential(*(nn.LeakyReLU() for _ in range(8))) for _ in range(8)))
+
+    def forward(self, x):
+        return self.blocks(self.scale(x))
+
+if __name__ == "__main__":
+    torch.save(Deep(), "deep.pt")
+"""
+
+BARE = """
+import torch._dynamo, memopt_cli.measure.worker
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmPeak")))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt) -> None:
+    """512 MiB of activations where 320 MiB are left; the plan needs half of that.
+
+    The model's class is one of the script's that saved it: ``__main__.Deep``.
+    """
+    (tmp_path / "train.py").write_text(TRAIN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
+    bare = subprocess.run([sys.executable, "-c", BARE], env=environment, capture_output=True, check=True)
+    limit = (int(bare.stdout) << 10) + (320 << 20)
+    done = spawn_memopt(
+        tmp_path,
+        *"optimize deep.pt -i Bx131072 --dim B=16 --level 1 --code-path train.py".split(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.code == 0, done.err
+    assert {"deep.memopt.pt", "deep.memopt.plan.yaml"} <= done.changed
+    summary = from_data(
+        MemOptSummary, json.loads((tmp_path / "deep.memopt.summary.json").read_text())["summary"]
+    )
+    assert isinstance(summary.levels[0].outcome, OutOfMemory)
+    assert isinstance(summary.levels[1].outcome, Measurement)
+    assert summary.levels[1].outcome.allocated_peak_bytes < 200 << 20
+    assert summary.levels[0].predicted_allocated_peak_bytes is not None
+    assert summary.levels[0].predicted_allocated_peak_bytes > 512 << 20
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert not summary.verification.full_size
+    assert summary.verification.batch < 16
+    assert "does not run → " in done.out
+    assert "The original does not fit here" in done.out
+    assert f"at batch {summary.verification.batch}, which is less than was asked for" in done.out
+    assert summary.advice is not None
+    assert "address space" in summary.advice.limited_by or "run" in summary.advice.limited_by
+
+
+# ---------------------------------------------------------------------------------------------- nothing changes
+
+
+def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real subprocesses; the caller may have set anything, and finds it as it was."""
+    path = tmp_path / "net.pt"
+    torch.save(small_net(), path)
+    original = path.read_bytes()
+    monkeypatch.setattr(pipeline, "_LONGEST_ADVICE_RUN_S", 0.1)
+    torch.manual_seed(11)
+    random.seed(12)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    try:
+        before = surroundings()
+        result = pipeline.optimize(
+            OptimizeRequest(
+                source=ModelSource(location=str(path)),
+                spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
+                search=SearchOptions(level=1),
+            ),
+            progress=Progress(),
+            ask=None,
+        )
+        after = surroundings()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+    assert len(result.files) == 4
+    assert after == before
+    assert path.read_bytes() == original
+
+
+def surroundings() -> dict[str, Any]:
+    return {
+        "random numbers": (torch.get_rng_state().tolist(), random.getstate()),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "import path": list(sys.path),
+        "limits": resource.getrlimit(resource.RLIMIT_AS),
+        "allowed globals": set(torch.serialization.get_safe_globals()),
+        "files open": sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else [],
+    }
+
+
+# ---------------------------------------------------------------------------------------------- variants
+
+
+@pytest.fixture
+def optimize(memopt: Memopt, in_process: None) -> Memopt:
+    """``memopt optimize``, profiling in this process."""
+    return lambda *arguments: memopt("optimize", *arguments)
+
+
+SPEC = ("-i", "Bx64", "--dim", "B=512")
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_levels(level: int, optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", str(level), "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert [row.level for row in summary.levels] == list(range(level + 1))
+    assert summary.requested_level == level
+    assert summary.applied_level <= level
+    assert summary.plan == summary.levels[summary.applied_level].plan
+    assert len(segments(memopt_cli.load("net.memopt.pt"))) == len(summary.plan.segments)
+    peaks = [row.outcome.allocated_peak_bytes for row in summary.levels if isinstance(row.outcome, Measurement)]
+    assert peaks[summary.applied_level] == min(peaks)
+
+
+def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--json", "-q", "-o", "out.pt")
+    assert done.err == ""
+    data = json.loads(done.out)
+    assert data["files"] == ["out.pt", "out.summary.json", "out.plan.yaml", "out.batch.yaml"]
+    assert set(data["files"]) == done.changed
+    assert data["summary"]["levels"][0]["outcome"]["kind"] == "Measurement"
+
+
+def test_dry_run_reports_and_writes_nothing(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("net.memopt.pt").write_text("not in the way of a dry run")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--dry-run", "-q")
+    assert (done.code, done.err, done.changed) == (0, "", set())
+    assert "nothing written" in done.out
+    assert "verified" in done.out
+
+
+def test_a_factory_with_weights(optimize: Memopt) -> None:
+    Path("user_models.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(64, 3)\n")
+    weights = nn.Linear(64, 3).state_dict()
+    torch.save(weights, "weights.pt")
+    done = optimize("user_models:build", *SPEC, "--weights", "weights.pt", "--level", "0")
+    assert done.code == 0, done.err
+    assert "user_models.memopt.pt" in done.changed
+    assert torch.equal(memopt_cli.load("user_models.memopt.pt").state_dict()["weight"], weights["weight"])
+
+
+def test_a_factory_builds_the_same_model_in_every_subprocess(
+    memopt: Memopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("user_random.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(64, 3)\n")
+    before = torch.get_rng_state()
+    first, second = (pipeline.load_model(ModelSource(location="user_random:build")).module for _ in range(2))
+    assert torch.equal(*(model.state_dict()["weight"] for model in (first, second)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
+def test_torchscript(kind: str, optimize: Memopt) -> None:
+    model = small_net()
+    script = torch.jit.script(model) if kind == "scripted" else torch.jit.trace(model, torch.randn(2, 64))
+    torch.jit.save(script, "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert summary.model_format == "torchscript"
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert summary.plan is not None
+    assert summary.plan.segments
+    optimized = memopt_cli.load("net.memopt.pt")
+    assert segments(optimized)
+    x = torch.randn(5, 64)
+    for optimized in (optimized, torch.load("net.memopt.pt", weights_only=False)):
+        assert torch.equal(optimized(x), model(x))
+        optimized(x).sum().backward()
+        assert all(p.grad is not None for p in optimized.parameters())
+        assert list(optimized.state_dict()) == list(model.state_dict())
+
+
+def test_inputs_beside_the_model(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("net.inputs.yaml").write_text("inputs: [{shape: Bx64}]\ndims: {B: 12}\n")
+    done = optimize("net.pt", "--level", "0")
+    assert done.code == 0, done.err
+    assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.err
+    assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.out
+    assert "at batch 12" in done.out
+
+
+def test_a_guess_is_called_a_guess(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", "--level", "0")
+    assert done.code == 0, done.err
+    line = "Inputs: 2x64 (a guess from 0 (Linear)); dimension 0 is taken as the batch."
+    assert line in done.err
+    assert line in done.out
+
+
+def test_nothing_to_guess_from(optimize: Memopt) -> None:
+    torch.save(nn.Sequential(nn.ReLU()), "net.pt")
+    done = optimize("net.pt")
+    assert (done.code, done.changed) == (2, set())
+    assert "memopt optimize net.pt -i " in done.err
+
+
+def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(user_code)
+    import faulty
+
+    torch.save(faulty.Fine(), "net.pt")
+    Path("memopt.yaml").write_text("trust: [faulty]\nlevel: 0\ninput: Bx3\ndims: {B: 6}\nquiet: true\n")
+    done = optimize("net.pt", "--dim", "B=7")
+    assert (done.code, done.err) == (0, "")
+    assert "B=7 (memopt.yaml)" in done.out
+
+
+def test_inputs_from_a_file_cannot_be_resized(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    torch.save([torch.randn(9, 64)], "inputs.pt")
+    done = optimize("net.pt", "--input-data", "inputs.pt", "--level", "1")
+    assert done.code == 0, done.err
+    assert "No batch recommendation" in done.out
+    assert yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]["batch_size"] == 9
+
+
+def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("loss.py").write_text("def square(output):\n    return (output ** 2).mean()\n")
+    done = optimize(
+        "net.pt", *SPEC, *"--level 2 --optimizer adamw --precision bf16 --loss loss.py:square --json".split()
+    )
+    assert done.code == 0, done.err
+    row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
+    assert isinstance(row.outcome, Measurement)
+    parameters = sum(p.nbytes for p in small_net().parameters())
+    assert row.outcome.breakdown.optimizer_bytes >= 2 * parameters
+    assert row.outcome.resident_bytes >= 4 * parameters
+
+
+def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Verification(
+        passed=False,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=3,
+        worst_name="output[0]",
+        worst_difference=0.5,
+        batch=64,
+        full_size=True,
+    )
+    monkeypatch.setattr("memopt_cli.measure.worker.verify", lambda *_, **__: found)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1")
+    assert (done.code, done.changed) == (1, set())
+    assert "verification failed: output[0] differs by 0.5" in done.out
+
+
+def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code: str) -> None:
+    done = optimize("faulty:Remembers", "-i", "2x3", "--code-path", user_code, "--level", "0")
+    assert done.code == 0, done.err
+    saved = torch.load("faulty.memopt.pt", weights_only=False)
+    assert saved.last.grad_fn is None
+
+
+# ---------------------------------------------------------------------------------------------- which level is applied
+
+
+def row(level: int, peak: int | None, run: Run) -> LevelRow:
+    first = run.rows()[0]
+    outcome: Any = OutOfMemory(detail="")
+    if peak is not None:
+        data = to_data(first.outcome) | {"allocated_peak_bytes": peak}
+        outcome = from_data(Measurement, data)
+    return from_data(LevelRow, to_data(first) | {"level": level, "outcome": to_data(outcome)})
+
+
+@pytest.mark.parametrize(
+    ("peaks", "applied"),
+    [
+        ([100, 80, 60, 50], 3),
+        ([100, 80, 80, 80], 3),
+        ([100, 80, 90, 85], 1),
+        ([100, 120, 110, 130], 0),
+        ([None, 80, 90, 70], 3),
+        ([None, None, 90, None], 2),
+        ([100, None, None, None], 0),
+    ],
+)
+def test_no_level_may_raise_the_peak(peaks: list[int | None], applied: int, run: Run) -> None:
+    assert pipeline.applied_row([row(level, peak, run) for level, peak in enumerate(peaks)]).level == applied
+
+
+def test_nothing_fits(run: Run) -> None:
+    with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
+        pipeline.applied_row([row(0, None, run), row(1, None, run)])
+    assert "--dim B=1" in error.value.hint
+
