@@ -19,6 +19,7 @@ _PUBLIC = {
     "MemOptSummary": "memopt_cli.records",
     "Plan": "memopt_cli.records",
     "SegmentPlan": "memopt_cli.records",
+    "Trust": "memopt_cli.records",
     "TCGCContainer": "memopt_cli.runtime",
     "is_recomputing": "memopt_cli.runtime",
 }

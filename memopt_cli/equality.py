@@ -36,7 +36,9 @@ def effects(step: Step) -> dict[str, Tensor]:
     state is as the step left it.
     """
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
-    step = replace(step, args=inputs[0], kwargs=inputs[1])
+    # The model gets copies: it may modify its inputs in place, which leaves that require gradients forbid.
+    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+    step = replace(step, args=args, kwargs=kwargs)
     with torch.random.fork_rng(devices=_cuda_devices(step)):
         seed_everything(step.settings.seed)
         output = step.forward()

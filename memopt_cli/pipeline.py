@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from memopt_cli.apply import apply_plan
 from memopt_cli.batching.advice import advise
 from memopt_cli.batching.capacity import device_capacity
-from memopt_cli.errors import MeasurementError, StepError, UsageError
+from memopt_cli.errors import MeasurementError, MemoptError, StepError, UnsafeFileError, UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import BATCH, batch_of, find_spec
 from memopt_cli.measure.jobs import Subject, Traced
@@ -81,13 +82,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_targets(paths.all(), force=request.force)
     progress.stage("loading")
     loaded, spec = _load(request, ask)
+    for note in loaded.notes:
+        progress.note(note)
     settings = replace(request.settings, device=resolve_device(request.settings.device))
     subject = Subject(source=loaded.source, spec=spec, settings=settings)
     job = _Job(request=request, loaded=loaded, subject=subject, progress=progress, notes=[_inputs_note(spec)])
     progress.note(job.notes[0])
     rows = job.search()
-    best = applied_row(rows)
-    verification = job.verify(best, fits=isinstance(rows[0].outcome, Measurement))
+    best, verification = job.verify(rows)
     advice = job.advise(best) if verification.passed else None
     result = OptimizeResult(
         header=_header(subject, loaded), summary=_summary(job, rows, best, verification, advice), files=()
@@ -195,9 +197,10 @@ class _Job:
         rows = [_row(Plan(level=0), original, None, 0, started)]
         if self.request.search.level == 0:
             return rows
-        with self.session() as session:
-            traced = self._trace(session, original)
-            count = functools.cache(functools.partial(session.count, fake=traced.fake))
+        with contextlib.ExitStack() as sessions:
+            session = self._replaceable(sessions)
+            traced = self._trace(session(), original)
+            count = functools.cache(lambda plan: session().count(plan, fake=traced.fake))
             start = count(Plan(level=0))
             if not isinstance(start, Counted):
                 _raise(start, "a step of the model could not be counted: ")
@@ -213,7 +216,7 @@ class _Job:
 
     def _climb(
         self,
-        session: Session,
+        session: Callable[[], Session],
         traced: Traced,
         best: Candidate,
         count: Callable[[Plan], Counted | Failure],
@@ -221,13 +224,12 @@ class _Job:
     ) -> None:
         tree = ModuleTree(traced.trace)
         self.candidates = sum(not module.refusal for module in tree)
+        chunking = functools.cache(lambda path: session().chunking(path))
         for strategy in STRATEGIES[: self.request.search.level]:
             self.progress.stage(f"level {strategy.level}")
             started = time.monotonic()
             reporter = _Reporter(self.progress, strategy.level, best.peak_bytes)
-            probes = Probes(
-                count=reporter.watching(count), chunking=functools.cache(session.chunking), report=reporter.report
-            )
+            probes = Probes(count=reporter.watching(count), chunking=chunking, report=reporter.report)
             improvement = strategy.improve(best, tree, self.request.search, probes)
             self.notes.extend(improvement.notes)
             changed = improvement.best.plan.segments != best.plan.segments
@@ -237,9 +239,25 @@ class _Job:
             outcome = self.measure(best.plan) if changed else rows[-1].outcome
             row = _row(best.plan, outcome, best if traced.fake else None, improvement.tried, started)
             if not changed:
-                row = replace(row, note=f"the plan of level {rows[-1].level}, measured there")
+                measured = next(r.level for r in reversed(rows) if not r.note)
+                row = replace(row, note=f"the plan of level {measured}, measured there")
                 self.skipped.append(f"level{strategy.level}:no_improving_candidate")
             rows.append(row)
+
+    def _replaceable(self, sessions: contextlib.ExitStack) -> Callable[[], Session]:
+        """A subprocess that lives across probes; the next one where a probe killed it."""
+        current = sessions.enter_context(self.session())
+
+        def session() -> Session:
+            nonlocal current
+            if current.ended:
+                self.notes.append(
+                    "A trial ended its profiling subprocess; the search went on in another."
+                )
+                current = sessions.enter_context(self.session())
+            return current
+
+        return session
 
     def _trace(self, session: Session, original: Outcome) -> Traced:
         """The recorded step: on tensors without data if they tell the truth, so that plans need not be run."""
@@ -263,18 +281,32 @@ class _Job:
         with self.session() as session:
             return session.measure(plan)
 
-    def verify(self, best: LevelRow, *, fits: bool) -> Verification:
-        """Verify at full size where the original fits, else at the largest half, quarter … that does."""
+    def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
+        """The row to apply, verified.
+
+        Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
+        """
+        fits = isinstance(rows[0].outcome, Measurement)
+        best = applied_row(rows)
+        found = self._verify(best, fits=fits)
+        if isinstance(found, StepFailed) and _has_chunks(best):
+            self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
+            best = applied_row([row for row in rows if not _has_chunks(row)])
+            found = self._verify(best, fits=fits)
+        if not isinstance(found, Verification):
+            _raise(found, "verification could not be run: ")
+        return best, found
+
+    def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
+        """At full size where the original fits, else at the largest half, quarter … that does."""
         batch = batch_of(self.subject.spec)
         size = batch if fits else max(1, batch // 2)
         while True:
             self.progress.stage(f"verifying at batch {size}")
             with self.session() as session:
                 found = session.verify(best.plan, size)
-            if isinstance(found, Verification):
-                return found
             if size == 1 or not isinstance(found, OutOfMemory):
-                _raise(found, "verification could not be run: ")
+                return found
             size = max(1, size // 2)
 
     def advise(self, best: LevelRow) -> BatchAdvice | None:
@@ -296,6 +328,9 @@ class _Job:
         )
         if advice is None:
             self.notes.append("No batch recommendation: the inputs could not be run at other batch sizes.")
+        elif not advice.recommended_batch:
+            self.notes.append(f"No batch recommendation: no run stayed within {format_bytes(advice.budget_bytes)}.")
+            return None
         return advice
 
     def session(self) -> Session:
@@ -333,6 +368,10 @@ class _Reporter:
         return counted
 
 
+def _has_chunks(row: LevelRow) -> bool:
+    return any(segment.chunks > 1 for segment in row.plan.segments)
+
+
 def _allocated(row: LevelRow) -> int:
     assert isinstance(row.outcome, Measurement)
     return row.outcome.allocated_peak_bytes
@@ -352,8 +391,8 @@ def _row(plan: Plan, outcome: Outcome, predicted: Candidate | None, tried: int, 
 
 def _raise(failure: Failure, context: str = "") -> NoReturn:
     if isinstance(failure, StepFailed):
-        kind = UsageError if failure.exit_code == UsageError.exit_code else StepError
-        raise kind(context + failure.message, hint=failure.hint)
+        kinds: dict[int, type[MemoptError]] = {2: UsageError, 4: UnsafeFileError}
+        raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
         TimedOut: "Raise --timeout, or give smaller inputs.",
         OutOfMemory: "Give smaller inputs, as with --dim B=1, or use a machine with more memory.",
@@ -431,6 +470,8 @@ def _explanation(job: _Job, selected: int) -> str:
 
 
 def _recommendation(rows: list[LevelRow], best: LevelRow) -> str:
+    if len(rows) == 1:
+        return "Nothing was searched; --level 1 and above may save memory."
     if not best.plan.segments:
         return "No plan lowered the peak: activations are a small part of this step. A larger batch may change that."
     if best.level < 4 and rows[-1].level < 4:

@@ -106,7 +106,7 @@ class StepSettings:
     precision: Precision = "stored"
     """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
     loss: str | None = None
-    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.loss_of`."""
+    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
     optimizer: OptimizerName = "none"
     seed: int = 0
 
@@ -404,8 +404,7 @@ class LevelRow:
 class MemOptSummary:
     """What one optimization did.
 
-    The fields down to ``recommendation`` keep the names and order of the memory-optimization pipeline that memopt
-    descends from; the next five are those that only its documentation names; the rest is memopt's own.
+    The fields down to ``skipped_errors`` keep their names and order: they are a file format.
     """
 
     profile: str | None

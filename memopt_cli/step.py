@@ -6,6 +6,7 @@ Everything that runs a model (recording, measuring, verifying) runs it through h
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -72,13 +73,13 @@ def seeds_of_backward(
 
 
 def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer | None:
-    """The optimizer whose state the measured step carries; the rate is tiny, so repeated steps stay alike."""
+    """The optimizer whose state the measured step carries; its rate is zero, so that steps stay alike."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     match settings.optimizer:
         case "sgd":
-            return torch.optim.SGD(parameters, lr=1e-12, momentum=0.9)
+            return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
         case "adamw":
-            return torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0)
+            return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
         case _:
             return None
 
@@ -251,5 +252,6 @@ def synchronize(device: str) -> None:
 def seed_everything(seed: int) -> None:
     """Seed the generators that a model draws from."""
     torch.manual_seed(seed)
+    random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -26,7 +26,7 @@ from memopt_cli.records import Breakdown, CompressorName, Counted, ModuleShare, 
 from memopt_cli.runtime import refusal
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.container import recomputing_module
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, make_optimizer, module_hooks, seed_everything, synchronize
 from memopt_cli.workspace import Workspaces
@@ -69,7 +69,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tick += 1
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                self.see(leaf, self.kind)
+                self.see(leaf, "activations" if recomputing_module() else self.kind)
         allocated = self.live_bytes + self._workspace_bytes(func, args)
         if allocated > self.allocated_peak_bytes:
             self.allocated_peak_bytes, self.allocated_peak_tick = allocated, self._tick
@@ -184,19 +184,19 @@ class FakeStep:
                 loss=step.loss,
                 optimizer=make_optimizer(model, step.settings),
             )
-        self._start = ModuleState(model)
+        self._start = StartingState(model)
         if self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
     def count(self, workspaces: Workspaces | None = None) -> Counted:
         """As :func:`count`."""
-        self._start.restore()
+        self._start.enter()
         with self._mode:
             return count(self.step, workspaces)
 
     def record(self, batch: int) -> StepTrace:
         """As :func:`record`, without contents and times."""
-        self._start.restore()
+        self._start.enter()
         with self._mode:
             return record(self.step, batch, contents=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.equality import bit_equal, difference, effects
+from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
@@ -34,7 +36,7 @@ def verify(
         step = _in_double(step)
     start = StartingState(step.model)
     reference = _effects(step, start)
-    noise = 0.0 if chunked else _noise(reference, _effects(step, start))
+    noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
     install(step.model)
     optimized = _effects(step, start)
     remove(step.model)
@@ -60,9 +62,20 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
     return effects(step)
 
 
-def _noise(once: dict[str, Tensor], again: dict[str, Tensor]) -> float:
-    """Twice the original's own difference from run to run, as happens with atomic sums on a GPU."""
-    return 0.0 if bit_equal(once, again) else 2 * difference(once, again).relative
+def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
+    """Twice the original's own difference from run to run, as happens with atomic sums on a GPU.
+
+    Raises :class:`StepError` where there is no such excuse: nothing could be proven of such a model.
+    """
+    if bit_equal(once, again):
+        return 0.0
+    worst = difference(once, again)
+    if not device.startswith("cuda") or not math.isfinite(worst.relative):
+        raise StepError(
+            f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",
+            hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
+        )
+    return 2 * worst.relative
 
 
 def _in_double(step: Step) -> Step:

@@ -30,7 +30,10 @@ class Done:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """For profiling subprocesses of tiny models: threads would only wait for each other."""
+    """For tiny models, here and in profiling subprocesses: threads would only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

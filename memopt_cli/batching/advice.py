@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memopt_cli.records import BatchAdvice, BatchProbe, Failure
+from memopt_cli.records import BatchAdvice, BatchProbe, Failure, describe
 
 TARGET_SHARE = 0.8
 """Share of the device's memory that the recommended batch may take."""
+_PROBES = 3
+"""Points of the fit."""
 _ATTEMPTS = 3
 """Runs at the answer before the largest probe that fitted is recommended instead."""
 
@@ -21,33 +23,35 @@ def advise(
     """Fit ``peak = a + c * batch`` to three probes and verify the largest batch within 80 % of the device by a run.
 
     Only a batch that was run is recommended.  Where that run would take longer than ``longest_run_s`` the batch is
-    smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than two batch sizes could be run.
+    smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than three batch sizes could be run,
+    or if none of them fits.
     """
     budget = int(device_bytes * TARGET_SHARE)
-    probes = [p for p in map(probe, _sizes(batch)) if isinstance(p, BatchProbe)]
-    if len({p.batch for p in probes}) < 2:
+    probes = _three_probes(batch, probe)
+    fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
+    if len(probes) < _PROBES or not fitting:
         return None
     intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
-    estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else max(p.batch for p in probes)
     largest = max(probes, key=lambda p: p.batch)
+    estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else largest.batch
     longest = max(largest.batch, int(largest.batch * longest_run_s / largest.run_s))
-    candidate, limited_by = estimate, f"80 % of {device_limit}"
-    if candidate > longest:
-        candidate = longest
-        limited_by = f"the time of one verifying run ({longest_run_s:g} s)"
-    fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
+    too_long = estimate > longest
+    candidate = longest if too_long else estimate
+    limited_by = f"the time of one verifying run ({longest_run_s:g} s)" if too_long else f"80 % of {device_limit}"
     for _ in range(_ATTEMPTS):
         run = next((p for p in probes if p.batch == candidate), None) or probe(candidate)
         if isinstance(run, BatchProbe):
             probes.append(run)
-            if run.allocated_peak_bytes <= budget:
-                fitting.append(run)
-                break
-        limited_by = f"a run at batch {candidate} that did not fit"
+        if isinstance(run, BatchProbe) and run.allocated_peak_bytes <= budget:
+            fitting.append(run)
+            break
+        reason = "it took more than the budget" if isinstance(run, BatchProbe) else describe(run)
+        limited_by = f"a run at batch {candidate}: {reason}"
         candidate = max(1, candidate * 9 // 10)
+    recommended = max(p.batch for p in fitting)
     return BatchAdvice(
-        recommended_batch=max((p.batch for p in fitting), default=0),
-        estimated_batch=estimate if candidate == estimate or "time" in limited_by else candidate,
+        recommended_batch=recommended,
+        estimated_batch=estimate if too_long else recommended,
         probes=tuple(sorted({p.batch: p for p in probes}.values(), key=lambda p: p.batch)),
         intercept_bytes=intercept,
         slope_bytes=slope,
@@ -57,6 +61,16 @@ def advise(
     )
 
 
+def _three_probes(batch: int, probe: Probe) -> list[BatchProbe]:
+    """At the batch, half and twice of it; at three and four times where one of these cannot run."""
+    found: list[BatchProbe] = []
+    for size in dict.fromkeys((max(1, batch // 2), batch, batch * 2, batch * 3, batch * 4)):
+        outcome = probe(size) if len(found) < _PROBES else None
+        if isinstance(outcome, BatchProbe):
+            found.append(outcome)
+    return found
+
+
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Least squares: ``(intercept, slope)`` of ``y = intercept + slope * x``; the points differ in x."""
     n = len(points)
@@ -64,7 +78,3 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     mean_y = sum(y for _, y in points) / n
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     return mean_y - slope * mean_x, slope
-
-
-def _sizes(batch: int) -> list[int]:
-    return [batch // 2, batch, batch * 2] if batch > 1 else [1, 2, 3]

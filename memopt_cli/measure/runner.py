@@ -66,7 +66,7 @@ class Session:
         read_end, write_end = os.pipe()
         self._replies = os.fdopen(read_end, "rb", buffering=0)
         self._output = tempfile.TemporaryFile()  # closed with the session
-        command = [sys.executable, "-m", "memopt_cli.measure.worker", str(write_end), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "memopt_cli.measure.worker", str(write_end), str(os.getpid())]
         try:
             # A session of its own: Ctrl-C reaches memopt, which then ends the subprocess itself.
             self._process = subprocess.Popen(
@@ -89,6 +89,11 @@ class Session:
         self._end(kill=kind is not None)  # an answer that nobody waits for: Ctrl-C ends at once
         self._replies.close()
         self._output.close()
+
+    @property
+    def ended(self) -> bool:
+        """The subprocess is gone, and answers no more."""
+        return self._process is None
 
     # ------------------------------------------------------------------------------------------ jobs
 

@@ -6,6 +6,7 @@ state in which the model was loaded.  What it prints goes to a file of the paren
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan
@@ -55,7 +58,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import (
     Step,
     input_dtype,
@@ -83,7 +86,7 @@ class Worker:
         self._subject = subject
         self._settings = subject.settings
         self._model = place(load_model(subject.source).module, self._settings)
-        self._start = ModuleState(self._model)
+        self._start = StartingState(self._model)
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
         self._batch = batch_of(subject.spec)
@@ -99,13 +102,13 @@ class Worker:
             ProbeJob: self._probe,
             VerifyJob: self._verify,
         }
-        self._start.restore()
+        self._start.enter()
         try:
             return actions[type(job)](job)
         finally:
             remove_plan(self._model)
             self._model.zero_grad(set_to_none=True)
-            self._start.restore()
+            self._start.enter()
 
     # ------------------------------------------------------------------------------------------ jobs
 
@@ -138,7 +141,7 @@ class Worker:
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
         # Modules that print alike are tried once; the whole plan is verified in the end.
-        alike = repr(self._model.get_submodule(job.path))
+        alike = _description(self._model.get_submodule(job.path))
         if alike not in self._rules:
             module, args, kwargs = capture_call(self._small_step, job.path)
             self._rules[alike] = find_rule(module, args, kwargs)
@@ -149,7 +152,7 @@ class Worker:
         step = self._step()
         self._install(job.plan, step)
         times = tuple(self._timed(step) for _ in range(job.steps))
-        self._start.restore()
+        self._start.enter()
         counted = trace.count(step)
         allocated = self._allocated(step)
         return Measurement(
@@ -157,7 +160,7 @@ class Worker:
             allocated_peak_bytes=allocated.peak_bytes,
             resident_bytes=counted.resident_bytes,
             reserved_peak_bytes=allocated.reserved_bytes,
-            process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            process_peak_bytes=_process_peak_bytes(),
             step_times_s=times,
             breakdown=counted.breakdown,
             holders=counted.holders[:_HOLDERS],
@@ -225,11 +228,11 @@ class Worker:
     def _small_step(self) -> Step:
         try:
             step = self._step(min(_SMALL_BATCH, self._batch))
-        except MemoptError:  # inputs of a size that cannot be changed
+            run_checked(step)
+        except MemoptError:  # inputs, or a model, of a size that cannot be changed
             step = self._step()
-        run_checked(step)
         self._model.zero_grad(set_to_none=True)
-        self._start.restore()
+        self._start.enter()
         return replace(step, optimizer=None)
 
     def _install(self, plan: Plan, step: Step) -> None:
@@ -248,7 +251,7 @@ class Worker:
             )
 
     def _timed(self, step: Step) -> float:
-        self._start.restore()
+        self._start.enter()
         seed_everything(self._settings.seed)
         synchronize(self._settings.device)
         started = time.perf_counter()
@@ -259,9 +262,23 @@ class Worker:
         return elapsed
 
     def _allocated(self, step: Step) -> Allocated:
-        self._start.restore()
+        self._start.enter()
         seed_everything(self._settings.seed)
         return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
+
+
+def _process_peak_bytes() -> int:
+    """Largest resident set so far.  Not ``ru_maxrss`` on Linux: there it starts from the parent's."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _description(module: nn.Module) -> str:
+    """What tells a module from another of its class: how it prints, and every plain value it or a child holds."""
+    plain = (int, float, bool, str, tuple)
+    held = [{k: v for k, v in vars(m).items() if isinstance(v, plain)} for m in module.modules()]
+    return f"{module!r} {held!r}"
 
 
 def _take(step: Step) -> None:
@@ -323,7 +340,8 @@ def _die_with(parent_pid: int) -> None:
     if sys.platform == "linux":
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        with contextlib.suppress(OSError):  # a hardened container
+            Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -1,0 +1,168 @@
+"""Batch advice from probes that tests make up: nothing that was not run is called recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memopt_cli.batching import capacity
+from memopt_cli.batching.advice import advise, fit_line
+from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.records import BatchAdvice, BatchProbe, Failure, OutOfMemory, TimedOut
+
+
+@dataclass
+class Machine:
+    """Runs a batch in memory, or does not; remembers what it was asked to run."""
+
+    peak: Callable[[int], int]
+    seconds: Callable[[int], float] = lambda batch: 1e-6 * batch
+    fails: Callable[[int], bool] = lambda batch: False
+    asked: list[int] = field(default_factory=list)
+
+    def probe(self, batch: int) -> BatchProbe | Failure:
+        self.asked.append(batch)
+        if self.fails(batch):
+            return OutOfMemory(detail="")
+        return BatchProbe(batch=batch, allocated_peak_bytes=self.peak(batch), run_s=self.seconds(batch))
+
+    def advise(self, batch: int, device_bytes: int = 10_000, longest_run_s: float = 20.0) -> BatchAdvice | None:
+        return advise(
+            batch, self.probe, device_bytes=device_bytes, device_limit="the machine's memory", longest_run_s=longest_run_s
+        )
+
+
+def test_a_line_is_found_and_its_answer_run() -> None:
+    machine = Machine(peak=lambda batch: 515 + 30 * batch)
+    advice = machine.advise(8)
+    assert advice is not None
+    assert (advice.intercept_bytes, advice.slope_bytes) == (pytest.approx(515), pytest.approx(30))
+    assert machine.asked == [4, 8, 16, 249]
+    assert advice.recommended_batch == advice.estimated_batch == 249 == (8000 - 515) // 30
+    assert [probe.batch for probe in advice.probes] == [4, 8, 16, 249]
+    assert (advice.budget_bytes, advice.device_bytes) == (8000, 10_000)
+    assert advice.limited_by == "80 % of the machine's memory"
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1, 2, 3]), (2, [1, 2, 4]), (3, [1, 3, 6]), (8, [4, 8, 16])])
+def test_three_sizes_are_tried(batch: int, sizes: list[int]) -> None:
+    machine = Machine(peak=lambda batch: batch)
+    machine.advise(batch)
+    assert machine.asked[:3] == sizes
+
+
+def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
+    machine = Machine(peak=lambda batch: 10 * batch - 5, seconds=lambda batch: 0.5 * batch)
+    advice = machine.advise(4)
+    assert advice is not None
+    assert advice.recommended_batch == 40 == machine.asked[-1]
+    assert advice.estimated_batch == 800
+    assert "time of one verifying run (20 s)" in advice.limited_by
+
+
+def test_a_peak_that_grows_faster_than_the_line() -> None:
+    machine = Machine(peak=lambda batch: 30 * batch + (500 if batch > 200 else 0))
+    advice = machine.advise(8)
+    assert advice is not None
+    assert machine.asked[3:] == [266, 239]
+    assert advice.recommended_batch == advice.estimated_batch == 239
+    assert advice.limited_by == "a run at batch 266 that did not fit"
+
+
+def test_failing_runs_fall_back_to_what_fitted() -> None:
+    machine = Machine(peak=lambda batch: 30 * batch, fails=lambda batch: batch > 16)
+    advice = machine.advise(8)
+    assert advice is not None
+    assert len(machine.asked) == 6
+    assert advice.recommended_batch == 16
+    assert advice.limited_by.startswith("a run at batch 215")
+
+
+def test_nothing_fits() -> None:
+    machine = Machine(peak=lambda batch: 9000 + batch, fails=lambda batch: batch == 1)
+    advice = machine.advise(8)
+    assert advice is not None
+    assert advice.recommended_batch == 0
+    assert machine.asked == [4, 8, 16, 1]
+
+
+@pytest.mark.parametrize("peak", [lambda batch: 700, lambda batch: 700 - batch])
+def test_a_peak_that_does_not_grow_says_nothing_of_larger_batches(peak: Callable[[int], int]) -> None:
+    machine = Machine(peak=peak)
+    advice = machine.advise(8)
+    assert advice is not None
+    assert machine.asked == [4, 8, 16]
+    assert advice.recommended_batch == advice.estimated_batch == 16
+
+
+@pytest.mark.parametrize("only", [None, 4, 8])
+def test_no_advice_from_less_than_two_sizes(only: int | None) -> None:
+    assert Machine(peak=lambda batch: batch, fails=lambda batch: batch != only).advise(8) is None
+
+
+def test_a_time_limit_is_a_failed_run() -> None:
+    def probe(batch: int) -> BatchProbe | Failure:
+        return TimedOut(limit_s=1) if batch > 8 else BatchProbe(batch=batch, allocated_peak_bytes=batch, run_s=1.0)
+
+    advice = advise(8, probe, device_bytes=1000, device_limit="it", longest_run_s=20.0)
+    assert advice is not None
+    assert advice.recommended_batch == 8
+
+
+@given(
+    batch=st.integers(1, 64),
+    base=st.integers(0, 2000),
+    slope=st.integers(-5, 200),
+    jump=st.integers(0, 5000),
+    jump_at=st.integers(1, 200),
+    longest=st.floats(0.1, 100),
+    limit=st.integers(1, 400),
+)
+def test_only_what_was_run_within_the_budget_is_recommended(
+    batch: int, base: int, slope: int, jump: int, jump_at: int, longest: float, limit: int
+) -> None:
+    machine = Machine(
+        peak=lambda n: max(0, base + slope * n) + (jump if n >= jump_at else 0),
+        seconds=lambda n: 0.01 + 0.1 * n,
+        fails=lambda n: n > limit,
+    )
+    advice = machine.advise(batch, longest_run_s=longest)
+    assert len(machine.asked) <= 6
+    if advice is None:
+        return
+    peaks = {probe.batch: probe.allocated_peak_bytes for probe in advice.probes}
+    assert set(peaks) <= set(machine.asked)
+    within = [n for n, peak in peaks.items() if peak <= advice.budget_bytes]
+    assert advice.recommended_batch == max(within, default=0)
+    assert advice.estimated_batch >= advice.recommended_batch
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.lists(st.integers(1, 1000), min_size=2, max_size=6, unique=True))
+def test_a_straight_line_is_fitted_exactly(intercept: float, slope: float, places: list[int]) -> None:
+    found = fit_line([(x, intercept + slope * x) for x in places])
+    assert found == (pytest.approx(intercept, abs=1e-3), pytest.approx(slope, abs=1e-5))
+
+
+# ---------------------------------------------------------------------------------------------- what the device has
+
+
+def test_the_least_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    machine = device_capacity("cpu")
+    assert machine.device_bytes > 1 << 28
+    limit = f"{tmp_path}/memory.max"
+    monkeypatch.setattr(capacity, "_CGROUP_LIMITS", (limit, "/nowhere"))
+    for text, expected in (("max", None), (str(1 << 27), 1 << 27)):
+        with open(limit, "w") as file:
+            file.write(text + "\n")
+        found = device_capacity("cpu")
+        assert found.device_bytes == expected or expected is None
+        assert ("control group" in found.limited_by) is (expected is not None)
+
+
+def test_the_address_space_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity.resource, "getrlimit", lambda which: (12345, -1))
+    assert device_capacity("cpu") == capacity.Capacity(12345, "the process's address space limit")
