@@ -251,9 +251,7 @@ class _Job:
         def session() -> Session:
             nonlocal current
             if current.ended:
-                self.notes.append(
-                    "A trial ended its profiling subprocess; the search went on in another."
-                )
+                self.notes.append("A trial ended its profiling subprocess; the search went on in another.")
                 current = sessions.enter_context(self.session())
             return current
 
@@ -328,9 +326,6 @@ class _Job:
         )
         if advice is None:
             self.notes.append("No batch recommendation: the inputs could not be run at other batch sizes.")
-        elif not advice.recommended_batch:
-            self.notes.append(f"No batch recommendation: no run stayed within {format_bytes(advice.budget_bytes)}.")
-            return None
         return advice
 
     def session(self) -> Session:
@@ -473,7 +468,7 @@ def _recommendation(rows: list[LevelRow], best: LevelRow) -> str:
     if len(rows) == 1:
         return "Nothing was searched; --level 1 and above may save memory."
     if not best.plan.segments:
-        return "No plan lowered the peak: activations are a small part of this step. A larger batch may change that."
+        return "No plan lowered the measured peak of this step; with larger inputs one may."
     if best.level < 4 and rows[-1].level < 4:
         return f"--level {rows[-1].level + 1} may save more."
     return ""

@@ -46,9 +46,7 @@ def user_code() -> str:
 
 
 @pytest.fixture
-def memopt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Run the command line in this process, in an empty folder; its profiling subprocesses are real."""
     from memopt_cli.cli.app import main
 

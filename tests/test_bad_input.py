@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
 import random
+import resource
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,22 +121,92 @@ IN_A_STEP = [
 
 
 @pytest.mark.parametrize(("command", "code", "said"), BEFORE_A_STEP + IN_A_STEP, ids=lambda value: str(value)[:60])
-def test_bad_input(
-    command: str, code: int, said: list[str], memopt: Memopt, folder: Path, user_code: str
-) -> None:
+def test_bad_input(command: str, code: int, said: list[str], memopt: Memopt, folder: Path, user_code: str) -> None:
     done = memopt(*command.split(), *(["--code-path", user_code] if "faulty:" in command else []))
-    print(command, "->", done.code, done.err)
     assert done.code == code
     assert_clear(done, said)
     assert done.changed == set()
 
 
+@pytest.fixture
+def plan(memopt: Memopt, folder: Path, in_process: None) -> str:
+    """A plan of ``good.pt``, made by optimizing it."""
+    assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 3
+    os.mkdir("made")
+    assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 0
+    return "made/good.plan.yaml"
+
+
+@pytest.mark.parametrize("command", ["apply good.pt made/good.plan.yaml", "optimize good.pt -i 2x3 --level 0"])
+@pytest.mark.parametrize("room", [0, 1000])
+def test_a_full_disk_leaves_nothing(command: str, room: int, memopt: Memopt, plan: str) -> None:
+    with files_no_larger_than(room):
+        done = memopt(*command.split())
+    assert done.code == 3
+    assert_clear(done, ["cannot write good.memopt.pt: File too large", "Nothing was written"])
+    assert done.changed == set()
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Writing more fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_is_not_writable(memopt: Memopt, plan: str) -> None:
+    os.chmod("a_folder", 0o500)
+    done = memopt("apply", "good.pt", plan, "-o", "a_folder/out.pt")
+    assert done.code == 3
+    assert_clear(done, ["cannot write a_folder/out.pt", "not writable", "-o"])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc here")
+def test_a_folder_that_refuses_even_root(memopt: Memopt, plan: str) -> None:
+    done = memopt("apply", "good.pt", plan, "-o", "/proc/self/out.pt")
+    assert done.code == 3
+    assert_clear(done, ["cannot write /proc/self/out.pt", "-o"])
+
+
+def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
+    text = Path(plan).read_text()
+    assert "segments: []" in text
+    Path(plan).write_text(text.replace("segments: []", "segments: [{path: blocks.3}]"))
+    done = memopt("apply", "good.pt", plan)
+    assert done.code == 3
+    assert_clear(done, ["the plan names module 'blocks.3', which Sequential does not have", "memopt optimize"])
+    assert done.changed == set()
+
+
+def test_a_refused_pickle_has_run_nothing(memopt: Memopt, folder: Path) -> None:
+    for name in ("vandal.pt", "legacy_vandal.pt"):
+        assert memopt("optimize", name, "--allow-package", "posix", "--allow-global", "nt.system").code == 4
+    assert not Path("ran").exists()
+    with contextlib.suppress(Exception):  # the sentinel works: unchecked, the file does run its command
+        torch.load("vandal.pt", weights_only=False)
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("arguments", ["optimize missing.pt", "optimize random.pt", "frobnicate"])
+def test_as_a_program(arguments: str, folder: Path, memopt: Memopt, spawn_memopt: Memopt) -> None:
+    """The same code and message as in this process."""
+    done = spawn_memopt(folder, *arguments.split())
+    here = memopt(*arguments.split())
+    assert (done.code, done.out, done.err) == (here.code, here.out, here.err)
+
+
 def assert_clear(done: Any, said: list[str]) -> None:
     """Nothing on stdout; one line ``error: …``, perhaps a hint, and none of Python's or torch's noise."""
     assert done.out == ""
-    _, _, message = done.err.rpartition("error: ")
     assert done.err.count("error: ") == 1
+    message = done.err.partition("error: ")[2]
+    assert "\nhint: " in message or "not valid YAML" in message
     for words in said:
         assert words in message
-    for noise in ("Traceback", "File \"", "WeightsUnpickler", "<class", "0x"):
+    for noise in ("Traceback", 'File "', "WeightsUnpickler", "<class", "0x"):
         assert noise not in message

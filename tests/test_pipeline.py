@@ -6,6 +6,7 @@ One run with real subprocesses is asserted by many tests; variants profile in th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -152,7 +153,7 @@ def test_each_level_has_its_own_measurement(run: Run) -> None:
     assert [row.level for row in rows] == [0, 1, 2, 3, 4]
     outcomes = [row.outcome for row in rows]
     assert all(isinstance(outcome, Measurement) for outcome in outcomes)
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in itertools.pairwise(rows):
         changed = row.plan.segments != before.plan.segments
         assert (row.outcome != before.outcome) is changed
         assert bool(row.note) is not changed
@@ -296,9 +297,7 @@ UNFRAGMENTED = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_model_that_does_not_fit(
-    tmp_path: Path, spawn_memopt: Memopt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes 544 MiB where 300 MiB are left; the plan takes half of those.
 
     The model's class is one of the script's that saved it: ``__main__.Deep``.
@@ -316,9 +315,7 @@ def test_a_model_that_does_not_fit(
     )
     assert done.code == 0, done.err
     assert {"deep.memopt.pt", "deep.memopt.plan.yaml"} <= done.changed
-    summary = from_data(
-        MemOptSummary, json.loads((tmp_path / "deep.memopt.summary.json").read_text())["summary"]
-    )
+    summary = from_data(MemOptSummary, json.loads((tmp_path / "deep.memopt.summary.json").read_text())["summary"])
     assert isinstance(summary.levels[0].outcome, OutOfMemory)
     assert isinstance(summary.levels[1].outcome, Measurement)
     assert summary.levels[1].outcome.allocated_peak_bytes < 200 << 20
@@ -602,4 +599,3 @@ def test_nothing_fits(run: Run) -> None:
     with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
         pipeline.applied_row([row(0, None, run), row(1, None, run)])
     assert "--dim B=1" in error.value.hint
-

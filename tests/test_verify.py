@@ -158,7 +158,7 @@ class Noisy(nn.Module):
 
 
 def test_an_original_that_differs_from_itself_proves_nothing() -> None:
-    with pytest.raises(StepError, match="not repeatable: .* differs between two runs from one seed"):
+    with pytest.raises(StepError, match=r"not repeatable: .* differs between two runs from one seed"):
         check(Plan(level=1, segments=(SegmentPlan(path="layer"),)), model=Noisy())
 
 

@@ -62,9 +62,10 @@ def advise(
 
 
 def _three_probes(batch: int, probe: Probe) -> list[BatchProbe]:
-    """At the batch, half and twice of it; at three and four times where one of these cannot run."""
+    """At the batch, half and twice of it; where one of these cannot run, at smaller and then at larger ones."""
     found: list[BatchProbe] = []
-    for size in dict.fromkeys((max(1, batch // 2), batch, batch * 2, batch * 3, batch * 4)):
+    sizes = (batch // 2, batch, batch * 2, batch // 4, batch * 3 // 4, batch * 3, batch * 4)
+    for size in dict.fromkeys(max(1, size) for size in sizes):
         outcome = probe(size) if len(found) < _PROBES else None
         if isinstance(outcome, BatchProbe):
             found.append(outcome)

@@ -1,0 +1,143 @@
+"""The worker, without its process: every job starts from the state in which the model was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import PlanError, StepError
+from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
+from memopt_cli.measure.worker import Worker
+from memopt_cli.records import InputSpec, ModelSource, Plan, SegmentPlan, StepSettings, TensorSpec, Trust
+
+ORIGINAL = Plan(level=0)
+MiB = 1 << 20
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.ReLU())
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Callable[..., Worker]:
+    def build(**settings: Any) -> Worker:
+        path = tmp_path / "net.pt"
+        torch.manual_seed(0)
+        torch.save(nn.Sequential(block(), block(), block(), nn.AdaptiveAvgPool2d(1)), path)
+        spec = InputSpec(tensors=(TensorSpec(shape=("B", 4, 32, 32)),), dims={"B": 8}, source="here")
+        subject = Subject(source=ModelSource(location=str(path)), spec=spec, settings=StepSettings(**settings))
+        return Worker(subject)
+
+    return build
+
+
+def plan(*paths: str, **fields: Any) -> Plan:
+    return Plan(level=1, segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
+
+
+def everything(worker: Worker) -> dict[str, Any]:
+    model = worker._model
+    return {
+        "tensors": {name: t.clone() for name, t in model.state_dict().items()},
+        "classes": [type(module) for module in model.modules()],
+        "gradients": [p.grad for p in model.parameters()],
+        "training": [module.training for module in model.modules()],
+    }
+
+
+JOBS = [
+    TraceJob(fake=True),
+    TraceJob(fake=False),
+    CountJob(plan=plan("0", "1"), fake=True),
+    CountJob(plan=plan("0", "1"), fake=False),
+    ChunkingJob(path="0"),
+    MeasureJob(plan=plan("1"), steps=2),
+    ProbeJob(plan=plan("1"), batch=5),
+    VerifyJob(plan=plan("0", "1"), batch=4),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+def test_a_job_leaves_the_model_as_it_was(optimizer: str, worker: Callable[..., Worker]) -> None:
+    one = worker(optimizer=optimizer)
+    before = everything(one)
+    for job in JOBS:
+        one.do(job)
+        after = everything(one)
+        assert after["classes"] == before["classes"], job
+        assert after["gradients"] == before["gradients"], job
+        assert after["training"] == before["training"], job
+        for name, tensor in before["tensors"].items():
+            assert torch.equal(after["tensors"][name], tensor), (job, name)
+
+
+def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    before = everything(one)
+    with pytest.raises(PlanError, match="names module 'nowhere'"):
+        one.do(MeasureJob(plan=plan("0", "nowhere"), steps=1))
+    after = everything(one)
+    assert after["classes"] == before["classes"]
+
+
+def test_answers_do_not_depend_on_the_order(worker: Callable[..., Worker]) -> None:
+    one, other = worker(), worker()
+    counts = [one.do(CountJob(plan=p, fake=True)) for p in (ORIGINAL, plan("0", "1"))]
+    assert [other.do(CountJob(plan=p, fake=True)) for p in (plan("0", "1"), ORIGINAL)] == counts[::-1]
+    measured = [one.do(MeasureJob(plan=p, steps=1)) for p in (ORIGINAL, plan("0", "1"), ORIGINAL)]
+    assert measured[0].tensor_peak_bytes == measured[2].tensor_peak_bytes
+    assert measured[0].allocated_peak_bytes == measured[2].allocated_peak_bytes
+
+
+@pytest.mark.parametrize("p", [ORIGINAL, plan("0", "1"), plan("2", chunks=2)], ids=["original", "plan", "chunks"])
+def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable[..., Worker]) -> None:
+    one = worker()
+    measured = one.do(MeasureJob(plan=p, steps=1))
+    assert one.do(CountJob(plan=p, fake=True)).tensor_peak_bytes == measured.tensor_peak_bytes
+    real = one.do(CountJob(plan=p, fake=False))
+    assert real.tensor_peak_bytes == measured.tensor_peak_bytes
+    assert real.allocated_peak_bytes == measured.allocated_peak_bytes
+
+
+def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
+    one = worker(optimizer="adamw")
+    found = one.do(MeasureJob(plan=ORIGINAL, steps=3))
+    parameters = sum(p.nbytes for p in one._model.parameters())
+    assert found.breakdown.parameters_bytes == parameters
+    assert found.breakdown.inputs_bytes == 8 * 4 * 32 * 32 * 4
+    assert found.breakdown.optimizer_bytes >= 2 * parameters
+    assert found.resident_bytes >= 4 * parameters + found.breakdown.inputs_bytes
+    assert found.allocated_peak_bytes >= found.tensor_peak_bytes > found.resident_bytes
+    assert len(found.step_times_s) == 3
+    assert found.step_s == sorted(found.step_times_s)[1]
+    assert found.process_peak_bytes > 50 * MiB
+    assert found.holders[0].held_bytes > 0
+
+
+def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    small, large = (one.do(ProbeJob(plan=ORIGINAL, batch=batch)) for batch in (4, 16))
+    assert (small.batch, large.batch) == (4, 16)
+    assert large.allocated_peak_bytes > 3 * small.allocated_peak_bytes
+    assert large.run_s > 0
+
+
+def test_verification_names_its_size(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    assert one.do(VerifyJob(plan=plan("0"), batch=8)).full_size
+    reduced = one.do(VerifyJob(plan=plan("0"), batch=4))
+    assert reduced.passed
+    assert (reduced.batch, reduced.full_size) == (4, False)
+
+
+def test_a_segment_that_never_runs_is_named(user_code: str) -> None:
+    source = ModelSource(location="faulty:Spare", trust=Trust(code_paths=(user_code,)))
+    spec = InputSpec(tensors=(TensorSpec(shape=(2, 3)),), source="here")
+    worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
+    with pytest.raises(StepError, match="segment of 'spare', but the step never calls that module"):
+        worker.do(MeasureJob(plan=plan("layer", "spare"), steps=1))
