@@ -65,7 +65,14 @@ FAILURES: tuple[Failure, ...] = (
 
 def row(outcome: Measurement | Failure) -> LevelRow:
     return LevelRow(
-        level=1, plan=PLAN, outcome=outcome, predicted_tensor_peak_bytes=None, candidates=2, search_s=1.5, note="a note"
+        level=1,
+        plan=PLAN,
+        outcome=outcome,
+        predicted_tensor_peak_bytes=None,
+        predicted_allocated_peak_bytes=7,
+        candidates=2,
+        search_s=1.5,
+        note="a note",
     )
 
 
@@ -97,7 +104,7 @@ def summary() -> MemOptSummary:
         advice=BatchAdvice(
             recommended_batch=8,
             estimated_batch=9,
-            probes=(BatchProbe(batch=1, allocated_peak_bytes=10, step_s=0.1),),
+            probes=(BatchProbe(batch=1, allocated_peak_bytes=10, run_s=0.1),),
             intercept_bytes=5.0,
             slope_bytes=5.0,
             budget_bytes=50,

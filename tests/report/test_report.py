@@ -60,6 +60,7 @@ def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None
         plan=plan or Plan(level=level),
         outcome=outcome,
         predicted_tensor_peak_bytes=300 * MIB if level else None,
+        predicted_allocated_peak_bytes=300 * MIB if level else None,
         candidates=1,
         search_s=1.0,
         note=note,
@@ -80,7 +81,7 @@ VERIFIED = Verification(
 ADVICE = BatchAdvice(
     recommended_batch=16,
     estimated_batch=16,
-    probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, step_s=1.0),) * 3,
+    probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, run_s=1.0),) * 3,
     intercept_bytes=1e8,
     slope_bytes=5e7,
     budget_bytes=8 * 2**30,
