@@ -35,7 +35,7 @@ class Trust:
     """What the user vouched for when a file is loaded."""
 
     packages: tuple[str, ...] = ()
-    """Top-level packages whose ``nn.Module`` classes may be built (``--allow-package``, ``trust:``)."""
+    """Top-level packages vouched for: whatever they define may be used (``--allow-package``, ``trust:``)."""
     globals: tuple[str, ...] = ()
     """Single qualified names that may be imported (``--allow-global``)."""
     code_paths: tuple[str, ...] = ()

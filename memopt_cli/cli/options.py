@@ -172,7 +172,7 @@ AllowPackage = Annotated[
         default_factory=list,
         show_default=False,
         rich_help_panel=_TRUST,
-        help="Trust the module classes of a package. Repeatable.",
+        help="Trust whatever a package defines. Repeatable.",
     ),
 ]
 AllowGlobal = Annotated[
