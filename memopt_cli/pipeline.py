@@ -12,7 +12,7 @@ from typing import BinaryIO, NoReturn
 
 import torch
 
-from memopt_cli.apply import apply_plan
+from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.batching.advice import advise
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import MeasurementError, MemoptError, StepError, UnsafeFileError, UsageError
@@ -48,7 +48,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime import reset_hidden_state
+from memopt_cli.runtime import reset_hidden_state, segment_of
 from memopt_cli.spec_text import format_tensor
 from memopt_cli.units import format_bytes
 from memopt_cli.write import (
@@ -160,6 +160,9 @@ def _load(request: OptimizeRequest, ask: Ask | None) -> tuple[LoadedModel, Input
     trust: Trust = loaded.source.trust
     trust = replace(trust, globals=(*trust.globals, *vouched))
     loaded = replace(loaded, source=replace(loaded.source, trust=trust))
+    if any(segment_of(module) for module in loaded.module.modules()):
+        remove_plan(loaded.module)
+        loaded = replace(loaded, notes=(*loaded.notes, "The file carries a plan already; it was taken off first."))
     return loaded, find_spec(loaded.source, loaded.module, request.spec)
 
 

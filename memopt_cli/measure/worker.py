@@ -85,7 +85,7 @@ class Worker:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._settings = subject.settings
-        self._model = place(load_model(subject.source).module, self._settings)
+        self._model = place(remove_plan(load_model(subject.source).module), self._settings)
         self._start = StartingState(self._model)
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
