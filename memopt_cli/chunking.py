@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import difference, effects, state_of
+from memopt_cli.equality import TOLERANCE, difference, effects, in_double, state_of
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
-_TOLERANCE = 1e-9
 _AXES = (0, 1)
 
 
@@ -88,7 +87,7 @@ def _leading(lengths: list[int], wanted: int) -> int:
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
     """Why the rule is wrong; ``None`` if every trial agrees."""
     module = copy.deepcopy(module).double().train()
-    inputs = _double((args, kwargs))
+    inputs = in_double((args, kwargs))
     length = args[0].shape[rule.axis]
     try:
         if reason := _forward_disproof(module, inputs, rule):
@@ -97,7 +96,7 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             whole = _effects_of(copy.deepcopy(module), drawn_args, drawn_kwargs, seed)
             for chunks in sorted({2, min(3, length)} if seed == 0 else {min(3 + 2 * seed, length)}):
                 worst = difference(whole, _effects_of(_chunked(module, rule, chunks), drawn_args, drawn_kwargs, seed))
-                if worst.relative > _TOLERANCE:
+                if worst.relative > TOLERANCE:
                     return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -116,7 +115,7 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
                 return "it draws random numbers"
         found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
     worst = difference(*found)
-    return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > _TOLERANCE else None
+    return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
 
 
 def _random_states() -> list[Tensor]:
@@ -133,10 +132,6 @@ def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
 
 def _effects_of(module: nn.Module, args: Any, kwargs: Any, seed: int) -> dict[str, Tensor]:
     return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
-
-
-def _double(value: Any) -> Any:
-    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
 def _draws(inputs: Any) -> Iterator[Any]:

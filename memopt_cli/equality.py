@@ -17,6 +17,10 @@ _ROUNDING_SCALE = 1e-4
 or of a bias before batch norm is: its difference is related to this share of the largest instead."""
 
 
+TOLERANCE = 1e-9
+"""Relative difference in float64 up to which two steps are taken for the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The tensor that differs most between two steps."""
@@ -71,6 +75,11 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
         if relative > worst:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
+
+
+def in_double(value: Any) -> Any:
+    """A copy of ``value`` with its floating tensors in float64."""
+    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

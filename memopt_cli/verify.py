@@ -9,15 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import bit_equal, difference, effects
+from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, in_double
 from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step
-
-TOLERANCE = 1e-9
-"""Relative; for plans with chunks, in float64."""
 
 Transform = Callable[[nn.Module], object]
 
@@ -80,9 +76,5 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
 
 def _in_double(step: Step) -> Step:
     step.model.to(torch.float64)
-    args, kwargs = map_leaves(_double_leaf, (step.args, step.kwargs))
+    args, kwargs = in_double((step.args, step.kwargs))
     return replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
-
-
-def _double_leaf(leaf: object) -> object:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
