@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 
-QUICK_ADVICE = "from memopt_cli import pipeline; pipeline._LONGEST_ADVICE_RUN_S = 0.5;"
+QUICK_ADVICE = "from memopt_cli.pipeline import optimization; optimization._LONGEST_ADVICE_RUN_S = 0.5;"
 """The run that verifies a recommended batch, at most 20 s long, would make up most of a test."""
 
 
@@ -66,10 +66,10 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling in this process, in a tenth of the time; what is said still goes through JSON."""
-    from memopt_cli import pipeline
     from memopt_cli.measure.jobs import Subject
     from memopt_cli.measure.runner import Session
     from memopt_cli.measure.worker import Worker, _failure
+    from memopt_cli.pipeline import optimization, prepare
     from memopt_cli.records import from_data, to_data
 
     def over_the_wire(kind: Any, record: Any) -> Any:
@@ -91,8 +91,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 failure = _failure(error)
                 return over_the_wire(type(failure), failure)
 
-    monkeypatch.setattr(pipeline, "Session", LocalSession)
-    monkeypatch.setattr(pipeline, "_LONGEST_ADVICE_RUN_S", 0.1)
+    monkeypatch.setattr(prepare, "Session", LocalSession)
+    monkeypatch.setattr(optimization, "_LONGEST_ADVICE_RUN_S", 0.1)
 
 
 @pytest.fixture(scope="module")

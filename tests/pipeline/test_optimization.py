@@ -27,8 +27,11 @@ from torch import nn
 import memopt_cli
 from memopt_cli import pipeline
 from memopt_cli.errors import MeasurementError
+from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline import optimization
+from memopt_cli.pipeline.optimization import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     InputSpec,
@@ -352,7 +355,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "net.pt"
     torch.save(small_net(), path)
     original = path.read_bytes()
-    monkeypatch.setattr(pipeline, "_LONGEST_ADVICE_RUN_S", 0.1)
+    monkeypatch.setattr(optimization, "_LONGEST_ADVICE_RUN_S", 0.1)
     torch.manual_seed(11)
     random.seed(12)
     torch.set_default_dtype(torch.float64)
@@ -455,7 +458,7 @@ def test_a_factory_builds_the_same_model_in_every_subprocess(
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("user_random.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(64, 3)\n")
     before = torch.get_rng_state()
-    first, second = (pipeline.load_model(ModelSource(location="user_random:build")).module for _ in range(2))
+    first, second = (load_model(ModelSource(location="user_random:build")).module for _ in range(2))
     assert torch.equal(*(model.state_dict()["weight"] for model in (first, second)))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -592,10 +595,10 @@ def row(level: int, peak: int | None, run: Run) -> LevelRow:
     ],
 )
 def test_no_level_may_raise_the_peak(peaks: list[int | None], applied: int, run: Run) -> None:
-    assert pipeline.applied_row([row(level, peak, run) for level, peak in enumerate(peaks)]).level == applied
+    assert applied_row([row(level, peak, run) for level, peak in enumerate(peaks)]).level == applied
 
 
 def test_nothing_fits(run: Run) -> None:
     with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
-        pipeline.applied_row([row(0, None, run), row(1, None, run)])
+        applied_row([row(0, None, run), row(1, None, run)])
     assert "--dim B=1" in error.value.hint

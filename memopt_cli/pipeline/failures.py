@@ -1,0 +1,22 @@
+"""A measurement that gave no numbers, where the command cannot go on without: the error that says why."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from memopt_cli.errors import MeasurementError, MemoptError, StepError, UnsafeFileError, UsageError
+from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedOut, describe
+
+
+def raise_failure(failure: Failure, context: str = "") -> NoReturn:
+    """Raise the error that a failed measurement means to the user, ``context`` in front of its message."""
+    if isinstance(failure, StepFailed):
+        kinds: dict[int, type[MemoptError]] = {2: UsageError, 4: UnsafeFileError}
+        raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)
+    hints: dict[type[Failure], str] = {
+        TimedOut: "Raise --timeout, or give smaller inputs.",
+        OutOfMemory: "Give smaller inputs, as with --dim B=1, or use a machine with more memory.",
+        Crashed: "Take one training step of the model in plain Python: it should end the same way.",
+    }
+    tail = f"\n{failure.output_tail}" if isinstance(failure, Crashed) and failure.output_tail else ""
+    raise MeasurementError(context + describe(failure) + tail, hint=hints[type(failure)])

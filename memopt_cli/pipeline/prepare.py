@@ -1,0 +1,108 @@
+"""What every command that runs a step does first: find the device, the model and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import torch
+
+from memopt_cli.apply import remove_plan
+from memopt_cli.errors import UsageError
+from memopt_cli.loading import load_model
+from memopt_cli.loading.input_spec import BATCH, find_spec
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.progress import Ask, Progress, WantedGlobal
+from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, StepSettings
+from memopt_cli.runtime import segment_of
+from memopt_cli.spec_text import format_tensor
+
+
+def resolve_device(text: str) -> str:
+    """``auto``, ``cpu`` or ``cuda[:N]`` -> a device that exists.  Raises :class:`UsageError`."""
+    if text == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if text == "cpu":
+        return text
+    index = int(text.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise UsageError(
+            f"there is no device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices",
+            hint="Use --device cpu, or check the driver and the PyTorch build.",
+        )
+    return f"cuda:{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model whose step can be run: here and, by its subject, in profiling subprocesses."""
+
+    subject: Subject
+    loaded: LoadedModel
+    notes: tuple[str, ...]
+    """What the user should know of how it was loaded and what it is fed."""
+
+    def session(self, timeout_s: float) -> Session:
+        """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers."""
+        return Session(self.subject, timeout_s)
+
+
+def prepare(
+    source: ModelSource, spec: InputSpec | None, settings: StepSettings, *, progress: Progress, ask: Ask | None
+) -> Prepared:
+    """Load the model, find its inputs and its device.
+
+    What the user vouches for when asked goes to the subprocesses too.  Raises :class:`MemoptError`.
+    """
+    progress.stage("loading")
+    settings = replace(settings, device=resolve_device(settings.device))
+    loaded = _load(source, ask)
+    notes = list(loaded.notes)
+    if any(segment_of(module) for module in loaded.module.modules()):
+        remove_plan(loaded.module)
+        notes.append("The file carries a plan already; it was taken off first.")
+    spec = find_spec(loaded.source, loaded.module, spec)
+    notes.append(_inputs_note(spec))
+    for note in notes:
+        progress.note(note)
+    return Prepared(
+        subject=Subject(source=loaded.source, spec=spec, settings=settings), loaded=loaded, notes=tuple(notes)
+    )
+
+
+def file_header(prepared: Prepared) -> FileHeader:
+    """Where a file that is written now comes from."""
+    subject = prepared.subject
+    return FileHeader(
+        schema_version=SCHEMA_VERSION,
+        memopt=version("memopt"),
+        torch=str(torch.__version__),
+        model=subject.source.location,
+        sha256=prepared.loaded.sha256,
+        spec=subject.spec,
+        seed=subject.settings.seed,
+        device=subject.settings.device,
+    )
+
+
+def _load(source: ModelSource, ask: Ask | None) -> LoadedModel:
+    vouched: list[str] = []
+
+    def ask_and_remember(wanted: Sequence[WantedGlobal]) -> bool:
+        allowed = ask is not None and ask(wanted)
+        vouched.extend(item.name for item in wanted if allowed)
+        return allowed
+
+    loaded = load_model(source, ask_and_remember if ask else None)
+    trust = replace(loaded.source.trust, globals=(*loaded.source.trust.globals, *vouched))
+    return replace(loaded, source=replace(loaded.source, trust=trust))
+
+
+def _inputs_note(spec: InputSpec) -> str:
+    """What the step is fed and who said so, a guess above all."""
+    inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
+    sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
+    batch = "; dimension 0 is taken as the batch" if spec.tensors and BATCH not in spec.dims else ""
+    return f"Inputs: {inputs}{sizes} ({spec.source}){batch}."
