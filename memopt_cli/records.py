@@ -340,7 +340,7 @@ class Verification:
     exact: bool
     """Compared bit for bit (a plan without chunks) or within ``tolerance`` (relative)."""
     precision: str
-    """Dtype the comparison ran in: ``stored`` or ``fp64``."""
+    """``--precision`` of the comparison; ``fp64`` with chunks."""
     tolerance: float
     compared: int
     """Number of tensors compared: outputs, gradients, buffers, state."""
@@ -361,8 +361,8 @@ class BatchProbe:
 
     batch: int
     allocated_peak_bytes: int
-    run_s: float
-    """Wall time of the probe: a timed step and one under the allocator's profiler."""
+    step_s: float
+    """Wall time of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +380,7 @@ class BatchAdvice:
     budget_bytes: int
     device_bytes: int
     limited_by: str
-    """What bounds the recommendation: the budget, the time limit of a run, or a failed run."""
+    """What bounds the recommendation: the budget, the longest step that may be run, or a failed run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,6 +482,8 @@ class OptimizeRequest:
     """Existing files may be replaced."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
+    longest_step_s: float = 10.0
+    """The step that verifies the recommended batch is to take no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,9 +151,9 @@ _FORWARD_HINT = "Give inputs the model accepts: -i SHAPE[@dtype][=values], once 
 
 @dataclass(slots=True)
 class _Watched:
-    path: str = ""
-    class_name: str = ""
-    shapes: str = ""
+    path: str
+    module: nn.Module
+    inputs: Any
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
     stack: list[_Watched] = []
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        stack.append(_Watched(path, type(module).__name__, _shapes(inputs)))
+        stack.append(_Watched(path, module, inputs))
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         stack.pop()
@@ -207,8 +207,42 @@ def _rejection(error: BaseException, stack: list[_Watched]) -> str:
     if not stack:
         return f"the model rejected its inputs: {_first_line(error)}"
     last = stack[-1]
-    where = f"module '{last.path}' ({last.class_name})" if last.path else f"the model itself ({last.class_name})"
-    return f"{where} rejected its input {last.shapes}: {_first_line(error)}"
+    kind = type(last.module).__name__
+    where = f"module '{last.path}' ({kind})" if last.path else f"the model itself ({kind})"
+    return (
+        f"{where} rejected its input {_shapes(last.inputs)}: {_first_line(error)}{_expected(last.module, last.inputs)}"
+    )
+
+
+def _expected(module: nn.Module, inputs: Any) -> str:
+    """What a layer of PyTorch takes, for those that say it in numbers of their own."""
+    takes = _taken_shape(module)
+    first = next(iter(tensors_of(inputs)), None)
+    if isinstance(module, nn.Embedding):
+        return f"; it takes integers, as in -i 8x128@int64=0..{module.num_embeddings}"
+    if not takes or first is None:
+        return ""
+    missing = takes[0] == "N" and first.dim() == len(takes) - 1
+    return f"; it takes ({', '.join(map(str, takes))}){': is the batch dimension missing?' if missing else ''}"
+
+
+def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
+    """Shape of the input, sizes that are free as letters; empty if it is not known."""
+    match module:
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() | nn.ConvTranspose1d() | nn.ConvTranspose2d():
+            return ("N", module.in_channels, *"DHW"[-len(module.kernel_size) :])
+        case nn.BatchNorm2d():
+            return ("N", module.num_features, "H", "W")
+        case nn.BatchNorm3d():
+            return ("N", module.num_features, "D", "H", "W")
+        case nn.Linear():
+            return ("…", module.in_features)
+        case nn.LayerNorm():
+            return ("…", *module.normalized_shape)
+        case nn.RNNBase():
+            return (*("NT" if module.batch_first else "TN"), module.input_size)
+        case _:
+            return ()
 
 
 def _shapes(value: Any) -> str:

@@ -43,7 +43,7 @@ def verify(
     return Verification(
         passed=bit_equal(reference, optimized) if exact else worst.relative <= tolerance,
         exact=exact,
-        precision="fp64" if chunked else "stored",
+        precision="fp64" if chunked else step.settings.precision,
         tolerance=tolerance,
         compared=worst.compared,
         worst_name=worst.name,

@@ -13,8 +13,10 @@ from typing import Any, Self
 
 import pytest
 
-QUICK_ADVICE = "from memopt_cli.pipeline import optimization; optimization._LONGEST_ADVICE_RUN_S = 0.5;"
-"""The run that verifies a recommended batch, at most 20 s long, would make up most of a test."""
+
+def quickly(arguments: tuple[str, ...]) -> list[str]:
+    """The steps that verify a recommended batch, up to 10 s long, would make up most of a test."""
+    return [*arguments, "--longest-step", "0.01"] if arguments[:1] == ("optimize",) else [*arguments]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def run(*arguments: str) -> Done:
         before = _files(tmp_path)
         capsys.readouterr()
-        code = main(arguments)
+        code = main(quickly(arguments))
         out, err = capsys.readouterr()
         return Done(code, out, err, _changed(before, _files(tmp_path)))
 
@@ -69,7 +71,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from memopt_cli.measure.jobs import Subject
     from memopt_cli.measure.runner import Session
     from memopt_cli.measure.worker import Worker, _failure
-    from memopt_cli.pipeline import optimization, prepare
+    from memopt_cli.pipeline import prepare
     from memopt_cli.records import from_data, to_data
 
     def over_the_wire(kind: Any, record: Any) -> Any:
@@ -92,7 +94,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 return over_the_wire(type(failure), failure)
 
     monkeypatch.setattr(prepare, "Session", LocalSession)
-    monkeypatch.setattr(optimization, "_LONGEST_ADVICE_RUN_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +101,10 @@ def spawn_memopt() -> Callable[..., Done]:
     """Run the command line in a process of its own, in a folder."""
 
     def run(folder: Path, *arguments: str, **options: Any) -> Done:
-        code = f"import sys; {QUICK_ADVICE} from memopt_cli.cli.app import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from memopt_cli.cli.app import main; sys.exit(main(sys.argv[1:]))"
         before = _files(folder)
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
+            [sys.executable, "-c", code, *quickly(arguments)],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,

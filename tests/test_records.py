@@ -104,7 +104,7 @@ def summary() -> MemOptSummary:
         advice=BatchAdvice(
             recommended_batch=8,
             estimated_batch=9,
-            probes=(BatchProbe(batch=1, allocated_peak_bytes=10, run_s=0.1),),
+            probes=(BatchProbe(batch=1, allocated_peak_bytes=10, step_s=0.1),),
             intercept_bytes=5.0,
             slope_bytes=5.0,
             budget_bytes=50,

@@ -357,7 +357,7 @@ def test_summary_is_json_whatever_it_holds() -> None:
 ADVICE = BatchAdvice(
     recommended_batch=16,
     estimated_batch=52,
-    probes=(BatchProbe(batch=4, allocated_peak_bytes=1000, run_s=0.5),),
+    probes=(BatchProbe(batch=4, allocated_peak_bytes=1000, step_s=0.5),),
     intercept_bytes=200.0,
     slope_bytes=200.0,
     budget_bytes=8000,

@@ -11,20 +11,22 @@ TARGET_SHARE = 0.8
 _PROBES = 3
 """Points of the fit."""
 _ATTEMPTS = 3
-"""Runs at the answer before the largest probe that fitted is recommended instead."""
+"""Runs towards the answer; then the largest that fitted is recommended."""
+_WORTH_ANOTHER_RUN = 1.5
+"""A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
 
 Probe = Callable[[int], BatchProbe | Failure]
 """Batch size -> its allocated peak, measured."""
 
 
 def advise(
-    batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_run_s: float
+    batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_step_s: float
 ) -> BatchAdvice | None:
     """Fit ``peak = a + c * batch`` to three probes and verify the largest batch within 80 % of the device by a run.
 
-    Only a batch that was run is recommended.  Where that run would take longer than ``longest_run_s`` the batch is
-    smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than three batch sizes could be run,
-    or if none of them fits.
+    Only a batch that was run is recommended.  Where one step of it would take longer than ``longest_step_s`` the batch
+    is smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than three batch sizes could be
+    run, or if none of them fits.
     """
     budget = int(device_bytes * TARGET_SHARE)
     probes = _three_probes(batch, probe)
@@ -33,32 +35,41 @@ def advise(
         return None
     intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
     largest = max(probes, key=lambda p: p.batch)
-    estimate = max(1, int((budget - intercept) / slope)) if slope > 0 else largest.batch
-    longest = max(largest.batch, int(largest.batch * longest_run_s / largest.run_s))
-    too_long = estimate > longest
-    candidate = longest if too_long else estimate
-    limited_by = f"the time of one verifying run ({longest_run_s:g} s)" if too_long else f"80 % of {device_limit}"
+    estimate = ceiling = max(1, int((budget - intercept) / slope)) if slope > 0 else largest.batch
+    limited_by = f"80 % of {device_limit}"
+    candidate = min(ceiling, _affordable(largest, longest_step_s))
     for _ in range(_ATTEMPTS):
         run = next((p for p in probes if p.batch == candidate), None) or probe(candidate)
         if isinstance(run, BatchProbe):
             probes.append(run)
         if isinstance(run, BatchProbe) and run.allocated_peak_bytes <= budget:
             fitting.append(run)
-            break
-        reason = "it took more than the budget" if isinstance(run, BatchProbe) else describe(run)
-        limited_by = f"a run at batch {candidate}: {reason}"
-        candidate = max(1, candidate * 9 // 10)
+            following = min(ceiling, _affordable(run, longest_step_s))
+            if following < candidate * _WORTH_ANOTHER_RUN:
+                break
+        else:
+            reason = "it took more than the budget" if isinstance(run, BatchProbe) else describe(run)
+            limited_by = f"a run at batch {candidate}: {reason}"
+            ceiling = max(1, candidate - 1)
+            following = max(1, candidate * 9 // 10)
+        candidate = following
     recommended = max(p.batch for p in fitting)
+    unproven = ceiling == estimate > recommended
     return BatchAdvice(
         recommended_batch=recommended,
-        estimated_batch=estimate if too_long else recommended,
+        estimated_batch=estimate if unproven else recommended,
         probes=tuple(sorted({p.batch: p for p in probes}.values(), key=lambda p: p.batch)),
         intercept_bytes=intercept,
         slope_bytes=slope,
         budget_bytes=budget,
         device_bytes=device_bytes,
-        limited_by=limited_by,
+        limited_by=f"the time of a step ({longest_step_s:g} s)" if unproven else limited_by,
     )
+
+
+def _affordable(run: BatchProbe, longest_step_s: float) -> int:
+    """The batch whose step takes that long, in proportion to a step that was timed; at least the batch of that one."""
+    return max(run.batch, int(run.batch * longest_step_s / run.step_s))
 
 
 def _three_probes(batch: int, probe: Probe) -> list[BatchProbe]:

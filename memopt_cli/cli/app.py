@@ -79,7 +79,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case MemoptError():
             return err
         case TyperException():
-            return UsageError(err.format_message(), hint=_usage_hint(err))
+            return UsageError(err.format_message().replace("Value error, ", ""), hint=_usage_hint(err))
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted("interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other

@@ -38,6 +38,7 @@ def optimize(
     optimizer: options.Optimizer = "none",
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
+    longest_step: options.LongestStep = 10.0,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
@@ -68,6 +69,7 @@ def optimize(
         dry_run=dry_run,
         force=force,
         timeout_s=timeout,
+        longest_step_s=longest_step,
     )
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 

@@ -44,14 +44,19 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     return parse
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise typer.BadParameter(f"'{text}' is not a number of seconds") from err
-    if not 0.1 <= value <= 10**6:
-        raise typer.BadParameter(f"it is {value:g} s; it must be from 0.1 to 1000000 s")
-    return value
+def seconds(low: float) -> Callable[[str], float]:
+    """A parser of times in seconds, at least ``low``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError as err:
+            raise typer.BadParameter(f"'{text}' is not a number of seconds") from err
+        if not low <= value <= 10**6:
+            raise typer.BadParameter(f"it is {value:g} s; it must be from {low:g} to 1000000 s")
+        return value
+
+    return parse
 
 
 def _check_model(location: str) -> str:
@@ -159,7 +164,17 @@ Seed = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option(metavar="SECONDS", parser=_seconds, rich_help_panel=_STEP, help="Time limit of one measurement."),
+    typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=_STEP, help="Time limit of one measurement."),
+]
+
+LongestStep = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        parser=seconds(0.001),
+        rich_help_panel=_STEP,
+        help="The recommended batch is run; a step of it may take this long.",
+    ),
 ]
 
 TrustPickle = Annotated[

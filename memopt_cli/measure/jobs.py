@@ -72,6 +72,7 @@ class MeasureJob:
 
     plan: Plan
     steps: int
+    """Timed steps, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,11 @@ _HOLDERS = 40
 """How many modules an answer names as holders of memory."""
 
 
+_ENOUGH_S = 0.3
+_MOST_STEPS = 20
+"""Short steps are timed until they took this long together, or are so many."""
+
+
 class Worker:
     """One loaded model and the jobs that can be done with it."""
 
@@ -151,7 +156,7 @@ class Worker:
         started = time.monotonic()
         step = self._step()
         self._install(job.plan, step)
-        times = tuple(self._timed(step) for _ in range(job.steps))
+        times = self._step_times(step, job.steps)
         self._start.enter()
         counted = trace.count(step)
         allocated = self._allocated(step)
@@ -172,12 +177,8 @@ class Worker:
     def _probe(self, job: ProbeJob) -> BatchProbe:
         step = self._step(job.batch)
         apply_plan(self._model, job.plan)
-        started = time.perf_counter()
-        self._timed(step)  # also makes the optimizer's state
-        allocated = self._allocated(step)
-        return BatchProbe(
-            batch=job.batch, allocated_peak_bytes=allocated.peak_bytes, run_s=time.perf_counter() - started
-        )
+        seconds = self._timed(step)  # also makes the optimizer's state
+        return BatchProbe(batch=job.batch, allocated_peak_bytes=self._allocated(step).peak_bytes, step_s=seconds)
 
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
@@ -260,6 +261,13 @@ class Worker:
         elapsed = time.perf_counter() - started
         self._model.zero_grad(set_to_none=True)
         return elapsed
+
+    def _step_times(self, step: Step, least: int) -> tuple[float, ...]:
+        """At least ``least`` steps; more of steps so short that three would tell little."""
+        times: list[float] = []
+        while len(times) < least or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+            times.append(self._timed(step))
+        return tuple(times)
 
     def _allocated(self, step: Step) -> Allocated:
         self._start.enter()

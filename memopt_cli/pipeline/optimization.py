@@ -54,8 +54,6 @@ Outcome = Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
 
 _TRUSTED_ERROR = 0.01
 """A dry run of the original that is further off, relative to its measured tensor peak, is not believed."""
-_LONGEST_ADVICE_RUN_S = 20.0
-"""The run that verifies a batch recommendation is to take no longer."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -190,7 +188,7 @@ class _Job:
         def session() -> Session:
             nonlocal current
             if current.ended:
-                self.notes.append("A trial ended its profiling subprocess; the search went on in another.")
+                self.notes.append("A trial ended its profiling subprocess; another took over.")
                 current = sessions.enter_context(self.session())
             return current
 
@@ -251,18 +249,20 @@ class _Job:
         self.progress.stage("finding the batch that fits")
         capacity = device_capacity(self.prepared.subject.settings.device)
 
-        def probe(batch: int) -> BatchProbe | Failure:
-            self.progress.update(0, None, f"batch {batch}")
-            with self.session() as session:
-                return session.probe(best.plan, batch)
+        with contextlib.ExitStack() as sessions:
+            session = self._replaceable(sessions)
 
-        advice = advise(
-            batch_of(self.prepared.subject.spec),
-            probe,
-            device_bytes=capacity.device_bytes,
-            device_limit=capacity.limited_by,
-            longest_run_s=min(_LONGEST_ADVICE_RUN_S, self.request.timeout_s),
-        )
+            def probe(batch: int) -> BatchProbe | Failure:
+                self.progress.update(0, None, f"batch {batch}")
+                return session().probe(best.plan, batch)
+
+            advice = advise(
+                batch_of(self.prepared.subject.spec),
+                probe,
+                device_bytes=capacity.device_bytes,
+                device_limit=capacity.limited_by,
+                longest_step_s=self.request.longest_step_s,
+            )
         if advice is None:
             self.notes.append("No batch recommendation: the inputs could not be run at other batch sizes.")
         return advice

@@ -65,6 +65,8 @@ def _headline(summary: MemOptSummary) -> str:
     """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
+        case Measurement(), Measurement() if not _changes(summary) and summary.requested_level:
+            return f"no plan lowers the peak of {format_bytes(before.allocated_peak_bytes)}: the model stays as it is"
         case Measurement(), Measurement():
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
@@ -74,6 +76,10 @@ def _headline(summary: MemOptSummary) -> str:
             return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
+
+
+def _changes(summary: MemOptSummary) -> bool:
+    return any(row.plan.segments for row in summary.levels if row.level == summary.applied_level)
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:

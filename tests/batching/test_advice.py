@@ -28,15 +28,15 @@ class Machine:
         self.asked.append(batch)
         if self.fails(batch):
             return OutOfMemory(detail="")
-        return BatchProbe(batch=batch, allocated_peak_bytes=self.peak(batch), run_s=self.seconds(batch))
+        return BatchProbe(batch=batch, allocated_peak_bytes=self.peak(batch), step_s=self.seconds(batch))
 
-    def advise(self, batch: int, device_bytes: int = 10_000, longest_run_s: float = 20.0) -> BatchAdvice | None:
+    def advise(self, batch: int, device_bytes: int = 10_000, longest_step_s: float = 20.0) -> BatchAdvice | None:
         return advise(
             batch,
             self.probe,
             device_bytes=device_bytes,
             device_limit="the machine's memory",
-            longest_run_s=longest_run_s,
+            longest_step_s=longest_step_s,
         )
 
 
@@ -65,7 +65,16 @@ def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
     assert advice is not None
     assert advice.recommended_batch == 40 == machine.asked[-1]
     assert advice.estimated_batch == 800
-    assert "time of one verifying run (20 s)" in advice.limited_by
+    assert "time of a step (20 s)" in advice.limited_by
+
+
+def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
+    machine = Machine(peak=lambda batch: 10 * batch - 5, seconds=lambda batch: 1.0 + 0.01 * batch)
+    advice = machine.advise(4, longest_step_s=10.0)
+    assert advice is not None
+    assert machine.asked[:4] == [2, 4, 8, 74]  # 10 s at the pace of batch 8
+    assert machine.asked[4:] == [425, 800]  # of batch 74; then within the budget
+    assert advice.recommended_batch == advice.estimated_batch == 800
 
 
 def test_a_peak_that_grows_faster_than_the_line() -> None:
@@ -137,7 +146,7 @@ def test_only_what_was_run_within_the_budget_is_recommended(
         seconds=lambda n: 0.01 + 0.1 * n,
         fails=lambda n: n > limit,
     )
-    advice = machine.advise(batch, longest_run_s=longest)
+    advice = machine.advise(batch, longest_step_s=longest)
     assert len(machine.asked) <= 10
     if advice is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,8 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     assert found.breakdown.optimizer_bytes >= 2 * parameters
     assert found.resident_bytes >= 4 * parameters + found.breakdown.inputs_bytes
     assert found.allocated_peak_bytes >= found.tensor_peak_bytes > found.resident_bytes
-    assert len(found.step_times_s) == 3
-    assert found.step_s == sorted(found.step_times_s)[1]
+    assert 3 <= len(found.step_times_s) <= 20
+    assert found.step_s == statistics.median(found.step_times_s)
     assert found.process_peak_bytes > 50 * MiB
     assert found.holders[0].held_bytes > 0
 
@@ -124,7 +125,7 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
     small, large = (one.do(ProbeJob(plan=ORIGINAL, batch=batch)) for batch in (4, 16))
     assert (small.batch, large.batch) == (4, 16)
     assert large.allocated_peak_bytes > 3 * small.allocated_peak_bytes
-    assert large.run_s > 0
+    assert large.step_s > 0
 
 
 def test_verification_names_its_size(worker: Callable[..., Worker]) -> None:

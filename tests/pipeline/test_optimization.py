@@ -30,7 +30,6 @@ from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline import optimization
 from memopt_cli.pipeline.optimization import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -355,7 +354,6 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "net.pt"
     torch.save(small_net(), path)
     original = path.read_bytes()
-    monkeypatch.setattr(optimization, "_LONGEST_ADVICE_RUN_S", 0.1)
     torch.manual_seed(11)
     random.seed(12)
     torch.set_default_dtype(torch.float64)
@@ -367,6 +365,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
                 source=ModelSource(location=str(path)),
                 spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
                 search=SearchOptions(level=1),
+                longest_step_s=0.01,
             ),
             progress=Progress(),
             ask=None,

@@ -81,7 +81,7 @@ VERIFIED = Verification(
 ADVICE = BatchAdvice(
     recommended_batch=16,
     estimated_batch=16,
-    probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, run_s=1.0),) * 3,
+    probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, step_s=1.0),) * 3,
     intercept_bytes=1e8,
     slope_bytes=5e7,
     budget_bytes=8 * 2**30,
@@ -243,3 +243,8 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
         assert json.loads(stream.getvalue()) == {"files": ["a", "b"]}
     else:
         assert stream.getvalue() == expected
+
+
+def test_a_run_that_changes_nothing_says_so_first(summary: MemOptSummary) -> None:
+    summary.applied_level = 0
+    assert shown(TextReport(), result(summary)).startswith("no plan lowers the peak of 617.9 MiB")
