@@ -193,6 +193,73 @@ class ModuleTrace:
     """The class defines ``__spatial_split__``."""
 
 
+Phase = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTrace:
+    """One operator call of a recorded step, as the dispatcher saw it.  Storages are indices into the trace's."""
+
+    name: str
+    """Without the overload: ``aten::convolution``."""
+    module: str
+    """Path of the innermost module: in forward the one running, in backward the one whose forward it differentiates."""
+    phase: Phase
+    reads: tuple[int, ...] = ()
+    """Storages of its arguments, those that it modifies among them."""
+    makes: tuple[int, ...] = ()
+    """Storages born in it; an operator that gives a view makes none."""
+    mutates: tuple[int, ...] = ()
+    """Storages modified in place."""
+    random: bool = False
+    """It draws from a generator."""
+    flops: int = 0
+    seconds: float = 0.0
+    """Measured time; 0 where only tensors without data ran."""
+    workspace_bytes: int = 0
+    """What its kernel holds for itself while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageTrace:
+    """One storage's life in a recorded step; instants are indices into the trace's operators."""
+
+    nbytes: int
+    kind: str
+    """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
+    module: str
+    """Path of the innermost module that was running when it was born."""
+    born: int
+    """The operator that made it; -1: it existed before the step."""
+    died: int | None
+    """The first operator that ran without it; ``None``: it outlives the step."""
+    freed: int | None
+    """As ``died``, had autograd kept nothing: forward's own references alone."""
+    saved_by: tuple[int, ...] = ()
+    """Operators of forward whose gradient holds it."""
+    compressor: CompressorName = "null"
+    """The smallest codec that held its contents exactly; ``null`` where they were not looked into."""
+    packed_bytes: int = 0
+    """Bytes in that codec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One call of a module; ranges of operators are half open."""
+
+    path: str
+    start: int
+    """First operator of its forward, those of modules below it included."""
+    end: int
+    backward_start: int
+    """First operator of its backward; equal to ``backward_end`` if it has none."""
+    backward_end: int
+    inputs: tuple[int, ...]
+    """Storages of its tensor arguments."""
+    outputs: tuple[int, ...]
+    """Storages of what it returned."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
     """One recorded training step of the original model."""
@@ -204,6 +271,14 @@ class StepTrace:
     """Parameters, gradients, buffers, optimizer state and inputs."""
     batch: int
     """Batch size the step was recorded at."""
+    ops: tuple[OpTrace, ...] = ()
+    """In the order of execution."""
+    storages: tuple[StorageTrace, ...] = ()
+    """In the order of birth."""
+    calls: tuple[ModuleCall, ...] = ()
+    """In the order of their start, a caller before those it calls."""
+    allocated_peak_bytes: int = 0
+    """The tensor peak with the workspaces of operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
