@@ -23,6 +23,19 @@ SCHEMA_VERSION = 1
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
 OptimizerName = Literal["none", "sgd", "adamw"]
 
+Profile = Literal["safe", "balanced", "memory", "exhaustive"]
+Preference = Literal["speed", "balanced", "memory"]
+SelectionPolicy = Literal[
+    "no_candidates",
+    "explicit_zero_budget",
+    "zero_ratio_budget",
+    "all_candidates",
+    "budget_covers_all",
+    "fallback_module_order",
+    "largest_input_activations",
+    "least_predicted_peak",
+]
+
 PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = typing.get_args(OptimizerName)
 
@@ -62,10 +75,12 @@ class LoadedModel:
     module: nn.Module
     source: ModelSource
     format: str
-    """``pickle``, ``torchscript`` or ``factory``."""
+    """``pickle``, ``torchscript``, ``exported`` or ``factory``."""
     sha256: str | None
     """Hash of the model file; ``None`` for a factory."""
     notes: tuple[str, ...] = ()
+    example_spec: InputSpec | None = None
+    """The inputs that the file carries, if it does (``.pt2``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +129,7 @@ class StepSettings:
 # ---------------------------------------------------------------------------------------------- plans
 
 
-CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse"]
+CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "own"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +139,7 @@ class SegmentPlan:
     path: str
     """Module path as in ``named_modules``; empty for the root."""
     compressor: CompressorName = "null"
-    """Codec of the stored input tensors."""
+    """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
     """Number of chunks; 1 means the whole input at once."""
     axis: int = 0
@@ -181,9 +196,11 @@ class ModuleTrace:
     packed_input_bytes: int
     """The same after the lossless compressor named in :attr:`compressor`."""
     compressor: CompressorName
-    """The smallest codec that held every input of this module exactly."""
+    """The codec that the module asks for, else the smallest that held every input of this module exactly."""
     input_shape: tuple[int, ...]
     """Shape of the first positional tensor of the first call; empty if there is none."""
+    first_input_bytes: int = 0
+    """Bytes of that tensor."""
     output_bytes: int
     saved_bytes: int
     """Bytes of storages born in this module or below it and alive when the model's forward had ended."""
@@ -279,6 +296,20 @@ class StepTrace:
     """In the order of their start, a caller before those it calls."""
     allocated_peak_bytes: int = 0
     """The tensor peak with the workspaces of operators."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model says of a plan, without running anything."""
+
+    allocated_peak_bytes: int
+    phase: Phase
+    """When the peak is reached."""
+    module: str
+    """The module that runs then."""
+    op: str
+    step_s: float
+    """Time of a step: the recorded operators', and what the plan runs again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -528,16 +559,56 @@ class MemOptSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """Limits and switches of the search."""
+class SearchRequest:
+    """The search as it was asked for; ``None``: not said, so that a profile or a default decides."""
 
-    level: int = 3
+    level: int | None = None
     targets: tuple[str, ...] = ()
-    """``--target``: class names or path globs; empty: memopt chooses."""
-    compress_x: bool = True
+    modules: tuple[str, ...] | None = None
+    compress_x: bool | None = None
     temporal_split_factor: int = 2
     max_split_rounds: int | None = None
     max_candidates_per_round: int | None = None
+    warmup_in_main_process: bool | None = None
+    warmup_in_profile_workers: bool | None = None
+    prefer: Preference | None = None
+    profile: Profile | None = None
+    allow_expensive_profiling: bool | None = None
+    checkpoint_budget: Preference | None = None
+    max_gc_wrapped_modules: int | None = None
+    gc_target_budget_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Limits and switches of the search, as :func:`memopt_cli.plan.policy.resolve` settled them."""
+
+    level: int = 3
+    targets: tuple[str, ...] = ()
+    """``--target``: class names or path globs; empty: memopt chooses, unless there are ``modules``."""
+    modules: tuple[str, ...] | None = None
+    """Paths of the only modules that may become segments."""
+    compress_x: bool = True
+    temporal_split_factor: int = 2
+    """How many chunks a temporal split makes of one."""
+    max_split_rounds: int | None = None
+    """Of each level that splits; ``None``: no limit."""
+    max_candidates_per_round: int | None = None
+    """Segments tried in a round; ``None``: no limit."""
+    warmup_in_main_process: bool = True
+    """One step of the optimized model in the process that goes on to train it."""
+    warmup_in_profile_workers: bool = True
+    """One step before the timed ones of a measurement, and not among them."""
+    prefer: Preference | None = None
+    profile: Profile | None = None
+    """The one that was asked for, or that ``prefer`` stands for."""
+    allow_expensive_profiling: bool = True
+    checkpoint_budget: Preference | None = None
+    """The one that was asked for, or that ``prefer`` stands for."""
+    max_gc_wrapped_modules: int | None = None
+    """The most segments at level 1; ``None``: no limit; 0 or less: none."""
+    gc_target_budget_ratio: float | None = None
+    """The largest share of the candidates at level 1; ``None``: all of them; 0 or less: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,7 +619,7 @@ class OptimizeRequest:
     spec: InputSpec | None
     """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
-    search: SearchOptions = SearchOptions()
+    search: SearchRequest = SearchRequest()
     output: str | None = None
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False
@@ -559,6 +630,8 @@ class OptimizeRequest:
     """Time limit of one profiling subprocess answer."""
     longest_step_s: float = 10.0
     """The step that verifies the recommended batch is to take no longer."""
+    recommend_batch: bool = True
+    """Find the batch that fits, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -584,6 +657,80 @@ class OptimizeResult:
     summary: MemOptSummary
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
+
+
+# ---------------------------------------------------------------------------------------------- what is in a file
+
+
+TensorKind = Literal["parameter", "buffer", "attribute", "tensor", "input"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor as a model file describes it."""
+
+    name: str
+    """Path in the model, as in ``named_parameters``; the key in a state dict."""
+    kind: TensorKind
+    """``attribute``: a tensor that a module keeps without having registered it; ``tensor``: one outside of modules."""
+    shape: tuple[int | str, ...]
+    """Sizes; a string is a dimension that may vary."""
+    dtype: str
+    size_bytes: int
+    """Bytes of its items; for an input the bytes at the sizes of the example."""
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModule:
+    """A module as a model file describes it."""
+
+    path: str
+    """As in ``named_modules``; empty for the root."""
+    class_name: str
+    """Qualified name of its class."""
+    parameters: int
+    """Items of all parameters in it and below, shared ones once."""
+    size_bytes: int
+    """Bytes of all parameters and buffers in it and below, shared ones once."""
+    segment: bool = False
+    """memopt made it a segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalVerdict:
+    """A class or function that a model file would import, and whether memopt lets it."""
+
+    name: str
+    verdict: Literal["allowed", "needs trust", "refused", "missing"]
+    reason: str = ""
+    flag: str = ""
+    """What to type to allow it; empty if it is allowed, or if nothing should be suggested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is in a model file, told without running or building any of it."""
+
+    path: str
+    format: str
+    size_bytes: int
+    sha256: str
+    versions: dict[str, str]
+    """What the file says of the format and the programs that wrote it."""
+    modules: tuple[StoredModule, ...]
+    """Parents before children; empty for a file of weights alone."""
+    tensors: tuple[StoredTensor, ...]
+    tied: tuple[tuple[str, ...], ...]
+    """Names of tensors that are one and the same memory."""
+    globals: tuple[GlobalVerdict, ...] = ()
+    inputs: tuple[StoredTensor, ...] = ()
+    """Example inputs."""
+    notes: tuple[str, ...] = ()
+    parameters: int = 0
+    """Items of all parameters, shared ones once; in a file of weights alone, of all tensors."""
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 # ---------------------------------------------------------------------------------------------- plain data and back

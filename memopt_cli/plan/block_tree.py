@@ -1,0 +1,238 @@
+"""A recorded step as a tree of blocks, with what each keeps for backward and what it needs beside that.
+
+Where a storage is kept for backward by several operators, the first that takes it as an input pays for it: a block pays
+for its input and not for its output, so what is paid adds up over blocks that follow each other.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One call of a module, or (without a module) operators that a module runs between the calls of its children."""
+
+    path: str
+    kept_bytes: int
+    """Paid by its own operators, those of children apart."""
+    peak_bytes: int
+    """Most bytes at any instant of its forward or backward, nothing that is kept for backward counted."""
+    forward_bytes: int = 0
+    """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
+    resident_bytes: int = 0
+    """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
+    forward_s: float = 0.0
+    """Time of its forward: what running it again takes."""
+    ops: int = 0
+    """Operators of its forward."""
+    input_bytes: int = 0
+    """Of what a segment would hold as it is and nobody else holds."""
+    packed_input_bytes: int = 0
+    """The same in :attr:`compressor`."""
+    compressor: CompressorName = "null"
+    join_bytes: int = 0
+    """The larger of its output and its input: what stands twice for an instant where it runs in chunks."""
+    refusal: str = ""
+    """Why it cannot be a segment; empty if it can."""
+    children: tuple[Block, ...] = ()
+    """In the order of execution; empty for operators that are not looked into."""
+    signature: int = 0
+    """Equal for blocks that do the same on tensors of the same sizes."""
+
+    def __iter__(self) -> Iterator[Block]:
+        """This block and those below it."""
+        yield self
+        for child in self.children:
+            yield from child
+
+
+def block_tree(trace: StepTrace, forward_seconds: Sequence[float]) -> Block:
+    """The tree of a recorded step.  ``forward_seconds``: of every operator, measured or estimated."""
+    return _Builder(trace, forward_seconds).build()
+
+
+@dataclass(slots=True)
+class _Node:
+    call: ModuleCall
+    children: list[_Node] = field(default_factory=list)
+
+
+class _Builder:
+    def __init__(self, trace: StepTrace, seconds: Sequence[float]) -> None:
+        self._trace = trace
+        self._modules = {module.path: module for module in trace.modules}
+        self._elapsed = [0.0, *accumulate(seconds)]
+        self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self._paid = self._payments()
+        self._base, self._resident = self._levels()
+
+    def build(self) -> Block:
+        return self._block(self._nest())
+
+    # ------------------------------------------------------------------------------------------ what is known of ops
+
+    def _payments(self) -> list[int]:
+        """Bytes that every operator of forward pays for, prefix sums."""
+        paid = [0] * (self._forward_ops + 1)
+        self._payer: dict[int, int] = {}
+        for index, storage in enumerate(self._trace.storages):
+            savers = [op for op in storage.saved_by if op < self._forward_ops]
+            if savers and storage.born >= 0:
+                payer = min((op for op in savers if op != storage.born), default=storage.born)
+                self._payer[index] = payer
+                paid[payer + 1] += storage.nbytes
+        return list(accumulate(paid))
+
+    def _levels(self) -> tuple[list[int], list[int]]:
+        """After every operator: bytes that are not kept for backward, workspace included; and those that stay."""
+        count = len(self._trace.ops)
+        base, resident = [0] * (count + 1), [0] * (count + 1)
+        for index, storage in enumerate(self._trace.storages):
+            born = max(0, storage.born)
+            died = count if storage.died is None else storage.died
+            lasting = storage.born < 0 or storage.kind in ("gradients", "optimizer", "parameters", "buffers")
+            for level, counts in ((base, index not in self._payer), (resident, lasting)):
+                if counts and died > born:
+                    level[born] += storage.nbytes
+                    level[died] -= storage.nbytes
+        levels = list(accumulate(base[:-1]))
+        for index, op in enumerate(self._trace.ops):
+            levels[index] += op.workspace_bytes
+        return levels, list(accumulate(resident[:-1]))
+
+    # ------------------------------------------------------------------------------------------ the tree
+
+    def _nest(self) -> _Node:
+        calls = self._trace.calls
+        root = _Node(calls[0])
+        around = [root]
+        for call in calls[1:]:
+            while around[-1].call.end <= call.start and len(around) > 1:
+                around.pop()
+            node = _Node(call)
+            around[-1].children.append(node)
+            around.append(node)
+        return root
+
+    def _block(self, node: _Node) -> Block:
+        call = node.call
+        children = tuple(self._children(node))
+        forward = self._forward_alone(call)
+        module = self._modules.get(call.path)
+        inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
+        held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
+        outputs = sum(self._trace.storages[s].nbytes for s in call.outputs)
+        own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
+        own.forward_bytes = forward
+        own.input_bytes = held
+        own.packed_input_bytes, own.compressor = self._packed(module, call)
+        own.join_bytes = max(outputs, sum(self._trace.storages[s].nbytes for s in call.inputs))
+        own.refusal = self._refusal(module, call)
+        own.children = children
+        own.signature = hash(
+            (
+                tuple(op.name for op in self._trace.ops[call.start : call.end]) if not children else None,
+                tuple(child.signature for child in children),
+                own.kept_bytes,
+                own.packed_input_bytes,
+                held,
+                own.refusal,
+                module.class_name if module else "",
+            )
+        )
+        return own
+
+    def _children(self, node: _Node) -> Iterator[Block]:
+        """The calls right below, and the operators between them."""
+        if not node.children:
+            return
+        call, calls = node.call, [child.call for child in node.children]
+        edges = [call.start, *(edge for c in calls for edge in (c.start, c.end)), call.end]
+        backward = self._backward_edges(call, calls)
+        gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        for index, gap in enumerate(gaps):
+            span = self._span("", gap, backward[index])
+            if span.kept_bytes or span.ops:
+                yield span
+            if index < len(node.children):
+                yield self._block(node.children[index])
+
+    def _backward_edges(self, call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
+        """Backward of the operators between calls: between the backwards of those calls, last first."""
+        upper = [call.backward_end]
+        for child in calls:
+            empty = child.backward_start == child.backward_end
+            upper.append(upper[-1] if empty else min(upper[-1], child.backward_start))
+        lower = [call.backward_start]
+        for child in reversed(calls):
+            lower.append(max(lower[-1], child.backward_end))
+        lower.reverse()
+        return [range(low, max(low, high)) for low, high in zip(lower, upper, strict=True)]
+
+    def _span(self, path: str, forward: range, backward: range) -> Block:
+        ops = [*forward, *backward]
+        fallback = self._base[forward.start] if forward.start < len(self._base) else 0
+        return Block(
+            path=path,
+            kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
+            peak_bytes=max((self._base[i] for i in ops), default=fallback),
+            resident_bytes=max((self._resident[i] for i in backward), default=0),
+            forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
+            ops=len(forward),
+            signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
+        )
+
+    def _forward_alone(self, call: ModuleCall) -> int:
+        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
+        level: dict[int, int] = defaultdict(int)
+        for index in range(*self._born_in(call)):
+            storage = self._trace.storages[index]
+            freed = call.end if storage.freed is None else min(storage.freed, call.end)
+            if index in self._payer and freed > storage.born:
+                level[storage.born] += storage.nbytes
+                level[freed] -= storage.nbytes
+        alive = highest = 0
+        for op in range(call.start, call.end):
+            alive += level.get(op, 0)
+            highest = max(highest, alive + self._base[op])
+        return highest
+
+    def _born_in(self, call: ModuleCall) -> tuple[int, int]:
+        storages = self._trace.storages
+        return (
+            bisect.bisect_left(storages, call.start, key=lambda s: s.born),
+            bisect.bisect_left(storages, call.end, key=lambda s: s.born),
+        )
+
+    def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:
+        """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
+        raw = [self._trace.storages[s] for s in call.inputs]
+        if module is None or module.compressor == "null":
+            return 0, "null"
+        packed = [s for s in raw if s.compressor == module.compressor]
+        if not packed:
+            return 0, "null"
+        return sum(s.packed_bytes for s in packed), module.compressor
+
+    def _refusal(self, module: ModuleTrace | None, call: ModuleCall) -> str:
+        if module is None:
+            return "it was not recorded"
+        if call.backward_start == call.backward_end:
+            return "nothing in it is differentiated"
+        return module.refusal
+
+
+def repeated(root: Block) -> set[str]:
+    """Paths of modules that are called more than once a step."""
+    calls: dict[str, int] = defaultdict(int)
+    for block in root:
+        if block.path:
+            calls[block.path] += 1
+    return {path for path, count in calls.items() if count > 1}

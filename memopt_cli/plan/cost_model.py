@@ -1,0 +1,365 @@
+"""What a plan will cost, from one recorded step of the original: a replay of its operators, without running any.
+
+The replay moves the life of every storage as the plan does.  Within a segment forward frees what only autograd would
+have kept; right before the segment's backward its operators run once more, and what autograd keeps then lives as long
+as it did.  Segments nest: inside a recomputation, an inner segment is in its own forward again.  A segment in chunks
+runs them one after another, so one chunk's share of what is inside it is alive at a time.
+
+All of it is arithmetic on :class:`~memopt_cli.records.StepTrace`; a plan takes milliseconds.  A dry run is the
+authority (:func:`memopt_cli.trace.count`); this is for finding what is worth one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from memopt_cli.records import ModuleCall, OpTrace, Plan, Prediction, SegmentPlan, StepTrace, StorageTrace
+
+_PACK_BYTES_PER_S = 2e9
+"""Rate of packing, its check included, and of unpacking: of the order of a copy of the tensor."""
+_OP_S = 15e-6
+"""Time that an operator takes however small its tensors are: what chunks add."""
+_FLOPS_PER_S = 5e10
+"""Where no operator was timed: only ratios of the times count then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One recomputation: a call of a segment, run again right before its backward."""
+
+    call: ModuleCall
+    segment: SegmentPlan
+    parent: _Block | None
+    """The segment's call that it lies in."""
+    offset: int = 0
+    """Instant at which the recomputation starts."""
+    stop: int = 0
+    """Operator before which the recomputation ends: nothing from there on is kept for backward."""
+    shares: int = 1
+    """Chunks, those of the blocks around it multiplied in."""
+    packed: dict[int, int] = field(default_factory=dict)
+    """Storages that are stored packed -> bytes."""
+
+
+class CostModel:
+    """Prices plans of one recorded step."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        self._calls: dict[str, list[ModuleCall]] = defaultdict(list)
+        for call in trace.calls:
+            self._calls[call.path].append(call)
+        timed = any(op.seconds for op in trace.ops)
+        self.peak_bytes = trace.allocated_peak_bytes
+        """Of the original."""
+        self.seconds = [op.seconds if timed else max(_OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        """Of every operator, measured or estimated from its flops."""
+        self._elapsed = [0.0, *accumulate(self.seconds)]
+        self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self._backward_end = _innermost_backward_end(trace, self._forward_ops)
+        self._held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+
+    @property
+    def step_s(self) -> float:
+        """Time of the original step in seconds, the sum of its operators'."""
+        return self._elapsed[-1]
+
+    def predict(self, plan: Plan) -> Prediction:
+        """The step under ``plan``: allocated peak, when it happens, and time."""
+        replay = _Replay(self.trace, self._blocks(plan), self._forward_ops, self._backward_end, self._held_before)
+        peak_bytes, op = replay.peak()
+        return Prediction(
+            allocated_peak_bytes=peak_bytes,
+            phase=op.phase,
+            module=op.module,
+            op=op.name,
+            step_s=self.step_s + sum(map(self._added_s, replay.blocks)),
+        )
+
+    def _added_s(self, block: _Block) -> float:
+        again = self._elapsed[block.stop] - self._elapsed[block.call.start]
+        chunked = 3 * _OP_S * (block.call.end - block.call.start) * (block.segment.chunks - 1)
+        unpacked_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
+        return again + chunked + 2 * unpacked_bytes / _PACK_BYTES_PER_S
+
+    def _blocks(self, plan: Plan) -> list[_Block]:
+        """Outer ones first, in the order of their forward."""
+        wanted = [(call, segment) for segment in plan.segments for call in self._segment_calls(segment)]
+        wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
+        blocks: list[_Block] = []
+        around: list[_Block] = []
+        for call, segment in wanted:
+            while around and around[-1].call.end <= call.start:
+                around.pop()
+            if call.backward_start == call.backward_end:
+                continue  # nothing in it is differentiated: it runs as a plain module
+            block = _Block(call, segment, around[-1] if around else None)
+            block.shares = segment.chunks * (block.parent.shares if block.parent else 1)
+            blocks.append(block)
+            around.append(block)
+        for block in blocks:
+            if block.parent is None and segment_packs(block.segment):
+                block.packed = self._packed(block)
+        return blocks
+
+    def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
+        for call in self._calls[segment.path]:
+            if segment.spatial_split:
+                yield from self._parts(call)
+            else:
+                yield call
+
+    def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
+        """The calls right below one."""
+        end = whole.start
+        for call in self.trace.calls:
+            if call is not whole and whole.start <= call.start and call.end <= whole.end and call.start >= end:
+                end = call.end
+                yield call
+
+    def _packed(self, block: _Block) -> dict[int, int]:
+        storages = ((s, self.trace.storages[s]) for s in block.call.inputs)
+        return {
+            s: storage.packed_bytes
+            for s, storage in storages
+            if storage.compressor == block.segment.compressor and storage.packed_bytes < storage.nbytes
+        }
+
+
+def segment_packs(segment: SegmentPlan) -> bool:
+    """Whether a segment stores its input in fewer bytes, contents allowing."""
+    return segment.compressor != "null"
+
+
+class _Replay:
+    """The operators of a step under a plan, in their new order, and the bytes alive after each."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        blocks: Sequence[_Block],
+        forward_ops: int,
+        backward_end: Sequence[int],
+        held_before: int,
+    ) -> None:
+        self.blocks = blocks
+        self._trace = trace
+        self._forward_ops = forward_ops
+        self._backward_end = backward_end
+        self._held_before = held_before
+        self._inner: list[_Block | None] = [None] * len(trace.ops)
+        """The innermost block around every operator, of forward and of backward."""
+        for block in blocks:
+            call = block.call
+            self._inner[call.start : call.end] = [block] * (call.end - call.start)
+            backward = range(call.backward_start, call.backward_end)
+            self._inner[backward.start : backward.stop] = [block] * len(backward)
+        self._savers_in: dict[int, dict[_Block | None, list[int]]] = {}
+        self._find_stops()
+        self._place = self._lay_out()
+        self._change = [0] * (self._length + 1)
+        self._extra = [0] * (self._length + 1)
+
+    # ------------------------------------------------------------------------------------------ the new order
+
+    def _find_stops(self) -> None:
+        for block in self.blocks:
+            block.stop = block.call.start
+        for index, storage in enumerate(self._trace.storages):
+            savers: dict[_Block | None, list[int]] = defaultdict(list)
+            for op in storage.saved_by:
+                if op < self._forward_ops:
+                    savers[self._inner[op]].append(op)
+            self._savers_in[index] = savers
+            for inner, ops in savers.items():
+                for around in _outwards(inner):
+                    if around is not None:
+                        around.stop = max(around.stop, max(ops) + 1)
+
+    def _lay_out(self) -> list[int]:
+        """Instant of every original operator; recomputations stand right before the backward they serve."""
+        starting: dict[int, list[_Block]] = defaultdict(list)
+        for block in self.blocks:
+            starting[block.call.backward_start].append(block)
+        place, now = [], 0
+        for index in range(len(self._trace.ops)):
+            for block in starting.get(index, ()):
+                block.offset = now
+                now += block.stop - block.call.start
+            place.append(now)
+            now += 1
+        self._length = now
+        return place
+
+    def _at(self, block: _Block | None, op: int) -> int:
+        """The instant at which an operator runs, in the first forward or in a recomputation."""
+        return self._place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
+
+    def _after(self, op: int | None) -> int:
+        """The instant right after the operator before ``op``, in the original order; ``None``: the end."""
+        return self._length if op is None else self._place[op - 1] + 1 if op > 0 else 0
+
+    def _end_of(self, block: _Block) -> int:
+        return block.offset + block.stop - block.call.start
+
+    # ------------------------------------------------------------------------------------------ bytes
+
+    def peak(self) -> tuple[int, OpTrace]:
+        """The most bytes at any instant, kernel workspace included, and the operator that runs then."""
+        for index, storage in enumerate(self._trace.storages):
+            if storage.born < 0:
+                self._end_of_existing(storage)
+            elif storage.born < self._forward_ops:
+                self._forward_life(index, storage)
+            else:
+                self._backward_life(storage)
+        for block in self.blocks:
+            self._add_stored_input(block)
+            self._add_joins(block)
+        operators = self._add_workspaces()
+        alive, best, at = self._held_before, -1, 0
+        for instant in range(self._length):
+            alive += self._change[instant]
+            if alive + self._extra[instant] > best:
+                best, at = alive + self._extra[instant], instant
+        return best, operators[at]
+
+    def _live(self, start: int, end: int, nbytes: int) -> None:
+        if end > start:
+            self._change[start] += nbytes
+            self._change[end] -= nbytes
+
+    def _end_of_existing(self, storage: StorageTrace) -> None:
+        if storage.died is not None:
+            self._change[self._after(storage.died)] -= storage.nbytes
+
+    def _forward_life(self, index: int, storage: StorageTrace) -> None:
+        """In the first forward, and again in every recomputation around it."""
+        around = _outwards(self._inner[storage.born])
+        savers = self._savers_in[index]
+        for depth, block in enumerate(around):
+            if block is not None and storage.born >= block.stop:
+                continue
+            end = self._forward_end(storage, block)
+            if savers.get(block):
+                end = max(end, self._release(storage, savers[block]))
+            for held in self._holders(index, storage, block):
+                end = max(end, self._held_until(index, held))
+            inside = [b for b in around[:depth] if b is not None and not self._escapes(storage, savers, b)]
+            shares = inside[0].shares if inside else block.shares if block else 1
+            self._live(self._at(block, storage.born), end, storage.nbytes // shares)
+
+    def _forward_end(self, storage: StorageTrace, block: _Block | None) -> int:
+        if block is None:
+            return self._after(storage.died if storage.freed is None else storage.freed)
+        freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
+        return self._at(block, freed)
+
+    def _release(self, storage: StorageTrace, savers: list[int]) -> int:
+        """When autograd lets go of it: its first user in forward is the last in backward."""
+        first = min(savers)
+        if first == min(storage.saved_by):
+            return self._after(storage.died)
+        return self._after(self._backward_end[first])
+
+    def _holders(self, index: int, storage: StorageTrace, block: _Block | None) -> Iterator[_Block]:
+        """The segments right inside ``block`` that hold this storage as their input, as it is."""
+        for held in self._by_input.get(index, ()):
+            if held.parent is block and index not in held.packed and storage.born < held.call.start:
+                yield held
+
+    @property
+    def _by_input(self) -> dict[int, list[_Block]]:
+        if not hasattr(self, "_inputs"):
+            self._inputs: dict[int, list[_Block]] = defaultdict(list)
+            for block in self.blocks:
+                for index in block.call.inputs:
+                    self._inputs[index].append(block)
+        return self._inputs
+
+    def _held_until(self, index: int, block: _Block) -> int:
+        """When a recomputation needs its input no more: where it is kept for backward, that is backward's end."""
+        for inner in self._savers_in[index]:
+            if block in _outwards(inner):
+                return self._after(block.call.backward_end)
+        return self._end_of(block)
+
+    def _escapes(self, storage: StorageTrace, savers: dict[_Block | None, list[int]], block: _Block) -> bool:
+        outlives = storage.freed is None or storage.freed > block.call.end
+        return outlives or any(block not in _outwards(saver) for saver in savers)
+
+    def _backward_life(self, storage: StorageTrace) -> None:
+        block = self._inner[storage.born]
+        shares = 1
+        if block is not None and storage.kind != "gradients":
+            escapes = storage.died is None or storage.died > block.call.backward_end
+            outer = block.parent if escapes else block
+            shares = outer.shares if outer else 1
+        self._live(self._place[storage.born], self._after(storage.died), storage.nbytes // shares)
+
+    def _add_stored_input(self, block: _Block) -> None:
+        """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
+        start = self._at(block.parent, block.call.start)
+        for index, packed_bytes in block.packed.items():
+            nbytes = self._trace.storages[index].nbytes
+            self._live(start, block.offset, packed_bytes)
+            self._live(block.offset, self._held_until(index, block), nbytes // block.segment.chunks)
+            # The check compares with what would come back, and a flag for every element.
+            check_bytes = (nbytes + nbytes // 4) // block.segment.chunks
+            self._extra[start] = max(self._extra[start], check_bytes)
+
+    def _add_joins(self, block: _Block) -> None:
+        """Where chunks end stand the pieces and the whole: of the outputs; in backward, of the input's gradient."""
+        if block.segment.chunks == 1:
+            return
+        storages = self._trace.storages
+        share = block.parent.shares if block.parent else 1
+        outputs = sum(storages[s].nbytes for s in block.call.outputs if storages[s].born >= block.call.start)
+        for around in _outwards(block.parent):
+            if around is None or block.call.end <= around.stop:
+                self._extra[self._at(around, block.call.end - 1)] += outputs // share
+        backward = range(block.call.backward_start, block.call.backward_end)
+        gradients = sum(
+            s.nbytes
+            for s in storages
+            if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
+        )
+        self._extra[self._place[backward.stop - 1]] += gradients // share
+
+    def _add_workspaces(self) -> list[OpTrace]:
+        """The operator that runs at every instant."""
+        ops = self._trace.ops
+        running: list[OpTrace] = [ops[0]] * self._length
+
+        def run(instant: int, op: OpTrace, shares: int) -> None:
+            running[instant] = op
+            self._extra[instant] += op.workspace_bytes // shares
+
+        for index, op in enumerate(ops):
+            inner = self._inner[index]
+            run(self._place[index], op, inner.shares if inner else 1)
+        for block in self.blocks:
+            for index in range(block.call.start, block.stop):
+                inner = self._inner[index]
+                run(self._at(block, index), ops[index], inner.shares if inner else 1)
+        return running
+
+
+def _outwards(block: _Block | None) -> list[_Block | None]:
+    """The block, those around it, and at last the first forward (``None``)."""
+    chain: list[_Block | None] = []
+    while block is not None:
+        chain.append(block)
+        block = block.parent
+    return [*chain, None]
+
+
+def _innermost_backward_end(trace: StepTrace, forward_ops: int) -> list[int]:
+    """For every operator of forward, where the backward of the innermost module around it ends."""
+    ends = [len(trace.ops)] * forward_ops
+    for call in trace.calls:
+        ends[call.start : call.end] = [call.backward_end] * (call.end - call.start)
+    return ends

@@ -1,0 +1,228 @@
+"""The fastest plan within a budget: exact over sequences and nesting, by an algebra of three numbers.
+
+A way to run a block is (kept, peak, added time): bytes it keeps from its forward to its backward, the most bytes at any
+instant of its forward and backward, what it kept included, and the time that recomputation adds.  Then
+
+- first ``a``, then ``b``, whose backward is first:  (a.kept + b.kept, max(a.peak, a.kept + b.peak), a.time + b.time);
+- a segment around a way ``w`` to run its inside:  (input, w.peak, forward + w.time), its input being stored.
+
+Both keep the order of each number, so a way that is worse in all three than another is part of no best plan: what
+remains is a Pareto set for every block, built from those of its children (dynamic programming as in Herrmann et al.,
+"Optimal checkpointing for heterogeneous chains", 2019, over a tree of modules instead of a chain, segments nested).
+Blocks that are alike are solved once.  Sets that grow beyond a cap are thinned, on the safe side.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.plan.block_tree import Block, repeated
+from memopt_cli.records import ChunkRule, SegmentPlan
+
+_MOST_WAYS = 400
+"""Ways kept on the way through the step."""
+_MOST_INNER_WAYS = 32
+"""Ways kept of a block that is looked at by itself."""
+_OP_S = 15e-6
+"""Time that an operator takes however small its tensors are: what chunks add, forward, again, and backward."""
+_PACK_BYTES_PER_S = 2e9
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a block, with the segments that make it: a tree that shares its parts."""
+
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    added_s: float = 0.0
+    segment: SegmentPlan | None = None
+    parts: tuple[Way, ...] = ()
+    moved: tuple[str, str] | None = None
+    """The paths below begin with the first and mean the second: the way of a block that is alike."""
+
+    def then(self, other: Way) -> Way:
+        """This way, and another of the block that follows."""
+        peak = max(self.peak_bytes, self.kept_bytes + other.peak_bytes)
+        parts = tuple(way for way in (self, other) if way.segment or way.parts)
+        return Way(self.kept_bytes + other.kept_bytes, peak, self.added_s + other.added_s, parts=parts)
+
+    def segments(self) -> Iterator[SegmentPlan]:
+        """In the order of execution, outer ones first."""
+        stack: list[tuple[Way, tuple[tuple[str, str], ...]]] = [(self, ())]
+        while stack:
+            way, moves = stack.pop()
+            moves = (way.moved, *moves) if way.moved else moves
+            if way.segment is not None:
+                yield replace(way.segment, path=_moved(way.segment.path, moves))
+            stack.extend((part, moves) for part in reversed(way.parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What a plan may do."""
+
+    targets: Callable[[str], bool] = lambda path: True
+    """Which modules may be segments, among those that can."""
+    compress: bool = True
+    chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
+    """Modules that may run in chunks: how, and the length of the axis."""
+    chunk_factor: int = 2
+
+
+class Solver:
+    """Finds plans for one recorded step."""
+
+    def __init__(self, root: Block, allowed: Allowed) -> None:
+        self._root = root
+        self._allowed = allowed
+        self._alike = Counter(block.signature for block in root)
+        self._repeated = repeated(root)
+        self._solved: dict[tuple[int, frozenset[str]], tuple[Block, list[Way]]] = {}
+        self._segmented: frozenset[str] = frozenset()
+        """Of the modules that are called several times, those that are segments in every call."""
+
+    def fastest(self, budget_bytes: int) -> Way | None:
+        """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
+        best: Way | None = None
+        for segmented in self._choices_of_repeated():
+            self._segmented = segmented
+            found = self._through([Way()], self._root, budget_bytes)
+            fastest = min(found, key=lambda way: way.added_s, default=None)
+            if fastest is not None and (best is None or fastest.added_s < best.added_s):
+                best = fastest
+        return best
+
+    def least_peak_bytes(self, high: int) -> int | None:
+        """The least budget, to a part in a thousand, that a way stays within; ``None`` if ``high`` is too little."""
+        if self.fastest(high) is None:
+            return None
+        low = -1
+        while high - low > max(1, high // 1000):
+            middle = (low + high) // 2
+            if self.fastest(middle) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _choices_of_repeated(self) -> Iterable[frozenset[str]]:
+        """None of them; one of the outermost; all of the outermost."""
+        usable = {b.path for b in self._root if b.path in self._repeated and self._may_be_segment(b)}
+        outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
+        return dict.fromkeys([frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)])
+
+    def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
+        """Ways up to and through a block: here every peak within the budget is as good as another."""
+        if self._alike[block.signature] > 1 or not block.children:
+            after = [way.then(own) for own in self._ways(block) for way in before]
+        else:
+            plain = before
+            for child in block.children:
+                plain = self._through(plain, child, budget_bytes)
+            after = plain + [way.then(own) for own in self._as_segment(block) for way in before]
+        return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
+
+    def _ways(self, block: Block) -> list[Way]:
+        """The Pareto set of a block by itself; of blocks that are alike the first is solved."""
+        key = block.signature, self._segmented
+        if key not in self._solved:
+            self._solved[key] = block, self._solve(block)
+        solved, ways = self._solved[key]
+        if solved is block:
+            return ways
+        more = block.resident_bytes - solved.resident_bytes  # gradients that are there already
+        moved = (solved.path, block.path)
+        return [Way(w.kept_bytes, w.peak_bytes + more, w.added_s, parts=(w,), moved=moved) for w in ways]
+
+    def _solve(self, block: Block) -> list[Way]:
+        segments = self._as_segment(block)
+        if block.path in self._segmented:
+            return segments
+        return _thinned([*self._inside(block), *segments], _MOST_INNER_WAYS)
+
+    def _inside(self, block: Block) -> list[Way]:
+        """Ways of its parts, the block itself being no segment."""
+        if not block.children:
+            return [Way(block.kept_bytes, block.kept_bytes + block.peak_bytes)]
+        ways = [Way()]
+        for child in block.children:
+            ways = _thinned([way.then(own) for way in ways for own in self._ways(child)], _MOST_INNER_WAYS)
+        return ways
+
+    def _as_segment(self, block: Block) -> list[Way]:
+        if not self._may_be_segment(block) or (block.path in self._repeated and block.path not in self._segmented):
+            return []
+        packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
+        plain = SegmentPlan(path=block.path, compressor=block.compressor if packed else "null")
+        stored = block.packed_input_bytes if packed else block.input_bytes
+        codec_s = 2 * block.input_bytes / _PACK_BYTES_PER_S if packed else 0.0
+        ways = []
+        for inside in self._inside(block):
+            peak = max(inside.peak_bytes, block.forward_bytes)
+            added = block.forward_s + inside.added_s + codec_s
+            for segment in (plain, *self._in_chunks(block, plain)):
+                more = block.resident_bytes + block.join_bytes if segment.chunks > 1 else 0
+                share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
+                overhead = 3 * _OP_S * block.ops * (segment.chunks - 1)
+                ways.append(Way(stored, max(stored, share + more), added + overhead, segment, (inside,)))
+        return _thinned(ways, _MOST_INNER_WAYS)
+
+    def _in_chunks(self, block: Block, plain: SegmentPlan) -> Iterator[SegmentPlan]:
+        if block.path not in self._allowed.chunks:
+            return
+        rule, length = self._allowed.chunks[block.path]
+        chunks = 1
+        while chunks < length:
+            chunks = min(length, chunks * self._allowed.chunk_factor)
+            yield replace(
+                plain, chunks=chunks, axis=rule.axis, seq_inputs=rule.seq_inputs, seq_outputs=rule.seq_outputs
+            )
+
+    def _may_be_segment(self, block: Block) -> bool:
+        return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
+
+
+def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
+    """The Pareto set; of more than ``most``, one for every cell of a grid.
+
+    Peaks up to ``indifferent_bytes`` are as good as each other.
+    """
+    best = list(_pareto(ways, indifferent_bytes))
+    if len(best) <= most:
+        return best
+    steps = most if indifferent_bytes else max(4, int(most**0.5))
+    kept_step = max(1, max(way.kept_bytes for way in best) // steps)
+    peak_step = max(1, max(way.peak_bytes for way in best) // steps)
+    cells: dict[tuple[int, int], Way] = {}
+    for way in sorted(best, key=lambda way: way.added_s):
+        cell = way.kept_bytes // kept_step, 0 if indifferent_bytes else way.peak_bytes // peak_step
+        cells.setdefault(cell, way)
+    return list(cells.values())
+
+
+def _pareto(ways: Sequence[Way], indifferent_bytes: int) -> Iterator[Way]:
+    """Those that no other beats or equals in all of kept, peak and time."""
+    peaks: list[int] = []  # of those already taken, which keep no more: peaks rise, times fall
+    times: list[float] = []
+    for way in sorted(ways, key=lambda w: (w.kept_bytes, max(indifferent_bytes, w.peak_bytes), w.added_s)):
+        peak = max(indifferent_bytes, way.peak_bytes)
+        place = bisect.bisect_right(peaks, peak)
+        if place and times[place - 1] <= way.added_s:
+            continue
+        end = place
+        while end < len(peaks) and times[end] >= way.added_s:
+            end += 1
+        if place and peaks[place - 1] == peak:
+            place -= 1
+        peaks[place:end], times[place:end] = [peak], [way.added_s]
+        yield way
+
+
+def _moved(path: str, moves: Sequence[tuple[str, str]]) -> str:
+    for old, new in moves:
+        if path == old or path.startswith(f"{old}."):
+            path = new + path[len(old) :]
+    return path

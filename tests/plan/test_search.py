@@ -1,0 +1,174 @@
+"""The search for the fastest plan within a budget, against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memopt_cli.plan.block_tree import Block
+from memopt_cli.plan.search import Allowed, Solver, Way, _pareto
+from memopt_cli.records import ChunkRule
+
+BYTES = st.integers(0, 50)
+SECONDS = st.integers(1, 20).map(float)
+
+
+def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -> Block:
+    """A block as the recorded step would give it: what its parts say counts, its own operators apart."""
+    made = Block(
+        path=path,
+        kept_bytes=int(numbers.get("kept", 0)),
+        peak_bytes=int(numbers.get("peak", 0)),
+        forward_bytes=int(numbers.get("forward", 0)),
+        forward_s=float(numbers.get("seconds", 0)) + sum(c.forward_s for c in children),
+        input_bytes=int(numbers.get("input", 0)),
+        ops=int(numbers.get("ops", 0)),
+        children=children,
+    )
+    made.signature = hash((path, *sorted(numbers.items()), *(c.signature for c in children)))
+    return made
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 8) -> Block:
+    """A root over at most ``most`` modules, nested as chance has it."""
+    names = iter(f"m{i}" for i in range(draw(st.integers(1, most))))
+
+    def subtree(name: str, depth: int) -> Block:
+        own = {key: draw(BYTES) for key in ("kept", "peak", "forward", "input")} | {"seconds": draw(SECONDS)}
+        children = []
+        if depth < 3 and draw(st.booleans()):
+            children = [subtree(f"{name}.{n}", depth + 1) for n in itertools.islice(names, draw(st.integers(1, 3)))]
+        return block(name, tuple(children), **own)
+
+    return block("", tuple(subtree(name, 0) for name in names))
+
+
+def paths(root: Block) -> list[str]:
+    return [b.path for b in root if b.path]
+
+
+def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
+    """(kept, peak, added time) of a plan, straight from the definition."""
+    if root.children:
+        kept = peak = 0
+        added = 0.0
+        for child in root.children:
+            child_kept, child_peak, child_added = step(child, segments)
+            peak = max(peak, kept + child_peak)
+            kept, added = kept + child_kept, added + child_added
+    else:
+        kept, peak, added = root.kept_bytes, root.kept_bytes + root.peak_bytes, 0.0
+    if root.path not in segments:
+        return kept, peak, added
+    return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added + root.forward_s
+
+
+def every_plan(root: Block) -> Iterator[tuple[int, float]]:
+    """(peak, added time) of every set of segments."""
+    names = paths(root)
+    for count in range(len(names) + 1):
+        for chosen in itertools.combinations(names, count):
+            _, peak, added = step(root, frozenset(chosen))
+            yield peak, added
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.floats(0, 1))
+def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
+    plans = list(every_plan(root))
+    least, most = min(p for p, _ in plans), max(p for p, _ in plans)
+    budget = int(least + share * (most - least))
+    way = Solver(root, Allowed()).fastest(budget)
+    assert way is not None
+    kept, peak, added = step(root, frozenset(s.path for s in way.segments()))
+    assert peak <= budget
+    assert (way.kept_bytes, way.peak_bytes, way.added_s) == (kept, peak, pytest.approx(added))
+    assert added == pytest.approx(min(t for p, t in plans if p <= budget))
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees())
+def test_nothing_fits_below_the_least_peak(root: Block) -> None:
+    least = min(p for p, _ in every_plan(root))
+    solver = Solver(root, Allowed())
+    assert solver.fastest(least - 1) is None
+    assert solver.least_peak_bytes(10_000) == least
+    assert solver.least_peak_bytes(least - 1) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), max_size=30))
+def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
+    kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Way(*n) for n in numbers], 0)}
+    best = {n for n in numbers if not any(o != n and all(a <= b for a, b in zip(o, n, strict=True)) for o in numbers)}
+    assert kept == best
+
+
+def layers(count: int) -> Block:
+    """Blocks that are alike but for the gradients that are there already when their backward begins."""
+
+    def layer(i: int) -> Block:
+        parts = tuple(
+            block(f"layers.{i}.{name}", kept=kept, peak=20, forward=20, input=8, seconds=seconds)
+            for name, kept, seconds in (("attention", 40, 3.0), ("norm", 8, 0.1), ("mlp", 64, 4.0))
+        )
+        made = block(f"layers.{i}", parts, forward=60, input=8)
+        for part in (*parts, made):
+            part.signature = hash((part.path.rpartition(".")[2] if part is not made else "layer", len(part.children)))
+            part.resident_bytes = count - i
+            part.peak_bytes += count - i
+        return made
+
+    return block("", (block("layers", tuple(layer(i) for i in range(count))),))
+
+
+def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
+    way = Solver(layers(40), Allowed()).fastest(1200)
+    assert way is not None
+    chosen = [segment.path for segment in way.segments()]
+    assert len(chosen) == len(set(chosen)) > 10
+    assert {int(path.split(".")[1]) for path in chosen} <= set(range(40))
+    _, peak, added = step(layers(40), frozenset(chosen))
+    assert peak <= 1200
+    assert added == pytest.approx(way.added_s)
+
+
+def test_search_grows_about_linearly_with_blocks_that_are_alike() -> None:
+    def seconds(count: int) -> float:
+        started = time.process_time()
+        assert Solver(layers(count), Allowed()).fastest(30 * count) is not None
+        return time.process_time() - started
+
+    seconds(64)
+    assert seconds(1024) < 8 * seconds(256)
+
+
+def test_chunks_where_nothing_else_fits() -> None:
+    root = block("", (block("a", kept=100, peak=20, forward=60, input=10, seconds=1, ops=10),))
+    rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
+    assert Solver(root, Allowed()).fastest(60) is None
+    way = Solver(root, Allowed(chunks={"a": (rule, 5)})).fastest(60)
+    assert way is not None
+    (segment,) = way.segments()
+    assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)
+
+
+def test_only_targets_become_segments() -> None:
+    root = block("", tuple(block(name, kept=50, peak=5, input=1, seconds=1) for name in "abc"))
+    way = Solver(root, Allowed(targets=lambda path: path == "b")).fastest(120)
+    assert way is not None
+    assert [segment.path for segment in way.segments()] == ["b"]
+
+
+def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
+    calls = tuple(block("a", kept=50, peak=5, input=1, seconds=1) for _ in range(2))
+    solver = Solver(block("", (*calls, block("b", kept=1, peak=1, input=1, seconds=1))), Allowed())
+    way = solver.fastest(60)
+    assert way is not None
+    assert [segment.path for segment in way.segments()] == ["a", "a"]
+    assert way.added_s == 2.0
