@@ -1,0 +1,191 @@
+"""What autograd saves, packed: nothing is recomputed, and what comes back is equal to the bit.
+
+Spikes and dropout masks take a bit an element, flags too, indices as few bytes as they need.  Whatever is none of these
+stays as it is.  A tensor that several operators save is packed once; parameters are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor, _equals_bits, _is_dense, _pack_bits
+
+_LEAST_BYTES = 4096
+"""Smaller tensors are not worth a look."""
+_SAMPLE = 512
+"""Elements looked at before a whole floating tensor is."""
+
+
+class TwoValuedCompressor(SpikeCompressor):
+    """Tensors of zeros and one other value, as scaled dropout masks are: one bit an element, and the value."""
+
+    name = "two-valued"
+
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
+        ones = flat != 0
+        value = flat.max().reshape(1)
+        if not _equals_bits(torch.where(ones, value, 0), flat):
+            return None
+        return _pack_bits(ones), value
+
+    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        bits, value = data
+        return COMPRESSORS["bit"]._decode((bits,), numel, dtype).mul_(value)
+
+
+class IndexCompressor(SpikeCompressor):
+    """Integers as their distance from the least in the same place of every plane, in the smallest dtype that holds it.
+
+    Indices that max-pooling returns point into a plane: within a window's width of each other from sample to sample.
+    """
+
+    name = "index"
+
+    def __init__(self, plane: int = 1) -> None:
+        self._plane = plane
+
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
+        if isinstance(flat, FakeTensor):
+            return flat.new_empty(flat.shape, dtype=torch.uint8), flat.new_empty(self._plane)
+        rows = flat.view(-1, self._plane)
+        least = rows.amin(0)
+        span = rows - least
+        widest = int(span.max())
+        for dtype in (torch.uint8, torch.int16, torch.int32):
+            if 0 <= widest <= torch.iinfo(dtype).max and dtype.itemsize < flat.element_size():
+                return span.to(dtype).flatten(), least
+        return None
+
+    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        span, least = data
+        return (span.to(dtype).view(-1, least.numel()) + least).flatten()
+
+
+_TWO_VALUED = TwoValuedCompressor()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def recorded_answers(codec_of: Callable[[Tensor], str]) -> Iterator[None]:
+    """Within, tensors without data are packed as ``codec_of`` says they were in a step with data; ``null``: not."""
+    _thread.codec_of = codec_of
+    try:
+        yield
+    finally:
+        del _thread.codec_of
+
+
+def codec_for(x: Tensor) -> SpikeCompressor | None:
+    """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
+    nbytes = x.numel() * x.element_size()
+    if nbytes < _LEAST_BYTES or x.layout is not torch.strided or x.dtype.is_complex or x.is_quantized:
+        return None
+    if isinstance(x, FakeTensor):
+        codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
+        return _named(codec_of(x), x) if codec_of else None
+    if x.dtype is torch.bool:
+        return COMPRESSORS["bit"]
+    if not x.is_floating_point():
+        return _index_codec(x)
+    return _spike_codec(x)
+
+
+def _named(name: str, x: Tensor) -> SpikeCompressor | None:
+    if name == "null":
+        return None
+    if name == IndexCompressor.name:
+        return _index_codec(x)
+    return _TWO_VALUED if name == TwoValuedCompressor.name else COMPRESSORS[name]
+
+
+def _index_codec(x: Tensor) -> SpikeCompressor:
+    plane = math.prod(x.shape[-2:]) if x.dim() > 2 and x.is_contiguous() else 1
+    return IndexCompressor(max(1, plane))
+
+
+def _spike_codec(x: Tensor) -> SpikeCompressor | None:
+    if not _is_dense(x):
+        return None
+    flat = x.as_strided((x.numel(),), (1,))
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)]
+    values = sample[sample != 0]
+    if values.numel() == 0 or bool((values == values[0]).all()):
+        return COMPRESSORS["bit"] if values.numel() and float(values[0]) == 1.0 else _TWO_VALUED
+    if bool(((sample >= 0) & (sample <= 255) & (sample == sample.trunc())).all()):
+        return COMPRESSORS["uint8"]
+    return None
+
+
+class _Saved:
+    """A packed region of a storage; views of it that are saved share it."""
+
+    __slots__ = ("__weakref__", "codec", "packed")
+
+    def __init__(self, codec: SpikeCompressor, packed: Packed) -> None:
+        self.codec = codec
+        self.packed = packed
+
+
+class PackedSaves:
+    """Packs what autograd saves during one run of a module's forward."""
+
+    def __init__(self, untouched: Iterable[Tensor]) -> None:
+        """``untouched``: parameters and buffers, which are there anyhow."""
+        self._untouched = {t.untyped_storage()._cdata for t in untouched if t.layout is torch.strided}
+        self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
+
+    def hooks(self) -> saved_tensors_hooks:
+        """A context manager: what is saved within is packed."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept in place of ``tensor``."""
+        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._untouched:
+            return tensor
+        saved = self._known(tensor) or self._new(tensor)
+        if saved is None:  # the version is checked: with hooks, PyTorch does not
+            return COMPRESSORS["null"].compress(tensor)
+        return saved, tensor.shape, tensor.stride()
+
+    def unpack(self, stored: Any) -> Tensor:
+        """The tensor as it was saved."""
+        if isinstance(stored, Tensor):
+            return stored
+        if isinstance(stored, Packed):
+            return COMPRESSORS["null"].decompress(stored)
+        saved, shape, stride = stored
+        assert isinstance(saved, _Saved)
+        return saved.codec.decompress(saved.packed).as_strided(shape, stride)
+
+    def _known(self, tensor: Tensor) -> _Saved | None:
+        entry = self._seen.get(tensor.untyped_storage()._cdata)
+        found = entry[1].get(_region(tensor)) if entry else None
+        return found() if found and _is_dense(tensor) else None
+
+    def _new(self, tensor: Tensor) -> _Saved | None:
+        with torch.no_grad():
+            codec = codec_for(tensor)
+            packed = codec.compress(tensor) if codec else None
+        if codec is None or packed is None or packed.raw:
+            return None
+        saved = _Saved(codec, packed)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._seen:  # forgotten with the storage: its address is used again
+            self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
+        self._seen[key][1][_region(tensor)] = weakref.ref(saved)
+        return saved
+
+
+def _region(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version

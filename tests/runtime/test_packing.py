@@ -1,0 +1,251 @@
+"""Packing what autograd saves: less is held, and gradients are equal to the bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.runtime.compressor import SpikeCompressor
+from memopt_cli.runtime.packing import IndexCompressor, PackedSaves, TwoValuedCompressor, codec_for, recorded_answers
+
+SIZE = (8, 16, 16, 16)
+
+
+def spikes(*shape: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.rand(shape) < 0.3).to(dtype) * value
+
+
+def held_bytes(saves: list[Any]) -> int:
+    """Bytes of the tensors in what ``pack`` returned, shared ones once."""
+    packed = {id(s[0] if isinstance(s, tuple) else s): s[0].packed if isinstance(s, tuple) else s for s in saves}
+    return sum(p.nbytes for p in packed.values())
+
+
+class Recording(PackedSaves):
+    """Remembers what it packed."""
+
+    def __init__(self, untouched: tuple[Tensor, ...] = ()) -> None:
+        super().__init__(untouched)
+        self.stored: list[Any] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.stored.append(super().pack(tensor))
+        return self.stored[-1]
+
+
+def gradients(run: Callable[[], tuple[Tensor, list[Tensor]]], saves: PackedSaves | None = None) -> tuple[Tensor, ...]:
+    """Of a scalar output; the same random numbers every time."""
+    torch.manual_seed(3)
+    with saves.hooks() if saves else nullcontext():
+        output, inputs = run()
+    return torch.autograd.grad(output, inputs)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.3),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(8 * 8 * 8, 4),
+    )
+
+
+def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
+    model, x = net(), spikes(16, 2, 16, 16)
+    parameters = list(model.parameters())
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        return model(x).square().sum(), parameters
+
+    saves = Recording((*parameters, *model.buffers()))
+    for plain, packed in zip(gradients(run), gradients(run, saves), strict=True):
+        assert torch.equal(plain, packed)
+    packed_away = [s for s in saves.stored if isinstance(s, tuple)]
+    assert {type(s[0].codec).__name__ for s in packed_away} == {
+        "BitSpikeCompressor",
+        "IndexCompressor",
+        "TwoValuedCompressor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "smaller"),
+    [
+        (lambda: spikes(*SIZE), "bit", 32),
+        (lambda: spikes(*SIZE, dtype=torch.float16), "bit", 16),
+        (lambda: spikes(*SIZE) != 0, "bit", 8),
+        (lambda: spikes(*SIZE, value=1 / 0.7), "two-valued", 31),
+        (lambda: spikes(*SIZE, value=2.0, dtype=torch.bfloat16), "two-valued", 15),
+        (lambda: torch.randint(0, 200, SIZE).float(), "uint8", 4),
+        (lambda: F.max_pool2d(torch.randn(8, 4, 64, 64), 2, return_indices=True)[1], "index", 6),
+        (lambda: torch.randint(0, 30_000, (64, 64)), "index", 3),
+    ],
+)
+def test_what_is_packed(make: Callable[[], Tensor], codec: str, smaller: int) -> None:
+    x = make()
+    found = codec_for(x)
+    assert found is not None
+    assert found.name == codec
+    packed = found.compress(x)
+    assert packed.nbytes * smaller <= x.numel() * x.element_size()
+    assert torch.equal(found.decompress(packed), x)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.randn(SIZE), lambda: spikes(4, 4), lambda: spikes(*SIZE)[:, ::2]])
+def test_what_is_left_alone(make: Callable[[], Tensor]) -> None:
+    saves = Recording()
+    x = make()
+    stored = saves.pack(x)
+    assert not isinstance(stored, tuple)
+    assert saves.unpack(stored).data_ptr() == x.data_ptr()
+
+
+def test_a_sample_that_deceives_costs_nothing_but_time() -> None:
+    x = spikes(64, 1024)
+    x[7, 13] = 0.5
+    saves = Recording()
+    assert torch.equal(saves.unpack(saves.pack(x)), x)
+    assert held_bytes(saves.stored) == x.nbytes
+
+
+ELEMENTS = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, float("nan"), float("inf"), 255.0])
+
+
+@pytest.mark.parametrize("codec", [TwoValuedCompressor(), IndexCompressor(), IndexCompressor(4)])
+@given(values=st.lists(ELEMENTS, min_size=4, max_size=40), dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_floats_come_back_to_the_bit(codec: SpikeCompressor, values: list[float], dtype: torch.dtype) -> None:
+    if isinstance(codec, IndexCompressor):
+        x = torch.tensor([int(v) if v == v and abs(v) < 300 else -(2**62) for v in values[: len(values) // 4 * 4]])
+        assert torch.equal(codec.decompress(codec.compress(x)), x)
+        return
+    x = torch.tensor(values, dtype=dtype)
+    restored = codec.decompress(codec.compress(x))
+    assert torch.equal(restored.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_a_tensor_saved_twice_is_packed_once_views_too() -> None:
+    x = spikes(*SIZE)
+    saves = Recording()
+    views = [x, x, x.view(8, -1), x.transpose(0, 1)]
+    for view in views:
+        restored = saves.unpack(saves.pack(view))
+        assert torch.equal(restored, view)
+        assert restored.stride() == view.stride()
+    assert held_bytes(saves.stored) == x.numel() // 8
+
+
+def test_channels_last_stays() -> None:
+    x = spikes(*SIZE).contiguous(memory_format=torch.channels_last)
+    saves = PackedSaves(())
+    assert saves.unpack(saves.pack(x)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_parameters_and_their_views_are_never_touched() -> None:
+    weight = nn.Parameter(torch.ones(64, 64))
+    saves = PackedSaves((weight,))
+    assert saves.unpack(saves.pack(weight.t())).data_ptr() == weight.data_ptr()
+
+
+def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor() -> None:
+    saves = PackedSaves(())
+    seen = set()
+    for seed in range(30):
+        torch.manual_seed(seed)
+        x = spikes(*SIZE)
+        seen.add(x.data_ptr())
+        assert torch.equal(saves.unpack(saves.pack(x)), x)
+        del x
+    assert len(seen) < 30  # addresses were used again
+
+
+def test_a_change_after_saving_is_noticed_where_the_tensor_itself_is_held() -> None:
+    x = torch.randn(SIZE, requires_grad=True)
+    with PackedSaves(()).hooks():
+        y = x.exp()
+        z = y.sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        z.backward()
+
+
+def test_what_was_packed_is_as_it_was_saved() -> None:
+    x, w = spikes(*SIZE), torch.randn(SIZE, requires_grad=True)
+    before = x.clone()
+    with PackedSaves(()).hooks():
+        z = (x * w).sum()
+    x.add_(5)
+    z.backward()
+    assert torch.equal(w.grad, before)
+
+
+def test_backward_twice_and_double_backward() -> None:
+    x, w = spikes(*SIZE), torch.randn(SIZE, requires_grad=True)
+    with PackedSaves(()).hooks():
+        y = (x * w).pow(3).sum()
+    first = torch.autograd.grad(y, w, retain_graph=True)[0]
+    (again,) = torch.autograd.grad(y, w, create_graph=True)
+    assert torch.equal(first, again)
+    (second,) = torch.autograd.grad(again.sum(), w)
+    assert torch.equal(second, 6 * x.pow(3) * w)
+
+
+@pytest.fixture
+def live() -> Callable[[], int]:
+    gc.collect()
+    return lambda: sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+
+def test_nothing_is_left_after_steps(live: Callable[[], int]) -> None:
+    model, x = net(), spikes(16, 2, 16, 16)
+
+    def step() -> None:
+        saves = PackedSaves(model.parameters())
+        with saves.hooks():
+            loss = model(x).sum()
+        loss.backward()
+        model.zero_grad()
+
+    step()
+    gc.collect()
+    before = live()
+    gc.disable()
+    try:
+        for _ in range(20):
+            step()
+        assert live() <= before + 5
+    finally:
+        gc.enable()
+
+
+def test_without_data_the_recorded_answer_counts() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(SIZE)
+        assert codec_for(x) is None
+        for name, nbytes in (("bit", x.nbytes // 32), ("two-valued", x.nbytes // 32 + 4), ("null", None)):
+            with recorded_answers(lambda _, name=name: name):
+                codec = codec_for(x)
+                assert (codec.compress(x).nbytes if codec else None) == nbytes
+        indices = torch.empty(SIZE, dtype=torch.int64)
+        with recorded_answers(lambda _: "index"):
+            codec = codec_for(indices)
+            assert codec is not None
+            packed = codec.compress(indices)
+            assert packed.nbytes == indices.numel() + 8 * 16 * 16
+            assert codec.decompress(packed).shape == indices.shape
