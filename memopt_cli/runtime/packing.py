@@ -40,7 +40,7 @@ class TwoValuedCompressor(SpikeCompressor):
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         bits, value = data
-        return COMPRESSORS["bit"]._decode((bits,), numel, dtype).mul_(value)
+        return torch.where(COMPRESSORS["bit"]._decode((bits,), numel, torch.bool), value, 0)
 
 
 class IndexCompressor(SpikeCompressor):
