@@ -4,11 +4,14 @@
 
     MemoptError                     exit code 3, the base
     ├── UsageError                  2  a flag, spec or path that cannot be used as given
+    │   ├── OptionError             2  a level, profile or limit out of its range (a ValueError, too)
+    │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
     ├── FileFormatError             3  the file is no model memopt can read
     ├── UnsafeFileError             4  reading the file would run code nobody vouched for
     ├── PlanError                   3  a plan that does not fit the model
     ├── StepError                   3  the model's training step cannot be run
     ├── MeasurementError            3  a profiling subprocess gave no answer
+    ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
     ├── WriteError                  3  the results could not be written
     ├── VerificationError           1  the optimized model differs from the original
     └── Interrupted               130  the user stopped the run
@@ -43,6 +46,14 @@ class UsageError(MemoptError):
     exit_code = 2
 
 
+class OptionError(UsageError, ValueError):
+    """A level, profile, budget or limit of the search that is out of its range, or lacks what it needs."""
+
+
+class BatchShapeError(UsageError, ValueError):
+    """A tensor's shape, or the size of a batch, that cannot be used as given."""
+
+
 class FileFormatError(MemoptError):
     """The file is not a model: empty, truncated, random bytes, or a bare ``state_dict``."""
 
@@ -65,6 +76,10 @@ class MeasurementError(MemoptError):
     """A profiling subprocess ended without an answer: time limit, signal, out of memory, crash."""
 
 
+class MemoryBudgetError(MemoptError):
+    """Something would take more memory than it may, and nothing smaller can be tried."""
+
+
 class WriteError(MemoptError):
     """The results could not be written; nothing partial was left."""
 
@@ -79,3 +94,9 @@ class Interrupted(MemoptError):
     """The user interrupted the run; subprocesses were ended and partial files removed."""
 
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """An exception of any kind as one line: its type, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,101 @@
+"""What kind of network a model is, and what that means for the shape of its batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from memopt_cli.batching.requirements import sequence_axis
+
+Architecture = Literal["convolutional", "attention", "recurrent", "spiking"]
+
+_CONVOLUTIONAL = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ATTENTION = (nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_SPIKING_NAME = re.compile(r"Spik|LIF|IF(Node|Cell)|^R?Leaky$|^R?Synaptic$|Lapicque")
+_ATTENTION_NAME = re.compile(r"Attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchitectureRule:
+    """How batches of one architecture are best shaped."""
+
+    batch_factors: tuple[float, ...]
+    """Worth trying, times the batch that was asked about."""
+    shortens: Literal["seq", "time"] | None
+    """The axis whose half is worth trying, too."""
+    advice: str
+
+
+RULES: dict[Architecture, ArchitectureRule] = {
+    "convolutional": ArchitectureRule(
+        batch_factors=(0.5, 1, 2, 4),
+        shortens=None,
+        advice="convolutional: activations grow with batch x height x width, and small batches keep the device busy "
+        "already; use channels_last, and keep enough samples per step for batch statistics, which accumulation does "
+        "not pool",
+    ),
+    "attention": ArchitectureRule(
+        batch_factors=(0.5, 1, 2, 4),
+        shortens="seq",
+        advice="attention: time (and memory, where scores are kept) grows with the square of the sequence; fill "
+        "batches by tokens rather than by sequences, and shorten sequences before the batch",
+    ),
+    "recurrent": ArchitectureRule(
+        batch_factors=(1, 2, 4, 8),
+        shortens=None,
+        advice="recurrent: the steps of a sequence run one after another, so that only the batch fills the device; "
+        "pack sequences, or batch those of like length together",
+    ),
+    "spiking": ArchitectureRule(
+        batch_factors=(0.5, 1, 2, 4),
+        shortens="time",
+        advice="spiking: every time step's activations are kept for backward; halving the time steps saves what "
+        "halving the batch saves, and running time in chunks (memopt optimize --level 3) changes neither",
+    ),
+}
+
+
+def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
+    """Every architecture that the model has modules of, in the order of :data:`RULES`.
+
+    Layers of PyTorch are known by class; others by their class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
+    """
+    found = {kind for module in model.modules() for kind in _kinds(module)}
+    return tuple(kind for kind in RULES if kind in found)
+
+
+def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes worth measuring around ``input_shape`` (batch first), by the rules of the model's architectures.
+
+    Time is axis 1 of ``(batch, time, seq, dim)``, the sequence axis 1 of 3 dimensions and 2 of 4.
+    """
+    shape = tuple(input_shape)
+    rules = [RULES[kind] for kind in architectures_of(model)] or [RULES["convolutional"]]
+    found = [_resized(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
+    for rule in rules:
+        axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.shortens]
+        if axis is not None and shape[axis] > 1:
+            half = _resized(shape, axis, 0.5)
+            found += [half, _resized(half, 0, 2)]
+    return list(dict.fromkeys(found))
+
+
+def _resized(shape: tuple[int, ...], axis: int, factor: float) -> tuple[int, ...]:
+    return (*shape[:axis], max(1, int(shape[axis] * factor)), *shape[axis + 1 :])
+
+
+def _kinds(module: nn.Module) -> Iterator[Architecture]:
+    name = "" if type(module).__module__.startswith("torch.") else type(module).__name__
+    if isinstance(module, _CONVOLUTIONAL):
+        yield "convolutional"
+    if isinstance(module, _ATTENTION) or _ATTENTION_NAME.search(name):
+        yield "attention"
+    if isinstance(module, _RECURRENT):
+        yield "recurrent"
+    if _SPIKING_NAME.search(name):
+        yield "spiking"

@@ -1,0 +1,116 @@
+"""The canonical shape ``(batch, time, seq, dim)``, and layers that know nothing of time in it.
+
+Time lies between batch and seq, so ``x.reshape(batch * seq, dim)`` is right for one time step only: one step is
+``x[:, t]``, and all of them are ``(time, batch * seq, dim)`` after a permutation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import BatchShapeError
+from memopt_cli.runtime.state import reset_hidden_state
+
+State = tuple[Any, ...]
+"""What a layer returned besides its output, to be passed in again at the next time step."""
+
+
+def flatten_sequences(x: Tensor) -> Tensor:
+    """``(batch, time, seq, dim)`` -> ``(time, batch * seq, dim)``: one row per independent sequence position."""
+    batch, time, seq, dim = _canonical(x)
+    return x.permute(1, 0, 2, 3).reshape(time, batch * seq, dim)
+
+
+def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
+    """The inverse of :func:`flatten_sequences`; ``dim`` may have changed.
+
+    Raises :class:`BatchShapeError` if the rows are no multiple of ``batch``.
+    """
+    if x.dim() != 3 or batch < 1 or x.shape[1] % batch:
+        raise BatchShapeError(
+            f"{tuple(x.shape)} cannot be split into a batch of {batch}", hint="Give (time, batch * seq, dim)."
+        )
+    time, rows, dim = x.shape
+    return x.reshape(time, batch, rows // batch, dim).permute(1, 0, 2, 3)
+
+
+class StatefulAdapter(nn.Module):
+    """Steps a layer through the time of ``(batch, time, seq, dim)``: each sequence position of each sample a row.
+
+    The layer takes ``(batch * seq, dim)`` and gives the same with its own ``dim``.  Its state may be
+
+    - kept inside (snnTorch with ``init_hidden=True``, SpikingJelly): it is called with the input alone;
+    - returned: ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), passed in again at the next step if
+      ``forward`` takes it;
+    - that of PyTorch's cells (``LSTMCell``, ``GRUCell``, ``RNNCell``);
+    - none.
+
+    Call :meth:`reset` before each run through time; without it the state continues from the last one, for the same
+    number of rows.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._takes_state = _takes_state(layer)
+        self._batch_size: int | None = None
+        self._state: State = ()
+
+    def reset(self, batch_size: int) -> None:
+        """Forget the state, inside the layer as well; the next input must have ``batch_size`` samples."""
+        if batch_size < 1:
+            raise BatchShapeError(f"batch_size is {batch_size}; it must be at least 1")
+        self._batch_size, self._state = batch_size, ()
+        reset_layer(self.layer, batch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, time, seq, dim)`` -> ``(batch, time, seq, dim of the layer)``."""
+        batch = _canonical(x)[0]
+        if batch != self._batch_size:
+            raise BatchShapeError(
+                f"the batch has {batch} samples; the adapter was reset for {self._batch_size}",
+                hint=f"Call reset({batch}) first.",
+            )
+        return unflatten_sequences(torch.stack([self._step(step) for step in flatten_sequences(x)]), batch)
+
+    def _step(self, x: Tensor) -> Tensor:
+        result = self.layer(x, *self._state) if self._takes_state else self.layer(x)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        if isinstance(self.layer, nn.RNNCellBase):
+            self._state = (result,)
+        elif isinstance(result, tuple):
+            self._state = result[1:]
+        return output
+
+
+def reset_layer(layer: nn.Module, batch_size: int) -> None:
+    """Forget hidden state: a ``reset(batch_size)`` or ``reset()`` of the layer's own, else as its library does."""
+    for module in layer.modules():
+        own: Callable[..., Any] | None = getattr(type(module), "reset", None)
+        if callable(own):
+            wants_batch = len(inspect.signature(own).parameters) > 1
+            own(module, batch_size) if wants_batch else own(module)
+    reset_hidden_state(layer)
+
+
+def _takes_state(layer: nn.Module) -> bool:
+    """Whether ``forward`` has room for state beside the input, and does not keep it inside."""
+    if getattr(layer, "init_hidden", False):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(layer.forward).parameters.values()
+    return len([p for p in parameters if p.kind in positional]) > 1
+
+
+def _canonical(x: Tensor) -> tuple[int, int, int, int]:
+    if x.dim() != 4:
+        raise BatchShapeError(
+            f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)", hint="Add the missing dimensions."
+        )
+    batch, time, seq, dim = x.shape
+    return batch, time, seq, dim

@@ -1,0 +1,192 @@
+"""A model over a whole dataset in batches whose size follows memory: every sample once, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+from memopt_cli.batching.memory import MemoryMeter
+from memopt_cli.batching.monitor import PerformanceMonitor
+from memopt_cli.batching.rows import concatenate, narrow, rows_of
+from memopt_cli.batching.sizer import AdaptiveBatchSizer
+from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import is_out_of_memory, synchronize
+
+Strategy = Literal["memory_adaptive", "fixed", "throughput"]
+Collate = Callable[[Sequence[Any]], Any]
+"""Samples -> one batch of tensors that the model takes."""
+
+STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
+_WORTH_DOUBLING = 1.05
+"""A size twice as large must be so much faster per sample to be kept."""
+_TIMED = 2
+"""Batches at each size, of which the fastest counts: the first one warms up."""
+
+
+class _RanOut:
+    """The batch did not fit; what it had taken is free again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DatasetRun:
+    """One pass of a model over a dataset."""
+
+    model: nn.Module
+    device: str
+    sizer: AdaptiveBatchSizer
+    monitor: PerformanceMonitor
+    memory: MemoryMeter
+    strategy: Strategy
+    max_resident: int
+    """Batches of inputs in memory at a time: the one in the model and those made ahead by a thread."""
+    target: float
+    """Share of capacity that doubling (``throughput``) stays below."""
+    collate: Collate
+    _rates: list[float] = field(default_factory=list)
+    _best: tuple[int, float] | None = None
+    """Size and samples per second before the last doubling."""
+    _climbing: bool = True
+
+    def results(self, dataset: Iterable[Any] | Dataset[Any]) -> Any:
+        """The model's outputs for all samples, concatenated along the first dimension, on the CPU."""
+        outputs = []
+        with evaluating(self.model), torch.no_grad():
+            for batch in prefetched(dataset, self.collate, lambda: self.sizer.batch_size, self.max_resident):
+                outputs += self._process(batch)
+                del batch  # before the next one is made
+        if not outputs:
+            raise UsageError("the dataset is empty: there is nothing to process")
+        return concatenate(outputs)
+
+    def _process(self, batch: Any) -> list[Any]:
+        """Outputs of a batch, in pieces that fit."""
+        outputs: list[Any] = []
+        start, rows = 0, rows_of(batch)
+        while start < rows:
+            stop = min(rows, start + self.sizer.batch_size)
+            started = time.perf_counter()
+            output = self._forward(narrow(batch, start, stop))
+            if isinstance(output, _RanOut):
+                self._shrink(stop - start)
+                continue
+            outputs.append(output)
+            self._learn(stop - start, time.perf_counter() - started)
+            start = stop
+        return outputs
+
+    def _forward(self, piece: Any) -> Any | _RanOut:
+        try:
+            output = self.model(map_leaves(lambda tensor: tensor.to(self.device), piece))
+            synchronize(self.device)
+            output = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            if tensors_of(output) and rows_of(output) == rows_of(piece):
+                return output
+            raise BatchShapeError(
+                f"the model gave outputs of shapes {[tuple(t.shape) for t in tensors_of(output)]} for "
+                f"{rows_of(piece)} samples",
+                hint="Its outputs must be tensors with the batch as their first dimension.",
+            )
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        return _RanOut()
+
+    def _shrink(self, rows: int) -> None:
+        before = self.sizer.batch_size
+        self._climbing = False
+        if self.sizer.report_out_of_memory() == before:
+            raise MemoryBudgetError(
+                f"out of memory at {rows} samples, and the batch size cannot go below {before}",
+                hint="Lower min_batch_size, or use a device with more memory.",
+            )
+
+    def _learn(self, rows: int, elapsed_s: float) -> None:
+        rate = rows / max(elapsed_s, 1e-9)
+        self.monitor.record_batch(rows, max(elapsed_s, 1e-9), self.memory.peak_bytes())
+        if self.strategy == "memory_adaptive":
+            self.sizer.adapt_batch_size(performance_metrics={"throughput": rate})
+        elif self.strategy == "throughput" and self._climbing and rows == self.sizer.batch_size:
+            self._climb(rate)
+
+    def _climb(self, rate: float) -> None:
+        """Double the size as long as that is faster per sample and memory allows it; then stay with the best."""
+        self._rates.append(rate)
+        if len(self._rates) < _TIMED:
+            return
+        size, rate = self.sizer.batch_size, max(self._rates)
+        self._rates.clear()
+        if self._best and rate < _WORTH_DOUBLING * self._best[1]:
+            self._climbing = False
+            self.sizer.start_from(self._best[0])
+            return
+        self._best = (size, rate)
+        room = 2 * self.memory.peak_bytes() <= self.target * self.memory.capacity_bytes()
+        if room:
+            self.sizer.start_from(2 * size)
+        self._climbing = room and self.sizer.batch_size > size
+
+
+def collate_inputs(samples: Sequence[Any]) -> Any:
+    """One batch of the samples' inputs: of a pair ``(input, target)`` the input."""
+    return default_collate([sample[0] if isinstance(sample, tuple | list) else sample for sample in samples])
+
+
+def prefetched(
+    dataset: Iterable[Any] | Dataset[Any], collate: Collate, size: Callable[[], int], max_resident: int
+) -> Iterator[Any]:
+    """Batches of the dataset's samples in order, at most ``max_resident`` alive, made ahead by one thread.
+
+    ``size()`` is asked before each batch.  The caller must let go of a batch before it asks for the next.
+    """
+    samples = iter(_samples(dataset))
+    ahead: deque[Future[Any]] = deque()
+
+    def make(rows: int) -> Any:
+        taken = list(islice(samples, rows))
+        return collate(taken) if taken else None
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-dataset") as thread:
+        try:
+            while True:
+                while len(ahead) < max_resident:
+                    ahead.append(thread.submit(make, size()))
+                batch = ahead.popleft().result()
+                if batch is None:
+                    return
+                yield batch
+                del batch
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    """In order; a map-style dataset has ``__len__`` and ``__getitem__`` but perhaps no end to its iteration."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return (dataset[i] for i in range(len(dataset)))
+    return iter(dataset)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,326 @@
+"""Sizer, shaper, monitor and validator together: batches whose size follows memory while a model trains or infers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from memopt_cli.batching.config import BatchShaping
+from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
+from memopt_cli.batching.memory import MemoryMeter, meter_of
+from memopt_cli.batching.monitor import PerformanceMonitor, Trend
+from memopt_cli.batching.rows import RowQueue
+from memopt_cli.batching.shaper import MemoryAwareShaper
+from memopt_cli.batching.sizer import AdaptiveBatchSizer
+from memopt_cli.batching.validator import BatchShapeValidator
+from memopt_cli.errors import BatchShapeError, UsageError
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+
+logger = logging.getLogger("memopt_cli.batching")
+
+
+class ManagerStatus(TypedDict):
+    """What :meth:`BatchShapeManager.get_status` returns."""
+
+    current_batch_size: int
+    memory_usage: float
+    """Share of the device's capacity: of the last recorded batch, or now if there is none."""
+    performance_trend: Trend
+    pending_samples: int
+    """Rows taken in but not yet given out."""
+    accumulation_steps: int
+    reason: str
+    """Of the last change of the batch size."""
+
+
+class ShapedBatch(TypedDict):
+    """What :meth:`BatchShapeManager.adapt_and_process_batch` returns: ``(batch, …)`` each."""
+
+    inputs: Any
+    targets: Any
+
+
+class BatchShapeManager:
+    """Gives out the rows of incoming batches in batches that fit in memory, each row exactly once and in order.
+
+    Rows beyond the current size are carried over to the next call; :meth:`flush` gives out the rest.  A loop that
+    should never run behind its loader iterates over :meth:`batches`.
+
+    ``memory_target`` (share of capacity) wins over the configuration's.  In ``inference_mode`` trials have no
+    backward.  ``memory`` reads capacity and peaks (by default of ``device``); ``operation_type`` (attention,
+    convolution, recurrent) lays inputs out for it.  See :class:`AdaptiveBatchSizer` for the last two.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str | torch.device = "cpu",
+        memory_target: float | None = None,
+        inference_mode: bool = False,
+        *,
+        config: BatchShaping | None = None,
+        memory: MemoryMeter | None = None,
+        operation_type: str | None = None,
+        effective_batch_size: int | None = None,
+        distributed: bool = False,
+    ) -> None:
+        config = config or BatchShaping()
+        sizing = config.adaptive_sizing
+        if memory_target is not None:
+            sizing = replace(sizing, target_memory_usage=memory_target)
+        self._model = model
+        self._device = str(device)
+        self._inference = inference_mode
+        self._sizing = sizing
+        self._memory = memory or meter_of(device)
+        self._operation = operation_type
+        self._effective = effective_batch_size
+        self._distributed = distributed
+        self.monitor = PerformanceMonitor(config=config.performance_monitoring, memory=self._memory)
+        self.shaper = MemoryAwareShaper(config=config.memory_aware_shaping, memory=self._memory)
+        self.validator = BatchShapeValidator(config=config.validation)
+        self.sizer = self._new_sizer(16)
+        self._ready = inference_mode
+        self._queue = RowQueue()
+        self._last_rows = 0
+        self._shaped = False  # the batch given out last was a dict of inputs and targets, made from a pair
+        self._last: dict[str, float | None] = {}
+        self._validated: set[tuple[int, ...]] = set()
+
+    def _new_sizer(self, initial_batch_size: int) -> AdaptiveBatchSizer:
+        return AdaptiveBatchSizer(
+            config=self._sizing,
+            initial_batch_size=initial_batch_size,
+            effective_batch_size=self._effective,
+            device=self._device,
+            memory=self._memory,
+            distributed=self._distributed,
+        )
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def initialize_for_training(
+        self,
+        initial_batch_size: int = 16,
+        max_batch_size: int | None = None,
+        adaptation_interval: int | None = None,
+    ) -> None:
+        """Begin a run at a size (samples); ``None`` keeps what is configured.  Must come before the first batch.
+
+        Raises :class:`UsageError` for an inference manager and a size outside the limits.
+        """
+        if self._inference:
+            raise UsageError("this manager is for inference", hint="Make one without inference_mode to train.")
+        sizing = replace(
+            self._sizing,
+            max_batch_size=self._sizing.max_batch_size if max_batch_size is None else max_batch_size,
+            adaptation_interval=(
+                self._sizing.adaptation_interval if adaptation_interval is None else adaptation_interval
+            ),
+        )
+        if not sizing.min_batch_size <= initial_batch_size <= sizing.max_batch_size:
+            raise UsageError(
+                f"initial_batch_size {initial_batch_size} is outside {sizing.min_batch_size} to {sizing.max_batch_size}"
+            )
+        self._sizing = sizing
+        self.sizer = self._new_sizer(initial_batch_size)
+        self._ready = True
+
+    def process_batch(self, input_batch: Any, training_step: int = 0, current_loss: float | None = None) -> Any:
+        """Take a batch in and give one out: the same structure, at most the current size long, on the device.
+
+        ``current_loss`` is the last step's; ``None`` before the first.  The rows given out are the oldest ones; there
+        is at least one.
+        """
+        self._require_ready()
+        self._queue.put(input_batch)
+        self._adapt(training_step, current_loss, None)
+        return self._give()
+
+    def adapt_and_process_batch(
+        self, batch: Any, step: int, current_metrics: Mapping[str, float | None] | None = None
+    ) -> ShapedBatch:
+        """The same for a batch of inputs and targets: ``(inputs, targets)`` or ``{"inputs": …, "targets": …}``.
+
+        ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or
+        bytes; left out or ``None``: as last given to :meth:`update_metrics`, else measured).
+        """
+        metrics = dict(current_metrics or {})
+        if unknown := set(metrics) - {"loss", "memory"}:
+            raise UsageError(f"unknown metric '{min(unknown)}'", hint="Known: loss, memory.")
+        self._require_ready()
+        self._queue.put(_inputs_and_targets(batch))
+        self._adapt(step, metrics.get("loss"), metrics.get("memory"))
+        inputs, targets = self._give()
+        self._shaped = True
+        return ShapedBatch(inputs=inputs, targets=targets)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's rows in batches of the current size, as many as that makes: nothing piles up.
+
+        The last one may be smaller.  Call :meth:`update_metrics` after each step.
+        """
+        self._require_ready()
+        step = 0
+        for batch in loader:
+            self._queue.put(batch)
+            while len(self._queue) >= self.sizer.batch_size:
+                self._adapt(step, None, None)
+                if len(self._queue) < self.sizer.batch_size:
+                    break  # it has just grown
+                yield self._give()
+                step += 1
+        yield from self.flush()
+
+    def flush(self) -> Iterator[Any]:
+        """The rows still carried over, in batches of at most the current size; pairs as ``(inputs, targets)``."""
+        while len(self._queue):
+            yield self._give()
+
+    def update_metrics(self, loss: float | None, processing_time: float, memory_usage: float | None = None) -> None:
+        """What the step on the batch given out last cost: loss, seconds, memory (share or bytes, else measured)."""
+        if not self._last_rows:
+            raise UsageError("no batch was given out yet", hint="Call process_batch first.")
+        usage = self._memory.peak_bytes() if memory_usage is None else memory_usage
+        self.monitor.record_batch(self._last_rows, processing_time, usage, loss)
+        self._last = {"loss": loss, "memory": memory_usage, "throughput": self._last_rows / processing_time}
+
+    def report_out_of_memory(self, batch: Any = None) -> int:
+        """The step on the batch given out last ran out of memory: halves the size and returns it.
+
+        Give the batch back to have its rows given out again, first.
+        """
+        size = self.sizer.report_out_of_memory()
+        if batch is not None:
+            self._queue.put_first(_inputs_and_targets(batch) if self._shaped else batch)
+        logger.debug("out of memory: batch size %d", size)
+        return size
+
+    # ------------------------------------------------------------------------------------------ inference
+
+    def process_large_dataset(
+        self,
+        dataset: Iterable[Any] | Dataset[Any],
+        batch_size_strategy: Strategy = "memory_adaptive",
+        max_concurrent_batches: int = 4,
+        *,
+        collate: Collate = collate_inputs,
+    ) -> Any:
+        """The model's outputs for every sample of the dataset, once and in order, in evaluation mode.
+
+        Returns what a plain loop over the samples gives, concatenated along the first dimension, on the CPU.  Samples
+        are inputs or pairs ``(input, target)`` unless ``collate`` says otherwise.  A batch that runs out of memory is
+        halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
+        ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  At most
+        ``max_concurrent_batches`` batches of inputs are in memory at a time, made ahead by a thread.
+
+        Raises :class:`MemoryBudgetError` if the smallest batch runs out of memory.
+        """
+        if batch_size_strategy not in STRATEGIES:
+            raise UsageError(f"unknown strategy '{batch_size_strategy}'", hint=f"Known: {', '.join(STRATEGIES)}.")
+        if max_concurrent_batches < 1:
+            raise UsageError(f"max_concurrent_batches is {max_concurrent_batches}; it must be at least 1")
+        self.sizer.start_from(self.sizer.batch_size)
+        run = DatasetRun(
+            model=self._model,
+            device=self._device,
+            sizer=self.sizer,
+            monitor=self.monitor,
+            memory=self._memory,
+            strategy=batch_size_strategy,
+            max_resident=max_concurrent_batches,
+            target=self._sizing.target_memory_usage,
+            collate=collate,
+        )
+        return run.results(dataset)
+
+    # ------------------------------------------------------------------------------------------ what it says
+
+    def get_status(self) -> ManagerStatus:
+        """Where the run stands."""
+        records = self.monitor.records
+        now = self._memory.used_bytes() / self._memory.capacity_bytes()
+        return ManagerStatus(
+            current_batch_size=self.sizer.batch_size,
+            memory_usage=records[-1].memory_share if records else now,
+            performance_trend=self.monitor.get_performance_analysis()["performance_trend"],
+            pending_samples=len(self._queue),
+            accumulation_steps=self.sizer.accumulation_steps,
+            reason=self.sizer.reason,
+        )
+
+    def enable_debug_mode(self) -> None:
+        """Every decision goes to the log ``memopt_cli.batching``; to standard error if no handler is set up."""
+        logger.setLevel(logging.DEBUG)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+
+    def log_detailed_metrics(self) -> None:
+        """Status, analysis, recommendations and notes, one line each, to the same log."""
+        lines = {**self.get_status(), **self.monitor.get_performance_analysis()}
+        for name, value in lines.items():
+            logger.info("%s: %s", name, f"{value:.4g}" if isinstance(value, float) else value)
+        for text in [*self.monitor.get_optimization_recommendations(), *self.shaper.notes]:
+            logger.info("recommendation: %s", text)
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _require_ready(self) -> None:
+        if not self._ready:
+            raise UsageError("the manager is not initialized", hint="Call initialize_for_training first.")
+
+    def _adapt(self, step: int, loss: float | None, memory: float | None) -> None:
+        """Learn from the batch given out last, if there was one, and log what follows."""
+        if not self._last_rows:
+            return
+        before = self.sizer.batch_size
+        throughput = self._last.get("throughput")
+        size = self.sizer.adapt_batch_size(
+            self._last.get("loss") if loss is None else loss,
+            self._last.get("memory") if memory is None else memory,
+            {} if throughput is None else {"throughput": throughput},
+        )
+        self._last_rows, self._last = 0, {}
+        logger.debug("step %d: batch size %d", step, size)
+        if size != before:
+            logger.debug("step %d: batch size %d -> %d (%s)", step, before, size, self.sizer.reason)
+
+    def _give(self) -> Any:
+        batch = self._queue.take(self.sizer.batch_size)
+        self._shaped = False
+        self._validate(tensors_of(batch)[0])
+        self._last_rows = tensors_of(batch)[0].shape[0]
+        return map_leaves(self._placed, batch)
+
+    def _placed(self, tensor: Tensor) -> Any:
+        moved = tensor.to(self._device)
+        if self._operation is None or moved.dim() < 3:
+            return moved
+        return self.shaper.optimize_tensor_layout(moved, self._operation)
+
+    def _validate(self, inputs: Tensor) -> None:
+        """Each shape of a sample once; in strict mode an invalid one raises."""
+        shape = tuple(inputs.shape)
+        if shape[1:] in self._validated:
+            return
+        self._validated.add(shape[1:])
+        dtype = str(inputs.dtype).removeprefix("torch.")
+        _, issues = self.validator.validate_batch_shape(shape, self._model, dtype=dtype)
+        for issue in issues:
+            logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
+
+
+def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping) and set(batch) == {"inputs", "targets"}:
+        return batch["inputs"], batch["targets"]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise BatchShapeError(
+        "the batch has no inputs and targets", hint='Give (inputs, targets) or {"inputs": …, "targets": …}.'
+    )

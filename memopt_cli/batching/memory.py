@@ -1,0 +1,129 @@
+"""How much of a device's memory a process takes: the readings that batch shaping acts on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.errors import UsageError
+
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"
+"""Written to ``clear_refs``: the peak of the resident set starts anew (proc(5))."""
+
+
+class MemoryMeter(Protocol):
+    """Readings in bytes.  Give an object of your own to emulate a smaller device."""
+
+    def capacity_bytes(self) -> int:
+        """What the process may use; asked again before every decision, so it may change."""
+
+    def used_bytes(self) -> int:
+        """What is in use now."""
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since :meth:`restart`."""
+
+    def restart(self) -> None:
+        """The peak starts anew from what is in use now."""
+
+
+class CudaMemory:
+    """The caching allocator of one CUDA device: bytes of live blocks."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def capacity_bytes(self) -> int:
+        return device_capacity(self._device).device_bytes
+
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class ProcessMemory:
+    """The resident set of this process: what the machine's memory and a control group's limit count.
+
+    Where the system cannot restart the peak (macOS), it is the highest of the whole process: never too low.
+    """
+
+    def capacity_bytes(self) -> int:
+        return device_capacity("cpu").device_bytes
+
+    def used_bytes(self) -> int:
+        return _status_bytes("VmRSS") if sys.platform == "linux" else self.peak_bytes()
+
+    def peak_bytes(self) -> int:
+        if sys.platform == "linux":
+            return _status_bytes("VmHWM")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def restart(self) -> None:
+        if sys.platform == "linux":
+            _return_free_memory()
+            with contextlib.suppress(OSError):  # a sandbox may forbid it: then as on other systems
+                Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+
+class LimitedMemory:
+    """Another meter's readings under a capacity of one's own: emulates a smaller device.
+
+    ``limit_bytes`` may be changed while it is in use.
+    """
+
+    def __init__(self, meter: MemoryMeter, limit_bytes: int) -> None:
+        self._meter = meter
+        self.limit_bytes = limit_bytes
+
+    def capacity_bytes(self) -> int:
+        return min(self.limit_bytes, self._meter.capacity_bytes())
+
+    def used_bytes(self) -> int:
+        return self._meter.used_bytes()
+
+    def peak_bytes(self) -> int:
+        return self._meter.peak_bytes()
+
+    def restart(self) -> None:
+        self._meter.restart()
+
+
+def meter_of(device: str | torch.device) -> MemoryMeter:
+    """The meter of a device: CUDA's allocator, or the process for the CPU."""
+    name = str(device)
+    return CudaMemory(name) if name.startswith("cuda") else ProcessMemory()
+
+
+def usage_share(memory_usage: float, capacity_bytes: int) -> float:
+    """A reading as a share of capacity: at most 1 it is a share already, above 1 it is bytes.
+
+    Raises :class:`UsageError` for a negative or non-finite reading.
+    """
+    if not math.isfinite(memory_usage) or memory_usage < 0:
+        raise UsageError(f"memory usage is {memory_usage!r}", hint="Give a share of capacity (0 to 1) or bytes.")
+    return memory_usage if memory_usage <= 1 else memory_usage / capacity_bytes
+
+
+def _status_bytes(name: str) -> int:
+    return int(_STATUS.read_text().partition(f"{name}:")[2].split()[0]) * 1024
+
+
+def _return_free_memory() -> None:
+    """The C library keeps freed blocks resident, which would make every reading as high as the highest."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,189 @@
+"""What processing batches cost lately: throughput, memory, loss, and what to do about them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, quantiles
+from typing import Literal, TypedDict
+
+from memopt_cli.batching.config import PerformanceMonitoring
+from memopt_cli.batching.memory import MemoryMeter, ProcessMemory, usage_share
+from memopt_cli.errors import UsageError
+
+Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
+
+_FEWEST = 4
+"""Records that a trend needs: two for each half."""
+_STEADY = 0.05
+"""A median that moved by no more than this share has not moved."""
+_HEADROOM = 0.7
+"""Below this share of capacity there is room for a larger batch."""
+_UNEVEN = 2.0
+"""A 95th percentile so many times the median means that something stalls now and then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """One processed batch."""
+
+    batch_size: int
+    processing_time_s: float
+    memory_share: float
+    """Of the device's capacity."""
+    loss: float | None
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.batch_size / self.processing_time_s
+
+
+class PerformanceAnalysis(TypedDict):
+    """What :meth:`PerformanceMonitor.get_performance_analysis` returns; times are in seconds."""
+
+    batches: int
+    """Records in the window; with none, the figures below are 0 and the trends ``insufficient_data``."""
+    avg_throughput: float
+    """Samples per second: all samples of the window over all its time."""
+    memory_efficiency: float
+    """Mean share of capacity in use, 0 to 1."""
+    p50_time: float
+    p95_time: float
+    performance_trend: Trend
+    """Of the throughput: the medians of the newer and the older half of the window."""
+    loss_trend: Trend
+    """The same of the loss; ``improving`` is falling."""
+    alerts: list[str]
+    """Thresholds that were passed, with the values seen."""
+
+
+class PerformanceMonitor:
+    """Keeps the last batches and judges them.
+
+    ``window_size`` (batches) wins over the configuration's ``metrics_window``; ``memory`` says what the capacity is
+    when a memory usage is recorded in bytes.
+    """
+
+    def __init__(
+        self,
+        window_size: int | None = None,
+        *,
+        config: PerformanceMonitoring | None = None,
+        memory: MemoryMeter | None = None,
+    ) -> None:
+        config = config or PerformanceMonitoring()
+        window = config.metrics_window if window_size is None else window_size
+        if window < 1:
+            raise UsageError(f"window_size is {window}; it must be at least 1")
+        self._config = config
+        self._memory = memory or ProcessMemory()
+        self._records: deque[BatchRecord] = deque(maxlen=window)
+
+    @property
+    def records(self) -> tuple[BatchRecord, ...]:
+        """The window, oldest first."""
+        return tuple(self._records)
+
+    def record_batch(
+        self, batch_size: int, processing_time: float, memory_usage: float, loss_value: float | None = None
+    ) -> None:
+        """Add one batch: samples, seconds, memory (at most 1: a share of capacity; above: bytes), loss.
+
+        Raises :class:`UsageError` for a batch without samples or a time that is not positive.
+        """
+        if batch_size < 1 or not (processing_time > 0 and math.isfinite(processing_time)):
+            raise UsageError(f"cannot record {batch_size} samples in {processing_time} s; both must be positive")
+        share = usage_share(memory_usage, self._memory.capacity_bytes())
+        if self._config.enabled:
+            self._records.append(
+                BatchRecord(
+                    batch_size=batch_size, processing_time_s=processing_time, memory_share=share, loss=loss_value
+                )
+            )
+
+    def get_performance_analysis(self) -> PerformanceAnalysis:
+        """Figures over the window; an empty one gives zeros."""
+        times = [r.processing_time_s for r in self._records]
+        throughputs = [r.throughput for r in self._records]
+        losses = [r.loss for r in self._records if r.loss is not None and math.isfinite(r.loss)]
+        return PerformanceAnalysis(
+            batches=len(times),
+            avg_throughput=sum(r.batch_size for r in self._records) / sum(times) if times else 0.0,
+            memory_efficiency=fmean(r.memory_share for r in self._records) if times else 0.0,
+            p50_time=median(times) if times else 0.0,
+            p95_time=_p95(times),
+            performance_trend=_trend(throughputs),
+            loss_trend=_trend([-loss for loss in losses]),
+            alerts=self._alerts(),
+        )
+
+    def get_optimization_recommendations(self) -> list[str]:
+        """What to change, each with the figure that says so; empty if nothing does."""
+        if not self._records:
+            return []
+        analysis = self.get_performance_analysis()
+        highest = max(r.memory_share for r in self._records)
+        advice = []
+        if highest >= self._config.alert_thresholds.memory_usage:
+            advice.append(f"memory reached {highest:.0%} of capacity: use a smaller batch or gradient checkpointing")
+        elif highest < _HEADROOM:
+            advice.append(f"memory never passed {highest:.0%} of capacity: a larger batch would fit")
+        if self._throughput_drop() > self._config.alert_thresholds.throughput_drop:
+            advice.append(
+                f"throughput fell by {self._throughput_drop():.0%}: try a smaller batch, and check that data loading "
+                "keeps up"
+            )
+        if analysis["p95_time"] > _UNEVEN * analysis["p50_time"]:
+            advice.append(
+                f"one batch in twenty takes {analysis['p95_time'] / analysis['p50_time']:.1f} times the median: "
+                "check data loading, and batch sequences of like length together"
+            )
+        if analysis["loss_trend"] == "degrading":
+            advice.append("the loss is rising: lower the learning rate, or scale it with the batch size")
+        return advice
+
+    def _alerts(self) -> list[str]:
+        if not self._records:
+            return []
+        limits = self._config.alert_thresholds
+        alerts = []
+        if self._records[-1].memory_share >= limits.memory_usage:
+            usage = self._records[-1].memory_share
+            alerts.append(f"memory_usage: {usage:.0%} of capacity (threshold {limits.memory_usage:.0%})")
+        if self._throughput_drop() > limits.throughput_drop:
+            alerts.append(
+                f"throughput_drop: {self._throughput_drop():.0%} lost (threshold {limits.throughput_drop:.0%})"
+            )
+        return alerts
+
+    def _throughput_drop(self) -> float:
+        """Share of the older half's median throughput that the newer half lost; 0 with too few records."""
+        if len(self._records) < _FEWEST:
+            return 0.0
+        older, newer = _halves([r.throughput for r in self._records])
+        return max(0.0, 1 - newer / older)
+
+
+def _halves(values: Sequence[float]) -> tuple[float, float]:
+    """Medians of the older and the newer half; the middle one of an odd number belongs to neither."""
+    half = len(values) // 2
+    return median(values[:half]), median(values[-half:])
+
+
+def _trend(values: Sequence[float]) -> Trend:
+    """More is better."""
+    if len(values) < _FEWEST:
+        return "insufficient_data"
+    older, newer = _halves(values)
+    if abs(newer - older) <= _STEADY * abs(older):
+        return "stable"
+    return "improving" if newer > older else "degrading"
+
+
+def _p95(times: Sequence[float]) -> float:
+    if len(times) < 2:
+        return times[0] if times else 0.0
+    return quantiles(times, n=20, method="inclusive")[-1]

@@ -1,0 +1,138 @@
+"""What shape of batch a model accepts: said by the model, or read off its first layer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import BatchShapeError
+from memopt_cli.records import from_data
+
+_CONDITIONS: dict[str, tuple[Callable[[int, int], bool], str]] = {
+    "fixed": (operator.eq, ""),
+    "minimum": (operator.ge, "at least "),
+    "maximum": (operator.le, "at most "),
+    "divisible_by": (lambda size, wanted: size % wanted == 0, "a multiple of "),
+}
+"""Field of :class:`ShapeRequirements` -> whether a size meets the wanted one, and how that is said."""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRequirements:
+    """Conditions on the shape of a batch; axes may be negative, counted from the last."""
+
+    ndim: tuple[int, ...] = ()
+    """Allowed numbers of dimensions, batch included; empty: any."""
+    fixed: dict[int, int] = field(default_factory=dict)
+    """Axis -> the only size it may have."""
+    minimum: dict[int, int] = field(default_factory=dict)
+    """Axis -> least size."""
+    maximum: dict[int, int] = field(default_factory=dict)
+    """Axis -> largest size."""
+    divisible_by: dict[int, int] = field(default_factory=dict)
+    """Axis -> a number its size is a multiple of."""
+    dtype: str | None = None
+    """Name of a torch dtype without the prefix; ``None``: any."""
+    values_below: int | None = None
+    """Integer inputs are from 0 to this, exclusive (rows of an embedding)."""
+
+    def issues(self, shape: Sequence[int], dtype: str | None = None) -> list[str]:
+        """Every condition that ``shape`` (and ``dtype``, if given) does not meet, as sentences."""
+        found = []
+        if self.ndim and len(shape) not in self.ndim:
+            allowed = " or ".join(map(str, self.ndim))
+            found.append(f"the batch has {len(shape)} dimensions; the model takes {allowed}")
+        for field_name, (holds, demand) in _CONDITIONS.items():
+            for axis, wanted in getattr(self, field_name).items():
+                found += _unless(shape, axis, holds, demand, wanted)
+        if self.dtype is not None and dtype not in (None, self.dtype):
+            found.append(f"the dtype is {dtype}; the model takes {self.dtype}")
+        return found
+
+
+def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
+    """A record, its plain values, or a model -> requirements; ``None`` has none.
+
+    Raises :class:`~memopt_cli.errors.UsageError` for an unknown key or a value of the wrong type.
+    """
+    if wanted is None:
+        return ShapeRequirements()
+    if isinstance(wanted, ShapeRequirements):
+        return wanted
+    if isinstance(wanted, nn.Module):
+        return infer_requirements(wanted)
+    return from_data(ShapeRequirements, wanted, where="model_requirements")
+
+
+def infer_requirements(model: nn.Module) -> ShapeRequirements:
+    """``model.get_shape_requirements()`` if there is such a method, else what the first layer needs.
+
+    The first layer is the first linear, convolutional, recurrent or embedding one in order of registration; a model
+    without any accepts anything.
+    """
+    declared = getattr(model, "get_shape_requirements", None)
+    if callable(declared):
+        return as_requirements(declared())
+    found = (_of_layer(module) for module in model.modules())
+    return next((r for r in found if r is not None), ShapeRequirements())
+
+
+def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: str | torch.device) -> Tensor:
+    """A random batch of ``shape`` that meets the requirements' dtype and range; the same one every time."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, requirements.dtype or "float32")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(tuple(shape), generator=generator).to(device, dtype)
+    return torch.randint(0, requirements.values_below or 2, tuple(shape), generator=generator).to(device, dtype)
+
+
+def sequence_axis(shape: Sequence[int]) -> int | None:
+    """Axis of the sequence: 1 in (batch, seq, dim), 2 in (batch, time, seq, dim); other shapes have none."""
+    return {3: 1, 4: 2}.get(len(shape))
+
+
+def _of_layer(layer: nn.Module) -> ShapeRequirements | None:
+    if isinstance(layer, nn.Embedding):
+        return ShapeRequirements(dtype="int64", values_below=layer.num_embeddings)
+    if isinstance(layer, nn.Linear):
+        return ShapeRequirements(fixed={-1: layer.in_features}, dtype=_dtype(layer.weight))
+    if isinstance(layer, nn.RNNBase):
+        return ShapeRequirements(ndim=(3,), fixed={-1: layer.input_size}, dtype=_dtype(layer.weight_hh_l0))
+    if isinstance(layer, nn.RNNCellBase):
+        return ShapeRequirements(fixed={-1: layer.input_size}, dtype=_dtype(layer.weight_hh))
+    if isinstance(layer, _CONVOLUTIONS):
+        spatial = len(layer.kernel_size)
+        least = {2 + i: _least_size(layer, i) for i in range(spatial)}
+        return ShapeRequirements(
+            ndim=(spatial + 2,), fixed={1: layer.in_channels}, minimum=least, dtype=_dtype(layer.weight)
+        )
+    return None
+
+
+def _least_size(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, i: int) -> int:
+    """Least spatial size: what the dilated kernel spans, less the padding on both sides."""
+    span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
+    return 1 if isinstance(layer.padding, str) else max(1, span - 2 * int(layer.padding[i]))
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _unless(shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int) -> list[str]:
+    if not -len(shape) <= axis < len(shape):
+        return [f"the batch has no axis {axis} (shape {tuple(shape)}), which must be {demand}{wanted}"]
+    return [] if holds(shape[axis], wanted) else [f"axis {axis} has size {shape[axis]}; it must be {demand}{wanted}"]
+
+
+def require_batch_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple; raises :class:`BatchShapeError` if it is empty or has a size that is not positive."""
+    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise BatchShapeError(f"{tuple(shape)} is no shape of a batch", hint="Give positive sizes, the batch first.")
+    return tuple(shape)

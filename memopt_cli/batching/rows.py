@@ -1,0 +1,82 @@
+"""Batches as rows: cut, joined and queued, whatever structure of tensors they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.errors import BatchShapeError
+from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors, tensors_of
+
+
+def rows_of(batch: Any) -> int:
+    """Samples in a batch: the first size of every tensor in it.
+
+    Raises :class:`BatchShapeError` if there is no tensor, something else than tensors, or tensors of different first
+    sizes.
+    """
+    sizes = {tensor.shape[:1] for tensor in tensors_of(batch)}
+    foreign: list[str] = []
+    map_leaves(lambda leaf: foreign.append(type(leaf).__name__) if not isinstance(leaf, Tensor) else None, batch)
+    if foreign:
+        raise BatchShapeError(f"a batch must hold tensors, not {foreign[0]}", hint="Collate samples into tensors.")
+    if len(sizes) != 1 or not (size := sizes.pop()):
+        shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
+        raise BatchShapeError(
+            f"the tensors of a batch have shapes {shapes}; the first size must be the same for all",
+            hint="Give (inputs, targets), both with the batch as their first dimension.",
+        )
+    return size[0]
+
+
+def narrow(batch: Any, start: int, stop: int) -> Any:
+    """Rows ``start`` to ``stop`` (exclusive), as views."""
+    return map_leaves(lambda tensor: tensor[start:stop], batch)
+
+
+def concatenate(batches: Sequence[Any]) -> Any:
+    """One batch of all rows, in order; the structure is that of the first."""
+    if len(batches) == 1:
+        return batches[0]
+    split = [split_tensors(batch) for batch in batches]
+    return join_tensors([torch.cat(parts) for parts in zip(*(t for t, _ in split), strict=True)], split[0][1])
+
+
+class RowQueue:
+    """Rows in the order they came, given out in batches of any size."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Any] = deque()
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def put(self, batch: Any) -> None:
+        """Add a batch's rows at the end."""
+        self._rows += rows_of(batch)
+        self._batches.append(batch)
+
+    def put_first(self, batch: Any) -> None:
+        """Put rows back, to be taken again first."""
+        self._rows += rows_of(batch)
+        self._batches.appendleft(batch)
+
+    def take(self, rows: int) -> Any:
+        """The next ``rows`` rows, or all if there are fewer; at least one must be there."""
+        parts: list[Any] = []
+        wanted = min(rows, self._rows)
+        self._rows -= wanted
+        while wanted:
+            batch = self._batches.popleft()
+            size = rows_of(batch)
+            if size > wanted:
+                self._batches.appendleft(narrow(batch, wanted, size))
+                batch = narrow(batch, 0, wanted)
+            parts.append(batch)
+            wanted -= min(size, wanted)
+        return concatenate(parts)

@@ -1,0 +1,254 @@
+"""The best of several batch shapes, measured on this machine, for a machine that may be another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypedDict
+
+import torch
+from torch import nn
+
+from memopt_cli.batching.architecture import RULES, Architecture, architectures_of, candidate_shapes
+from memopt_cli.batching.memory import MemoryMeter, meter_of
+from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input, sequence_axis
+from memopt_cli.batching.trial import Trial, try_step
+from memopt_cli.errors import MemoryBudgetError, UsageError
+from memopt_cli.records import OutOfMemory, from_data
+from memopt_cli.units import format_bytes
+
+_STEPS = 3
+"""Timed steps for each shape, after one to warm up."""
+_TIE = 0.01
+"""Scores closer than this share are a tie: timings are no more exact."""
+
+Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
+"""Batch shape -> one step's peak and time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareSpecs:
+    """The machine that the batch is for; bytes.  ``None``: this machine."""
+
+    gpu_memory: float | None = None
+    cpu_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a shape must keep to be feasible; ``None``: no condition."""
+
+    max_memory: float = 0.9
+    """Share of the specified memory, in (0, 1]."""
+    min_throughput: float | None = None
+    """Samples per second."""
+    min_accuracy: float | None = None
+    """Of the user's accuracy function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """Weights of what is sought; each is relative to the best feasible shape."""
+
+    throughput: float = 1.0
+    memory: float = 0.0
+    """Of using little memory."""
+    accuracy: float = 0.0
+
+
+class Candidate(TypedDict):
+    """One measured shape."""
+
+    shape: tuple[int, ...]
+    batch_size: int
+    seq_length: int | None
+    """Axis 1 of 3 dimensions, axis 2 of 4; other shapes have none."""
+    throughput: float
+    """Samples per second; 0 if it ran out of memory."""
+    memory_bytes: int | None
+    """Peak of one step; ``None`` if it ran out of memory."""
+    accuracy: float | None
+    """Of the user's accuracy function."""
+    feasible: bool
+    violated: list[str]
+    """Conditions that are not met, with the values."""
+
+
+class BatchRecommendation(Candidate):
+    """The chosen candidate and what it was chosen from."""
+
+    candidates: list[Candidate]
+    pareto: list[tuple[int, ...]]
+    """Feasible shapes that no other one beats in throughput, memory and accuracy at once."""
+    measured_on: str
+    architecture: list[Architecture]
+    advice: list[str]
+
+
+class BatchShapeOptimizer:
+    """Measures candidate shapes of a model's input and chooses among them.
+
+    ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine the batch is for: memory is held
+    against it, while throughput is that of this machine.  ``accuracy_fn(batch_size)`` is the only source of accuracy.
+    ``measure`` replaces running steps here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hardware_specs: Mapping[str, float] | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        accuracy_fn: Callable[[int], float] | None = None,
+        memory: MemoryMeter | None = None,
+        measure: Measure | None = None,
+    ) -> None:
+        self._model = model
+        self._specs = from_data(HardwareSpecs, dict(hardware_specs or {}), where="hardware_specs")
+        self._device = str(device)
+        self._accuracy_fn = accuracy_fn
+        self._memory = memory or meter_of(device)
+        self._measure = measure or self._run
+
+    def optimize_batch_shape(
+        self,
+        input_shapes: Sequence[Sequence[int]],
+        constraints: Mapping[str, float] | None = None,
+        *,
+        objectives: Mapping[str, float] | None = None,
+    ) -> BatchRecommendation:
+        """The feasible shape with the highest throughput; of equal ones (within 1 %) the one with less memory.
+
+        ``constraints``: ``max_memory`` (share of the specified memory), ``min_throughput`` (samples/s),
+        ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy`` instead of throughput
+        alone.  If no shape is feasible the one with least memory is returned, ``feasible`` is false and ``violated``
+        says why.  Raises :class:`MemoryBudgetError` if none could be run.
+        """
+        limits = from_data(Constraints, dict(constraints or {}), where="constraints")
+        weights = from_data(Objectives, dict(objectives or {}), where="objectives")
+        if self._accuracy_fn is None and (limits.min_accuracy is not None or weights.accuracy):
+            raise UsageError("accuracy cannot be judged without an accuracy function", hint="Give accuracy_fn=.")
+        shapes = list(dict.fromkeys(require_batch_shape(shape) for shape in input_shapes))
+        if not shapes:
+            raise UsageError("no batch shapes to choose from", hint="Give at least one shape, the batch first.")
+        candidates = [self._candidate(shape, limits) for shape in shapes]
+        feasible = [c for c in candidates if c["feasible"]]
+        chosen = _best(feasible, weights) if feasible else _smallest(candidates)
+        kinds = architectures_of(self._model)
+        return BatchRecommendation(
+            **chosen,
+            candidates=candidates,
+            pareto=[c["shape"] for c in feasible if not any(_dominates(other, c) for other in feasible)],
+            measured_on=self._measured_on(),
+            architecture=list(kinds),
+            advice=[RULES[kind].advice for kind in kinds],
+        )
+
+    def recommend(
+        self,
+        input_shape: Sequence[int],
+        constraints: Mapping[str, float] | None = None,
+        *,
+        objectives: Mapping[str, float] | None = None,
+    ) -> BatchRecommendation:
+        """The same over the shapes around ``input_shape`` that suit the model's architecture."""
+        shapes = candidate_shapes(self._model, require_batch_shape(input_shape))
+        return self.optimize_batch_shape(shapes, constraints, objectives=objectives)
+
+    def _candidate(self, shape: tuple[int, ...], limits: Constraints) -> Candidate:
+        outcome = self._measure(shape)
+        axis = sequence_axis(shape)
+        trial = outcome if isinstance(outcome, Trial) else None
+        throughput = shape[0] / trial.step_s if trial else 0.0
+        accuracy = self._accuracy_fn(shape[0]) if self._accuracy_fn and trial else None
+        peak = trial.peak_bytes if trial else None
+        violated = self._violated(peak, throughput, accuracy, limits)
+        return Candidate(
+            shape=shape,
+            batch_size=shape[0],
+            seq_length=None if axis is None else shape[axis],
+            throughput=throughput,
+            memory_bytes=peak,
+            accuracy=accuracy,
+            feasible=not violated,
+            violated=violated,
+        )
+
+    def _violated(self, peak: int | None, throughput: float, accuracy: float | None, limits: Constraints) -> list[str]:
+        if peak is None:
+            return ["max_memory: out of memory on this machine"]
+        found = []
+        budget = limits.max_memory * self._specified_bytes()
+        if peak > budget:
+            found.append(f"max_memory: {format_bytes(peak)} of {format_bytes(budget)}")
+        if limits.min_throughput is not None and throughput < limits.min_throughput:
+            found.append(f"min_throughput: {throughput:.3g} of {limits.min_throughput:.3g} samples/s")
+        if limits.min_accuracy is not None and (accuracy is None or accuracy < limits.min_accuracy):
+            found.append(f"min_accuracy: {accuracy} of {limits.min_accuracy}")
+        return found
+
+    def _specified_bytes(self) -> float:
+        specified = self._specs.gpu_memory if self._device.startswith("cuda") else self._specs.cpu_memory
+        return self._memory.capacity_bytes() if specified is None else specified
+
+    def _measured_on(self) -> str:
+        here = self._memory.capacity_bytes()
+        text = f"this machine's {self._device} ({format_bytes(here)})"
+        if math.isclose(self._specified_bytes(), here, rel_tol=0.05):
+            return text
+        return f"{text}, not the specified machine ({format_bytes(self._specified_bytes())}): throughput may differ"
+
+    def _run(self, shape: tuple[int, ...]) -> Trial | OutOfMemory:
+        requirements = infer_requirements(self._model)
+        trials = []
+        for _ in range(1 + _STEPS):
+            outcome = try_step(
+                self._model,
+                lambda: sample_input(shape, requirements, self._device),
+                self._memory,
+                self._device,
+                backward=self._model.training,
+            )
+            if isinstance(outcome, OutOfMemory):
+                return outcome
+            trials.append(outcome)
+        return Trial(peak_bytes=max(t.peak_bytes for t in trials), step_s=median(trial.step_s for trial in trials[1:]))
+
+
+def _best(feasible: Sequence[Candidate], weights: Objectives) -> Candidate:
+    scores = [_score(candidate, feasible, weights) for candidate in feasible]
+    highest = max(scores)
+    tied = [c for c, score in zip(feasible, scores, strict=True) if score >= highest - _TIE * abs(highest)]
+    return min(tied, key=lambda c: c["memory_bytes"] or 0)
+
+
+def _score(candidate: Candidate, among: Sequence[Candidate], weights: Objectives) -> float:
+    """Weighted sum of each objective relative to the best of ``among``; little memory is one over it."""
+    least = min(c["memory_bytes"] or 0 for c in among)
+    fastest = max(c["throughput"] for c in among)
+    score = weights.throughput * candidate["throughput"] / fastest
+    score += weights.memory * least / max(1, candidate["memory_bytes"] or 0)
+    best = max((c["accuracy"] or 0.0) for c in among)
+    return score + (weights.accuracy * (candidate["accuracy"] or 0.0) / best if best > 0 else 0.0)
+
+
+def _smallest(candidates: Sequence[Candidate]) -> Candidate:
+    ran = [c for c in candidates if c["memory_bytes"] is not None]
+    if not ran:
+        raise MemoryBudgetError(
+            f"none of {len(candidates)} batch shapes could be run: out of memory",
+            hint="Give smaller shapes, or make the step smaller: memopt optimize.",
+        )
+    return min(ran, key=lambda c: c["memory_bytes"] or 0)
+
+
+def _dominates(one: Candidate, other: Candidate) -> bool:
+    """At least as good in everything and better in something."""
+    first, second = _qualities(one), _qualities(other)
+    return first != second and all(a >= b for a, b in zip(first, second, strict=True))
+
+
+def _qualities(candidate: Candidate) -> tuple[float, float, float]:
+    return candidate["throughput"], -float(candidate["memory_bytes"] or 0), candidate["accuracy"] or 0.0

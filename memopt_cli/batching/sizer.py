@@ -1,0 +1,340 @@
+"""The batch size, found by trials and kept under a share of memory by a control law."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memopt_cli.batching.advice import fit_line
+from memopt_cli.batching.config import AdaptiveSizing
+from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
+from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
+from memopt_cli.batching.trial import Trial, try_step
+from memopt_cli.errors import MemoryBudgetError, UsageError
+from memopt_cli.units import format_bytes
+
+DANGER_SHARE = 0.95
+"""Usage that is answered at once, whatever the interval."""
+_TOO_HIGH = 1.05
+_ROOM = 0.9
+"""Usage relative to the target above which the batch shrinks, and below which it may grow."""
+_GROWTH = 1.25
+"""Largest factor of one growth; a batch too small for it grows by one."""
+_LOSS_SPIKE = 1.5
+"""A loss so many times its average stops growth."""
+_THROUGHPUT_LOSS = 0.2
+"""A growth that costs a larger share of the throughput is taken back."""
+_CAPPED_INTERVALS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """A growth under observation: from which size, and the throughput there (samples/s)."""
+
+    before: int
+    throughput: float | None
+
+
+class AdaptiveBatchSizer:
+    """Chooses the batch size so that a step's peak is ``target_memory_usage`` of the device's capacity.
+
+    ``target_memory_usage`` (a share) wins over the configuration's.  ``memory`` reads capacity and peaks; without one
+    the device's own meter is used.  ``effective_batch_size`` is what gradient accumulation keeps constant.  With
+    ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks take the smallest size that any
+    of them wants.
+    """
+
+    def __init__(
+        self,
+        target_memory_usage: float | None = None,
+        *,
+        config: AdaptiveSizing | None = None,
+        initial_batch_size: int = 16,
+        effective_batch_size: int | None = None,
+        device: str | torch.device = "cpu",
+        memory: MemoryMeter | None = None,
+        distributed: bool = False,
+    ) -> None:
+        config = config or AdaptiveSizing()
+        self._target = config.target_memory_usage if target_memory_usage is None else target_memory_usage
+        if not 0 < self._target <= 1:
+            raise UsageError(f"target_memory_usage is {self._target!r}; it must be a share above 0 and at most 1")
+        if effective_batch_size is not None and effective_batch_size < 1:
+            raise UsageError(f"effective_batch_size is {effective_batch_size}; it must be at least 1")
+        self._config = config
+        self._device = str(device)
+        self._given_memory = memory
+        self._memory = memory or meter_of(device)
+        self._distributed = distributed
+        self._effective = effective_batch_size
+        self.start_from(initial_batch_size)
+
+    def start_from(self, batch_size: int) -> None:
+        """Begin anew at a size (clamped to the limits), forgetting what was observed."""
+        self._batch = max(self._config.min_batch_size, min(batch_size, self._config.max_batch_size))
+        self._reason = "initial size"
+        self._calls = 0
+        self._measures = False
+        self._ran_out = False
+        self._usages: dict[int, tuple[int, float]] = {}  # batch -> (call, share), the latest of each
+        self._highest = 0.0  # share, since the last change
+        self._throughputs: list[float] = []
+        self._mean_loss: float | None = None
+        self._growth: _Growth | None = None
+        self._cap = self._config.max_batch_size
+        self._capped_until = 0
+        self._capacity: int | None = None
+        self._memory.restart()
+
+    # ------------------------------------------------------------------------------------------ what it says
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step."""
+        return self._batch
+
+    @property
+    def reason(self) -> str:
+        """Why the size is what it is: the last change, in words."""
+        return self._reason
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Steps whose gradients make one update: ``ceil(effective / batch)``; 1 without an effective size."""
+        return math.ceil(self._effective / self._batch) if self._effective else 1
+
+    # ------------------------------------------------------------------------------------------ by trials
+
+    def get_optimal_batch_size(
+        self,
+        model: nn.Module,
+        input_shape: Sequence[int],
+        device: str | torch.device = "cpu",
+        *,
+        make_input: Callable[[int], Tensor] | None = None,
+    ) -> int:
+        """The largest batch between the configured limits whose step stays within the target, found by running steps.
+
+        ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
+        model is in training mode.  From the guess the size is doubled (or halved) until the target or the memory is
+        passed, then bisected; the model is left as it was.  ``make_input(batch)`` makes inputs where random ones of
+        the first layer's dtype do not do.  Raises :class:`MemoryBudgetError` if not even the smallest batch fits.
+        """
+        shape = require_batch_shape(input_shape)
+        self._device = str(device)
+        self._memory = self._given_memory or meter_of(device)
+        requirements = infer_requirements(model)
+        make = make_input or (lambda batch: sample_input((batch, *shape[1:]), requirements, device))
+        budget = self._target * self._memory.capacity_bytes()
+        low, high = self._config.min_batch_size, self._config.max_batch_size
+
+        def fits(batch: int) -> bool:
+            trial = try_step(model, lambda: make(batch), self._memory, self._device, backward=model.training)
+            return isinstance(trial, Trial) and trial.peak_bytes <= budget
+
+        largest = largest_fitting(fits, max(low, min(shape[0], high)), low, high)
+        if largest is None:
+            raise MemoryBudgetError(
+                f"a step at batch {self._config.min_batch_size} does not fit in {format_bytes(budget)} "
+                f"({self._target:.0%} of {format_bytes(self._memory.capacity_bytes())})",
+                hint="Lower min_batch_size, raise the target, or make the step smaller: memopt optimize.",
+            )
+        self.start_from(largest)
+        return largest
+
+    # ------------------------------------------------------------------------------------------ step by step
+
+    def adapt_batch_size(
+        self,
+        current_loss: float | None = None,
+        current_memory_usage: float | None = None,
+        performance_metrics: Mapping[str, float] | None = None,
+    ) -> int:
+        """Take in what the last step cost; returns the size for the next one.
+
+        ``current_memory_usage`` is the step's peak: a share of capacity (at most 1) or bytes; ``None`` measures it.
+        (A quotient of allocated and highest allocated memory is no share of capacity.)  ``performance_metrics`` may
+        hold ``throughput`` in samples per second.
+
+        The law: usage is modelled as ``u(B) = a + c B``, fitted to the latest usage of each size seen (proportional
+        until two are known; measured memory knows ``a`` from what is in use between steps).  At 95 % of capacity or a
+        loss that is not finite the size is halved at once.  Else, every ``adaptation_interval`` calls: above 1.05
+        times the target ``B <- floor(B (target - a) / (u - a))``; below 0.9 times the target, with the loss at most
+        1.5 times its average, the same but at most by 1.25 (or one sample).  A growth that cost more than 20 % of the
+        throughput is taken back for five intervals.  A changed capacity is answered at once, by the same formula.
+        """
+        if not self._config.enabled:
+            return self._batch
+        self._calls += 1
+        if self._ran_out:  # what was read belongs to the step that failed
+            self._ran_out = False
+            return self._settle(self._batch, self._reason)
+        capacity_changed = current_memory_usage is None and self._follow_capacity()
+        share = self._observe(current_memory_usage, performance_metrics or {})
+        wanted, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
+        self._average(current_loss)
+        return self._settle(wanted, reason)
+
+    def report_out_of_memory(self) -> int:
+        """The last step ran out of memory: halve, and do not grow for five intervals.
+
+        The next :meth:`adapt_batch_size` takes no notice of what the failed step cost; in a distributed run the other
+        ranks hear of the size there.
+        """
+        self._set(self._clamp(self._batch // 2), "out of memory")
+        self._cap_at(self._batch)
+        self._ran_out = True
+        return self._batch
+
+    def _decide(self, share: float, loss: float | None, *, capacity_changed: bool) -> tuple[int, str]:
+        if loss is not None and not math.isfinite(loss):
+            return self._batch // 2, f"the loss is {loss}"
+        if share >= max(DANGER_SHARE, _TOO_HIGH * self._target) and not capacity_changed:
+            return self._batch // 2, f"usage {share:.0%}"
+        if self._calls % self._config.adaptation_interval and not capacity_changed:
+            return self._batch, ""
+        self._usages[self._batch] = (self._calls, self._highest)
+        wanted, reason = self._by_law(self._highest, loss)
+        self._begin_interval()
+        return wanted, reason
+
+    def _by_law(self, usage: float, loss: float | None) -> tuple[int, str]:
+        throughput = fmean(self._throughputs) if self._throughputs else None
+        growth, self._growth = self._growth, None
+        if growth and growth.throughput and throughput and throughput < (1 - _THROUGHPUT_LOSS) * growth.throughput:
+            self._cap_at(growth.before)
+            return growth.before, f"growth cut throughput from {growth.throughput:.3g} to {throughput:.3g} samples/s"
+        if usage > _TOO_HIGH * self._target:
+            return self._solve(usage), f"usage {usage:.0%} above the target {self._target:.0%}"
+        if usage < _ROOM * self._target and not self._loss_spikes(loss):
+            wanted = min(self._solve(usage), max(self._batch + 1, int(_GROWTH * self._batch)))
+            if self._clamp(wanted) > self._batch:
+                self._growth = _Growth(self._batch, throughput)
+                return wanted, f"usage {usage:.0%} below the target {self._target:.0%}"
+        return self._batch, ""
+
+    def _solve(self, usage: float) -> int:
+        """The size that the model of memory expects at the target, seen from the usage of the current one."""
+        points = [(float(batch), share) for batch, (_, share) in self._recent().items()]
+        intercept, slope = fit_line(points) if len(points) > 1 else (0.0, 1.0)
+        if slope <= 0 or usage <= intercept:
+            intercept = 0.0  # noise: the readings do not grow with the batch
+        if usage <= 0:
+            return self._config.max_batch_size
+        return int(self._batch * (self._target - intercept) / (usage - intercept))
+
+    def _recent(self) -> dict[int, tuple[int, float]]:
+        oldest = self._calls - self._config.performance_window
+        self._usages = {b: (call, share) for b, (call, share) in self._usages.items() if call >= oldest}
+        return self._usages
+
+    # ------------------------------------------------------------------------------------------ observations
+
+    def _observe(self, memory_usage: float | None, metrics: Mapping[str, float]) -> float:
+        if unknown := set(metrics) - {"throughput"}:
+            raise UsageError(f"unknown performance metric '{min(unknown)}'", hint="Known: throughput (samples/s).")
+        capacity = self._memory.capacity_bytes()
+        self._measures = memory_usage is None
+        share = self._memory.peak_bytes() / capacity if memory_usage is None else usage_share(memory_usage, capacity)
+        self._highest = max(self._highest, share)
+        if "throughput" in metrics:
+            self._throughputs.append(metrics["throughput"])
+        return share
+
+    def _follow_capacity(self) -> bool:
+        """Shares of an earlier capacity become shares of the present one; whether it changed."""
+        before, self._capacity = self._capacity, self._memory.capacity_bytes()
+        if before is None or before == self._capacity:
+            return False
+        factor = before / self._capacity
+        self._usages = {batch: (call, share * factor) for batch, (call, share) in self._usages.items()}
+        self._highest = max(self._highest * factor, self._expected())
+        return True
+
+    def _expected(self) -> float:
+        """The usage that the observations let expect of the present size; 0 if there are none."""
+        points = [(float(batch), share) for batch, (_, share) in self._recent().items()]
+        if len(points) > 1:
+            intercept, slope = fit_line(points)
+            return intercept + slope * self._batch
+        return max((share * self._batch / batch for batch, share in points if batch), default=0.0)
+
+    def _average(self, loss: float | None) -> None:
+        if loss is None or not math.isfinite(loss):
+            return
+        weight = 2 / (self._config.performance_window + 1)
+        self._mean_loss = loss if self._mean_loss is None else (1 - weight) * self._mean_loss + weight * loss
+
+    def _loss_spikes(self, loss: float | None) -> bool:
+        if loss is None or self._mean_loss is None:
+            return False
+        return loss > self._mean_loss + (_LOSS_SPIKE - 1) * abs(self._mean_loss)
+
+    # ------------------------------------------------------------------------------------------ changes
+
+    def _settle(self, wanted: int, reason: str) -> int:
+        own = self._clamp(wanted)
+        agreed = agree_on_batch_size(own, self._device) if self._distributed else own
+        if agreed != own:
+            self._growth, reason = None, "another rank needs a smaller batch"
+        self._set(agreed, reason)
+        return self._batch
+
+    def _set(self, batch: int, reason: str) -> None:
+        if batch == self._batch:
+            return
+        if batch < self._batch:
+            self._growth = None
+        self._batch, self._reason = batch, reason
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._highest = 0.0
+        self._throughputs.clear()
+        self._memory.restart()
+        if self._measures:  # between two steps: what a batch of no samples would take
+            self._usages[0] = (self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
+
+    def _cap_at(self, batch: int) -> None:
+        self._cap = batch
+        self._capped_until = self._calls + _CAPPED_INTERVALS * self._config.adaptation_interval
+
+    def _clamp(self, batch: int) -> int:
+        high = self._cap if self._calls < self._capped_until else self._config.max_batch_size
+        return max(self._config.min_batch_size, min(batch, high))
+
+
+def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
+    """The largest size in ``[low, high]`` that fits, if fitting ones are all below the others; ``None``: not even low.
+
+    Doubles from ``guess`` until one does not fit (or halves until one does), then bisects: at most
+    ``log2(high / low) + log2(high - low) + 3`` questions.
+    """
+    good, bad, size = low - 1, high + 1, guess
+    while bad - good > 1:
+        if fits(size):
+            good = size
+            size = min(2 * size, high) if bad > high else (good + bad) // 2
+        else:
+            bad = size
+            size = max(size // 2, low) if good < low else (good + bad) // 2
+    return good if good >= low else None
+
+
+def agree_on_batch_size(batch_size: int, device: str | torch.device = "cpu") -> int:
+    """The smallest size among all ranks of the default process group; every rank must call it.
+
+    ``device`` is where the group's backend wants tensors: ``cpu`` for gloo, the rank's own for NCCL.
+    Raises :class:`UsageError` if no process group was initialized.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError("no process group to agree in", hint="Call torch.distributed.init_process_group first.")
+    smallest = torch.tensor(batch_size, device=device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest)

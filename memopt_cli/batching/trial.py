@@ -1,0 +1,78 @@
+"""One step run for its memory and time, that leaves the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.batching.memory import MemoryMeter
+from memopt_cli.records import OutOfMemory
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.step import is_out_of_memory, seeds_of_backward, synchronize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one step took."""
+
+    peak_bytes: int
+    step_s: float
+
+
+def try_step(
+    model: nn.Module, make_input: Callable[[], Tensor], memory: MemoryMeter, device: str, *, backward: bool
+) -> Trial | OutOfMemory:
+    """Forward, and backward from a random cotangent if asked for.
+
+    The input is made inside, so that its memory counts and may run out as well.  Optimizer state that does not exist
+    yet is not counted.  Gradients, buffers, hidden state, mode and random generators are put back.
+    """
+    with undisturbed(model, device):
+        failed = ""
+        try:
+            return _step(model, make_input, memory, device, backward=backward)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = str(error) or type(error).__name__
+        # Not in the handler: the error's frames hold what the step had taken.
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        return OutOfMemory(detail=failed.splitlines()[0])
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, device: str) -> Iterator[None]:
+    """Whatever runs inside leaves no trace on the model or on torch's random generators."""
+    start = StartingState(model)
+    gradients = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        start.enter()
+
+
+def _step(
+    model: nn.Module, make_input: Callable[[], Tensor], memory: MemoryMeter, device: str, *, backward: bool
+) -> Trial:
+    memory.restart()
+    batch = make_input()
+    synchronize(device)
+    started = time.perf_counter()
+    with torch.set_grad_enabled(backward):
+        output = model(batch)
+    if backward:
+        roots, cotangents = seeds_of_backward(output, None, seed=0)
+        torch.autograd.backward(roots, cotangents)
+    synchronize(device)
+    return Trial(step_s=time.perf_counter() - started, peak_bytes=memory.peak_bytes())
