@@ -1,0 +1,272 @@
+"""Online learning of a recurrent LIF network (100 -> 200 -> 10): memory by the number of steps, time of a step.
+
+    python -m benchmarks.online [--steps 16,256,1024,4096] [--rounds 15] [--threads 1] [--compile] [--out FILE.json]
+
+Memory is the tensor peak, counted at the dispatcher, of one sequence forward and backward, inputs made as they are
+needed; the same bytes in every run.  Time is that of a sequence of 16 steps of 128 samples over 16: the contestants
+take turns, so that the load of the machine is the same for all, and what is shown are medians.  *By hand* are the
+algorithms' equations for this very network written out on tensors, without autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.online_lif import N_BATCH, N_HIDDEN, N_IN, N_OUT, N_TIME, LIFNet
+from memopt_cli.online import (
+    D_RTRL,
+    ES_D_RTRL,
+    Batching,
+    CompiledStep,
+    OnlineAlgorithm,
+    Vmap,
+    accumulate_online,
+    accumulate_through_time,
+    init_all_states,
+    vmap_new_states,
+)
+from memopt_cli.trace import StorageLog
+from memopt_cli.units import format_bytes
+
+DECAY = 0.9
+MEMORY_BATCH = 8
+"""Samples, so that back-propagation through 4096 steps fits a laptop."""
+ALGORITHMS: dict[str, Callable[..., OnlineAlgorithm]] = {
+    "ES_D_RTRL": lambda net, **mode: ES_D_RTRL(net, DECAY, **mode),
+    "D_RTRL": D_RTRL,
+}
+Run = Callable[[], object]
+"""Gradients of one sequence."""
+
+
+# ---------------------------------------------------------------------------------------------- contestants
+
+
+def manual(name: str, net: LIFNet, x: Tensor) -> OnlineAlgorithm:
+    """An algorithm told of the batch, compiled for one step's inputs ``[B, I]``."""
+    init_all_states(net, x.shape[0])
+    algorithm = ALGORITHMS[name](net, mode=Batching())
+    algorithm.compile_graph(x)
+    return algorithm
+
+
+def automatic(name: str, net: LIFNet, x: Tensor) -> tuple[Vmap, Run]:
+    """An algorithm for one sample under vmap, and what starts its states anew."""
+    algorithm = ALGORITHMS[name](net)
+    init_all_states(net)
+    algorithm.compile_graph(x[0])
+    return Vmap(algorithm), vmap_new_states(x.shape[0])(algorithm.reset_state)
+
+
+def surrogate(u: Tensor) -> Tensor:
+    """Slope of the spike at ``u`` above threshold."""
+    return (0.3 * (1 - u.abs())).clamp_min_(0)
+
+
+class ByHand:
+    """The network and its gradients on plain tensors: all that an implementation for this one network would do."""
+
+    def __init__(self, net: LIFNet, batch: int) -> None:
+        self.parameters = [net.syn.weight, net.syn.bias, net.out.linear.weight]
+        self.weight, self.bias, self.readout = (p.detach() for p in self.parameters)
+        self.decay, self.batch = net.neu.decay, batch
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradients of a sequence to ``.grad``; the mean loss."""
+        self.start(inputs)
+        v, r = inputs.new_zeros(self.batch, N_HIDDEN), inputs.new_zeros(self.batch, N_OUT)
+        total, spikes = inputs.new_zeros(()), v
+        for t, x in enumerate(inputs):
+            z, jacobian = torch.cat([x, spikes], 1), self.decay * (1 - surrogate(v - 1))
+            v = self.decay * (v - spikes) + torch.addmm(self.bias, z, self.weight.t())
+            spikes = v.sub(1).ge_(0)
+            r = self.decay * r + spikes @ self.readout.t()
+            log_likelihood = r.log_softmax(1)
+            total += F.nll_loss(log_likelihood, labels)
+            of_r = log_likelihood.exp()
+            of_r[torch.arange(self.batch), labels] -= 1
+            of_r /= self.batch
+            of_v = (of_r @ self.readout) * surrogate(v - 1)
+            of_weight, of_bias = self.of_weights(t, z, jacobian, of_v)
+            for parameter, gradient in zip(self.parameters, (of_weight, of_bias, of_r.t() @ spikes), strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return total / len(inputs)
+
+    def start(self, inputs: Tensor) -> None:
+        """Make the traces."""
+        raise NotImplementedError
+
+    def of_weights(self, t: int, z: Tensor, jacobian: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance the traces; gradients of weight and bias."""
+        raise NotImplementedError
+
+
+class ESByHand(ByHand):
+    """ES-D-RTRL."""
+
+    def start(self, inputs: Tensor) -> None:
+        self.of_input = inputs.new_zeros(self.batch, N_IN + N_HIDDEN)
+        self.of_neuron = inputs.new_zeros(self.batch, N_HIDDEN)
+
+    def of_weights(self, t: int, z: Tensor, jacobian: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
+        self.of_input = DECAY * self.of_input + z
+        self.of_neuron = DECAY * jacobian * self.of_neuron + (1 - DECAY)
+        of_y = of_v * self.of_neuron / (1 - (1 - DECAY) ** (t + 1))
+        return of_y.t() @ self.of_input, of_y.sum(0)
+
+
+class FullByHand(ByHand):
+    """D-RTRL."""
+
+    def start(self, inputs: Tensor) -> None:
+        self.trace = inputs.new_zeros(self.batch, N_HIDDEN, N_IN + N_HIDDEN)
+        self.of_bias = inputs.new_zeros(self.batch, N_HIDDEN)
+
+    def of_weights(self, t: int, z: Tensor, jacobian: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
+        self.trace = (jacobian.unsqueeze(-1) * self.trace).add_(z.unsqueeze(1))
+        self.of_bias = jacobian * self.of_bias + 1
+        return torch.einsum("bh,bhi->hi", of_v, self.trace), (of_v * self.of_bias).sum(0)
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def steps_of(count: int) -> Iterator[Tensor]:
+    """Inputs, each made when it is needed."""
+    return (torch.rand(MEMORY_BATCH, N_IN) for _ in range(count))
+
+
+def tensor_peak_bytes(strategy: str, steps: int) -> int:
+    """Of one sequence."""
+    net, labels = LIFNet(), torch.zeros(MEMORY_BATCH, dtype=torch.int64)
+    model: nn.Module = net
+    if strategy == "through time":
+        init_all_states(net, MEMORY_BATCH)
+    else:
+        model = manual(strategy, net, torch.rand(MEMORY_BATCH, N_IN))
+    accumulate = accumulate_through_time if strategy == "through time" else accumulate_online
+    log = StorageLog(lambda: "")
+    for tensor in (*model.parameters(), *model.buffers()):
+        log.see(tensor, "parameters")
+    with log:
+        accumulate(model, steps_of(steps), labels, F.cross_entropy)
+    return log.peak_bytes
+
+
+def memory(steps: list[int]) -> dict[str, dict[int, int]]:
+    """Strategy -> steps -> bytes."""
+    return {s: {t: tensor_peak_bytes(s, t) for t in steps} for s in (*ALGORITHMS, "through time")}
+
+
+# ---------------------------------------------------------------------------------------------- time
+
+
+def contestants(name: str, *, compiled: bool) -> dict[str, Run]:
+    """What computes the gradients of the same sequence by one algorithm."""
+    net = LIFNet()
+    inputs, labels = torch.rand(N_TIME, N_BATCH, N_IN), torch.randint(0, N_OUT, (N_BATCH,))
+    by_hand = {"ES_D_RTRL": ESByHand, "D_RTRL": FullByHand}[name](net, N_BATCH)
+    algorithm = manual(name, net, inputs[0])
+    # A copy, since a model's states are either batched or one per lane.
+    vmapped, restart = automatic(name, LIFNet(), inputs[0])
+    vmapped.model.model.load_state_dict(net.state_dict())
+    models: dict[str, tuple[nn.Module, Run]] = {
+        "manual": (algorithm, lambda: algorithm.reset_state(N_BATCH)),
+        "automatic": (vmapped, restart),
+    }
+
+    def eager(model: nn.Module, reset: Run) -> Tensor:
+        reset()
+        return accumulate_online(model, inputs, labels, F.cross_entropy)
+
+    def stepping(step: CompiledStep, reset: Run) -> Tensor:
+        reset()
+        return torch.stack([step(x, labels) for x in inputs]).mean()
+
+    runs: dict[str, Run] = {"by hand": lambda: by_hand(inputs, labels)}
+    for mode, (model, reset) in models.items():
+        runs[mode] = lambda model=model, reset=reset: eager(model, reset)  # type: ignore[misc]
+        if compiled:
+            reset()
+            step = CompiledStep(model, F.cross_entropy, inputs[0], labels)
+            runs[f"{mode}, compiled"] = lambda step=step, reset=reset: stepping(step, reset)  # type: ignore[misc]
+    check_same_loss(runs)
+    return runs
+
+
+def check_same_loss(runs: dict[str, Run]) -> None:
+    """A contestant that computes something else is none."""
+    losses = {name: float(run()) for name, run in runs.items()}  # type: ignore[arg-type]
+    if max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
+        raise SystemExit(f"the contestants disagree: {losses}")
+
+
+def step_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """Median seconds of one step; in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            taken[name].append((time.perf_counter() - start) / N_TIME)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def memory_table(found: dict[str, dict[int, int]]) -> str:
+    """Rows: strategies; columns: steps."""
+    lines = ["", f"tensor peak, batch {MEMORY_BATCH}, by the number of time steps"]
+    lines.append(" " * 14 + "".join(f"{steps:>12}" for steps in next(iter(found.values()))))
+    lines += [f"{name:14}" + "".join(f"{format_bytes(b):>12}" for b in peaks.values()) for name, peaks in found.items()]
+    return "\n".join(lines)
+
+
+def time_table(name: str, seconds: dict[str, float]) -> str:
+    """One line per contestant, beside what is written by hand and beside manual batching."""
+    lines = ["", f"{name}: time of a step, batch {N_BATCH}", f"{'':22}{'ms':>8}{'by hand':>10}{'manual':>9}"]
+    for contestant, taken in seconds.items():
+        ratios = f"{taken / seconds['by hand']:9.2f}×{taken / seconds['manual']:8.2f}×"
+        lines.append(f"{contestant:22}{taken * 1e3:8.2f}{ratios}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", default="16,256,1024,4096")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="compiled steps too; needs a C++ compiler on the CPU")
+    parser.add_argument("--out", type=Path, help="JSON of everything")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    report = sys.stdout
+    peaks = memory([int(steps) for steps in arguments.steps.split(",")])
+    report.write(memory_table(peaks) + "\n")
+    seconds = {}
+    for name in ALGORITHMS:
+        seconds[name] = step_seconds(contestants(name, compiled=arguments.compile), arguments.rounds)
+        report.write(time_table(name, seconds[name]) + "\n")
+    if arguments.out:
+        command = shlex.join(["python", "-m", "benchmarks.online", *sys.argv[1:]])
+        about = {"command": command, "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        arguments.out.write_text(json.dumps({**about, "tensor_peak_bytes": peaks, "step_s": seconds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

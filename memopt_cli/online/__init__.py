@@ -1,0 +1,41 @@
+"""Stateful batching and online learning: gradients of recurrent models in memory that does not grow with time.
+
+A cell declares its states (``declare_state``).  A model is batched by hand (``init_all_states(model, batch_size=B)``,
+``mode=Batching()``) or written for one sample and run by ``Vmap``.  Weights whose past is to be followed are tagged
+(``traced``), and an algorithm (``D_RTRL``, ``ES_D_RTRL``, ``HybridTrace``) around the model makes each step's
+``backward`` the gradient of the sequence.
+"""
+
+from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, HybridTrace, OnlineAlgorithm
+from memopt_cli.online.lanes import Vmap, vmap_new_states
+from memopt_cli.online.neurons import IF, LIF, AdaptiveLIF, ExplicitState, GatedUnit, LeakyRateReadout, spike
+from memopt_cli.online.operations import ElementWise, traced, untraced
+from memopt_cli.online.states import Batching, declare_state, environ, init_all_states, states_of
+from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
+
+__all__ = [
+    "D_RTRL",
+    "ES_D_RTRL",
+    "IF",
+    "LIF",
+    "AdaptiveLIF",
+    "Batching",
+    "CompiledStep",
+    "ElementWise",
+    "ExplicitState",
+    "GatedUnit",
+    "HybridTrace",
+    "LeakyRateReadout",
+    "OnlineAlgorithm",
+    "Vmap",
+    "accumulate_online",
+    "accumulate_through_time",
+    "declare_state",
+    "environ",
+    "init_all_states",
+    "spike",
+    "states_of",
+    "traced",
+    "untraced",
+    "vmap_new_states",
+]

@@ -1,0 +1,259 @@
+"""Online learning: gradients of a recurrent model step by step, in memory that does not grow with time.
+
+D-RTRL and ES-D-RTRL are those of Wang et al. (BrainScale); :mod:`memopt_cli.online.traces` has the equations.  Both
+follow the recurrence of each neuron with itself and cut the recurrence through weights: D-RTRL is the gradient of
+back-propagation through time on the graph so cut, exactly; ES-D-RTRL approximates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.online.operations import Operation, operation_of, trace_kind
+from memopt_cli.online.states import Batching, environ, init_all_states, states_of
+from memopt_cli.online.structure import find_structure
+from memopt_cli.online.traced_step import TracedStep
+from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
+
+VjpMethod = Literal["single-step", "multi-step"]
+Correction = Literal["reference", "exact", "none"]
+
+
+class OnlineAlgorithm(nn.Module):
+    """A model that learns while it runs: call it once per time step, then call ``backward`` on that step's loss.
+
+    Which weights carry traces is decided by tags (``traced``) and found by :meth:`compile_graph`.  Their gradients
+    accumulate in ``.grad``, as do those of all other parameters, which see one step at a time.
+    """
+
+    age: Tensor
+
+    def __init__(
+        self, model: nn.Module, *, mode: Batching | None = None, vjp_method: VjpMethod = "single-step"
+    ) -> None:
+        """``mode``: ``Batching()`` if inputs and states carry a batch axis; by default what ``environ`` says.
+
+        ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
+        ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry
+        what came before the window.
+        """
+        super().__init__()
+        if vjp_method not in ("single-step", "multi-step"):
+            raise UsageError(f"vjp_method={vjp_method!r}", hint='give "single-step" or "multi-step"')
+        self.model = model
+        self.mode = environ.mode if mode is None else mode
+        self.vjp_method = vjp_method
+        self.traces = nn.ModuleList()
+        self.register_buffer("age", torch.zeros((), dtype=torch.int64), persistent=False)
+        self._step: TracedStep | None = None
+        self._shapes: list[tuple[int, ...]] = []
+
+    # ------------------------------------------------------------------ before the first step
+
+    def compile_graph(self, *inputs: Tensor) -> None:
+        """Find which weights carry traces, with one step's inputs, and make the traces.  Once; later calls do nothing.
+
+        The model's states must be initialized.  Raises :class:`MemoptError` for a model that traces cannot follow.
+        """
+        if self._step is not None:
+            return
+        self._check(inputs)
+        structure = find_structure(self.model, inputs, batched=self.mode is not None)
+        for use, groups in structure.groups.items():
+            operation = operation_of(self.model.get_submodule(use.path))
+            like = operation.bias if operation.weight is None else operation.weight
+            trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
+            self.traces.append(trace.to(like))
+        init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
+        self.age = torch.zeros_like(self.age, device=inputs[0].device)
+        self._shapes = [self._sample_shape(x) for x in inputs]
+        traces = cast(list[Trace], list(self.traces))
+        self._step = TracedStep(
+            self.model, structure, traces, batched=self.mode is not None, window=self.vjp_method == "multi-step"
+        )
+
+    def reset_state(self, batch_size: int | None = None) -> None:
+        """Begin a new sequence: states and traces start anew, for one sample or for ``batch_size``."""
+        init_all_states(self, batch_size)
+        self.age = torch.zeros_like(self.age)
+
+    @property
+    def untraced(self) -> dict[str, str]:
+        """Path of a tagged module that carries no trace -> why."""
+        return dict(self._compiled().structure.untraced)
+
+    def get_etrace_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        """The traces of a weight, by name, of the shapes they are kept in.
+
+        Raises :class:`MemoptError` if it carries none.
+        """
+        found: dict[str, Tensor] = {}
+        step = self._compiled()
+        for trace in step.traces.values():
+            operation = operation_of(step.weights[trace.use.path])
+            if operation.weight is weight or operation.bias is weight:
+                found |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
+        if not found:
+            raise MemoptError(
+                "the parameter carries no eligibility trace",
+                hint=f"traced are: {', '.join(step.weights) or 'none'}",
+            )
+        return found
+
+    # ------------------------------------------------------------------ steps
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The model's output for one time step, or for a window: ``[steps, ...]``; its states advance."""
+        run, window = self._compiled(), self.vjp_method == "multi-step"
+        steps = list(zip(*inputs, strict=True)) if window else [inputs]
+        if not steps:
+            raise MemoptError("a window of no steps", hint="give inputs [steps, ...] of at least one time step")
+        self._check(steps[0])
+        with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
+            if window:
+                run.tie_to_past(self.scale_at((self.age - 1).clamp_min(0)))
+            outputs = []
+            for step in steps:
+                outputs.append(run.step(self.model, step, self.scale_at(self.age)))
+                self.age = self.age + 1
+        output = tree_map(_stack, *outputs) if window else outputs[0]
+        return output if torch.is_grad_enabled() else tree_map(_detached, output)
+
+    def update(self, *inputs: Tensor) -> Any:
+        """As calling the algorithm."""
+        return self(*inputs)
+
+    # ------------------------------------------------------------------ of each algorithm
+
+    def scale_at(self, age: Tensor) -> float | Tensor:
+        """What gradients of the step number ``age``, from 0, are divided by."""
+        return 1.0
+
+    def _make_trace(
+        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+    ) -> Trace:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ checks
+
+    def _compiled(self) -> TracedStep:
+        if self._step is None:
+            raise MemoptError("the algorithm has not seen its model run", hint="call compile_graph(inputs) first")
+        return self._step
+
+    def _sample_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape[1:] if self.mode is not None else tensor.shape)
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        if not inputs or not all(isinstance(x, Tensor) for x in inputs):
+            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="give one or more tensors")
+        if self.mode is not None and not all(x.dim() for x in inputs):
+            raise MemoptError("an input without axes in Batching() mode", hint="give inputs [B, ...]")
+        shapes = [self._sample_shape(x) for x in inputs]
+        if self._shapes and shapes != self._shapes:
+            batch = "[B, ...] with " if self.mode is not None else ""
+            raise MemoptError(
+                f"inputs of shapes {shapes} per sample; compiled for {self._shapes}",
+                hint=f"give inputs {batch}of those shapes, or make and compile an algorithm for the new ones",
+            )
+        lead = () if self.mode is None else (inputs[0].shape[0],)
+        states = self._step.states_held if self._step else list(states_of(self.model).values())
+        for state in states:
+            if (shape := tuple(state.value.shape)) != (*lead, *state.shape):
+                raise MemoptError(
+                    f"state {state.name} of {type(state.module).__name__} has shape {shape}, the inputs call for "
+                    f"{(*lead, *state.shape)}",
+                    hint="call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
+                    "initialize in vmap_new_states and call the algorithm through Vmap",
+                )
+
+
+class D_RTRL(OnlineAlgorithm):
+    """Diagonal real-time recurrent learning: exact on the cut graph; memory ``B * I * H * k`` numbers per weight."""
+
+    def _make_trace(
+        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+    ) -> Trace:
+        return FullTrace(use, groups, operation)
+
+
+class ES_D_RTRL(OnlineAlgorithm):
+    """D-RTRL with exponentially smoothed, factored traces; memory ``B * (I + k * H)`` numbers per weight."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay_or_rank: float | int,
+        *,
+        correction: Correction = "reference",
+        mode: Batching | None = None,
+        vjp_method: VjpMethod = "single-step",
+    ) -> None:
+        """``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
+
+        ``correction``: what step t, from 0, is divided by.  ``"reference"`` is ``1 - (1 - a)^(t + 1)``, as in the
+        authors' code; ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of the filter's start away (the first
+        gradient is that of D-RTRL); ``"none"`` is 1.
+        """
+        super().__init__(model, mode=mode, vjp_method=vjp_method)
+        if correction not in ("reference", "exact", "none"):
+            raise UsageError(f"correction={correction!r}", hint='give "reference", "exact" or "none"')
+        self.decay, self.rank = decay_and_rank(decay_or_rank)
+        self.correction = correction
+
+    def scale_at(self, age: Tensor) -> float | Tensor:
+        if self.correction == "none":
+            return 1.0
+        base = 1 - self.decay if self.correction == "reference" else self.decay
+        return 1 - torch.full((), base, dtype=torch.float64, device=age.device) ** (age + 1)
+
+    def _make_trace(
+        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+    ) -> Trace:
+        return FactoredTrace(use, groups, operation, self.decay, z_shape)
+
+
+class HybridTrace(ES_D_RTRL):
+    """Full traces where they are no larger than factored ones, else factored ones; ``traced(layer, kind)`` overrides.
+
+    Full are those of a weight with ``I + k * O >= k * O * K`` per sample, for I inputs, O outputs and K weights per
+    output: the reference's rule ``I + O > numel(W)`` for linear layers of one state.  A convolution's trace is kept
+    for every position (the reference sums over positions, which is not exact), and that is what is counted.
+    """
+
+    def _make_trace(
+        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+    ) -> Trace:
+        full = FullTrace(use, groups, operation)
+        factored = FactoredTrace(use, groups, operation, self.decay, z_shape)
+        kind = trace_kind(self.model.get_submodule(use.path))
+        if kind == "adaptive":
+            kind = "full" if _numel(full) <= _numel(factored) else "approx"
+        return full if kind == "full" else factored
+
+
+def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
+    """``a`` and ``n`` of a float in (0, 1) or a positive int, by ``a = (n - 1) / (n + 1)``: 0.9 and 19 go together."""
+    if isinstance(decay_or_rank, int) and not isinstance(decay_or_rank, bool) and decay_or_rank > 0:
+        return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
+    if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
+        return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
+    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="give a decay between 0 and 1, or a rank of 1 or more")
+
+
+def _numel(trace: Trace) -> int:
+    return sum(state.value.numel() for state in states_of(trace).values())
+
+
+def _stack(*steps: Any) -> Any:
+    return torch.stack(steps) if isinstance(steps[0], Tensor) else steps[-1]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,128 @@
+"""Running one time step of a model with its traced weights and its cells in an algorithm's hands.
+
+A *cell* is a module that declares states.  Its call is the boundary: within it, the states as the last step left
+them, the outputs of traced weights and whatever is computed from them neuron by neuron; its new states and what it
+returns leave it tied to the weights.  Outside, the last step's states are constants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.lanes import with_batch_axis
+from memopt_cli.online.states import State, states_of
+from memopt_cli.online.traces import Gate, Use
+
+
+class Interception:
+    """Calls ``on_use``, ``on_enter`` and ``on_leave`` during a step, on tensors with a leading batch axis."""
+
+    def __init__(self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], *, batched: bool) -> None:
+        """``weights`` and ``cells``: dotted path -> module.  ``batched``: the model sees a batch, not one sample."""
+        self.weights, self.cells = weights, cells
+        self.gate = Gate()
+        self.batch = 1
+        self._batched = batched
+        self._witness = torch.empty(0)
+        self._calls: Counter[str] = Counter()
+        self.states = {path: cell_states(cell) for path, cell in cells.items()}
+
+    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+        """A traced weight is used; returns what the model gets for its output."""
+        raise NotImplementedError
+
+    def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
+        """A cell is called; returns what it finds in its states."""
+        raise NotImplementedError
+
+    def on_leave(self, cell: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """A cell has ended; its new states and then what it returns, as the model is to see them."""
+        raise NotImplementedError
+
+    def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
+        """One time step of the model; its states are left as the step left them."""
+        self._calls.clear()
+        with self._installed():
+            return model(*inputs)
+
+    @contextmanager
+    def lanes_of(self, witness: Tensor) -> Iterator[None]:
+        """Within, tensors are batched as ``witness``, an input of the model, is."""
+        self._witness = witness
+        try:
+            yield
+        finally:
+            self._witness = torch.empty(0)
+
+    def lift(self, act: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run ``act`` on the tensors of the whole batch, which the witness shows."""
+        if self._batched:
+            self.batch = self._witness.shape[0]
+            return act(*tensors)
+
+        def seen(witness: Tensor, *whole: Tensor) -> tuple[Tensor, ...]:
+            self.batch = witness.shape[0]
+            return act(*whole)
+
+        return with_batch_axis(seen, self._witness, *tensors)
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
+        forwards |= {m: partial(self._cell, path, m.forward) for path, m in self.cells.items()}
+        own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module in forwards:
+                del module.__dict__["forward"]
+                if module in own:
+                    module.__dict__["forward"] = own[module]
+
+    def _use(self, path: str, input: Tensor | None = None) -> Tensor:
+        use = Use(path, self._calls[path])
+        self._calls[path] += 1
+        (y,) = self.lift(partial(self.on_use, use), *(() if input is None else (input,)))
+        return y
+
+    def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._calls[path]:
+            raise MemoptError(
+                f"{path or 'the model'} was called twice in one time step",
+                hint="its states advance once a step: call it once, or run the algorithm once for every call",
+            )
+        self._calls[path] += 1
+        states = self.states[path]
+        for state, value in zip(states, self.lift(partial(self.on_enter, path), *_values(states)), strict=True):
+            state.value = value
+        leaves, spec = tree_flatten(forward(*args, **kwargs))
+        values = _values(states)
+        outputs = {id(t): t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
+        for value in values:
+            outputs.pop(id(value), None)
+        seen = self.lift(partial(self.on_leave, path), *values, *outputs.values())
+        replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
+        for state, value in zip(states, seen, strict=False):
+            state.value = value
+        return tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def cell_states(cell: nn.Module) -> list[State]:
+    """The floating states that a module declares itself, in the order of declaration."""
+    own = (state for state in states_of(cell).values() if state.module is cell)
+    return [state for state in own if state.value.is_floating_point()]
+
+
+def _values(states: Sequence[State]) -> list[Tensor]:
+    return [state.value for state in states]

@@ -1,0 +1,158 @@
+"""Automatic batching: a model written for one sample, run for a batch by ``torch.func.vmap``, one lane per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import _add_batch_dim, get_unwrapped, is_batchedtensor, maybe_get_bdim, maybe_get_level
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+from torch.utils._pytree import tree_leaves
+
+from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.online.states import recording_new_states, states_of
+
+Act = Callable[..., tuple[Tensor, ...]]
+"""Tensors with a leading batch axis -> tensors with a leading batch axis."""
+
+_STRUCTURE = frozenset(vars(nn.Module()))
+
+
+def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
+    """Decorate a function that initializes states for one sample: it then makes ``axis_size`` copies of each.
+
+    Every state initialized within gets a leading axis of ``axis_size`` and the tag.  Random initial values differ
+    from lane to lane.  The function takes no arguments and must be idempotent: it runs once to see which states it
+    makes, and once for all lanes.
+    """
+    if axis_size < 1:
+        raise UsageError(f"axis_size={axis_size}", hint="give the batch size, at least 1")
+
+    def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
+        def for_every_lane() -> None:
+            with recording_new_states() as made:
+                initialize()
+            unique = list({(id(state.module), state.name): state for state in made}.values())
+
+            def lane(_: Tensor) -> list[Tensor]:
+                initialize()
+                return [state.value for state in unique]
+
+            values = torch.func.vmap(lane, randomness="different")(torch.arange(axis_size))
+            for state, value in zip(unique, values, strict=True):
+                state.value = value.contiguous()  # lanes of one value are an expanded view
+                state.set_tag(state_tag)
+
+        return for_every_lane
+
+    return decorate
+
+
+class Vmap(nn.Module):
+    """Runs a model written for one sample on a batch; its parameters are shared, its tagged states are one per lane.
+
+    Inputs are mapped over ``in_axes``, outputs come back with the batch at ``out_axes``.  A state or any other tensor
+    that the model writes and that differs from lane to lane must carry the tag, otherwise :class:`MemoptError`.
+    """
+
+    def __init__(self, model: nn.Module, vmap_states: str = "new", *, in_axes: int = 0, out_axes: int = 0) -> None:
+        super().__init__()
+        self.model = model
+        self.vmap_states = vmap_states
+        self.in_axes = in_axes
+        self.out_axes = out_axes
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the model returns for each sample, batched."""
+        mapped = {path: s for path, s in states_of(self.model).items() if s.tag == self.vmap_states}
+        if not mapped:
+            raise MemoptError(
+                f"no state of the model is tagged {self.vmap_states!r}",
+                hint="initialize the states in a function decorated with vmap_new_states(axis_size, state_tag)",
+            )
+        before = [(m, dict(vars(m)), dict(m._buffers)) for m in self.model.modules()]
+        lanes = next(iter(mapped.values())).value.shape[0]
+        self._check(inputs, lanes)
+
+        def lane(values: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Any, list[Tensor]]:
+            for state, value in zip(mapped.values(), values, strict=True):
+                state.value = value
+            output = self.model(*arguments)
+            advanced = [state.value for state in mapped.values()]
+            for state, value in zip(mapped.values(), values, strict=True):
+                state.value = value
+            _refuse_undeclared(self.model, set(mapped))
+            return output, advanced
+
+        values = [state.value for state in mapped.values()]
+        run = torch.func.vmap(lane, (0, self.in_axes), (self.out_axes, 0), randomness="different")
+        try:
+            output, values = run(values, inputs)
+        except BaseException:
+            _put_back(before)
+            raise
+        for state, value in zip(mapped.values(), values, strict=True):
+            state.value = value
+        return output
+
+    def _check(self, inputs: tuple[Tensor, ...], lanes: int) -> None:
+        for i, tensor in enumerate(inputs):
+            if not -tensor.dim() <= self.in_axes < tensor.dim() or tensor.shape[self.in_axes] != lanes:
+                raise MemoptError(
+                    f"input {i} of shape {tuple(tensor.shape)} does not have {lanes} samples on axis {self.in_axes}",
+                    hint="the states were made for that many lanes; make them anew for another batch size",
+                )
+
+
+def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Run ``act`` on the tensors of all lanes, from within one lane of a ``vmap``; or on a batch of one sample.
+
+    Its arguments get a leading batch axis and its results lose it.  Below the ``vmap``, ordinary autograd records what
+    the act does; the ``vmap`` rule of an ``autograd.Function`` would do the same at a much higher cost per call.
+    """
+    if not any(map(is_batchedtensor, tensors)):
+        return tuple(result.squeeze(0) for result in act(*(t.unsqueeze(0) for t in tensors)))
+    lanes = retrieve_current_functorch_interpreter()
+    assert isinstance(lanes, VmapInterpreter)
+    size, level = lanes.batch_size(), lanes.level()
+    whole = [_batch_first(t, size, level) for t in tensors]
+    with lanes.lower():
+        results = act(*whole)
+    return tuple(_add_batch_dim(result, 0, level) for result in results)
+
+
+def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
+    """With the batch axis in front: the tensor itself if it is there, for a view is another node of the graph."""
+    if maybe_get_level(tensor) != level:
+        return tensor.expand(size, *tensor.shape)
+    whole, axis = get_unwrapped(tensor), maybe_get_bdim(tensor)
+    return whole.movedim(axis, 0) if axis else whole
+
+
+def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Dotted path of an attribute and a tensor that it is or holds, parameters left out."""
+    for path, module in model.named_modules():
+        for name, value in (*module._buffers.items(), *vars(module).items()):
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}" if path else name, value
+            elif isinstance(value, list | tuple | dict) and name not in _STRUCTURE:
+                yield from ((f"{path}.{name}", leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
+    for path, tensor in _tensors_held(model):
+        if path not in mapped and is_batchedtensor(tensor):
+            raise MemoptError(
+                f"{path} was written with a value of its own for each sample, but is no mapped state",
+                hint="declare it with declare_state(module, name, shape) and initialize it in vmap_new_states",
+            )
+
+
+def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]]) -> None:
+    for module, attributes, buffers in before:
+        vars(module).clear()
+        vars(module).update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)

@@ -1,0 +1,187 @@
+"""Cells to learn online: neurons whose states act on each neuron by itself, and what makes cells of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+
+from memopt_cli.errors import UsageError
+from memopt_cli.online.lanes import with_batch_axis
+from memopt_cli.online.operations import ElementWise, traced
+from memopt_cli.online.states import declare_state
+
+DECAY = math.exp(-1 / 5)
+"""Share of a potential that survives a step of 1 ms at a time constant of 5 ms."""
+
+
+class _Spike(torch.autograd.Function):
+    """Heaviside step; ``max(0, 0.3 (1 - |u|))`` as its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return u.clone().ge_(0)  # much faster on the CPU than a comparison and a cast
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        u: Tensor = ctx.saved_tensors[0]
+        return u.abs().mul_(-0.3).add_(0.3).clamp_min_(0).mul_(gradients[0])
+
+
+def spike(u: Tensor) -> Tensor:
+    """1 where ``u >= 0``, else 0; its derivative is the triangle ``max(0, 0.3 (1 - |u|))``.  Works under vmap."""
+
+    spikes: Tensor = with_batch_axis(_spike, u)[0] if is_batchedtensor(u) else _spike(u)[0]
+    return spikes
+
+
+def _spike(u: Tensor) -> tuple[Tensor]:
+    return (_Spike.apply(u),)  # type: ignore[no-untyped-call]
+
+
+class LIF(nn.Module):
+    """Leaky integrate-and-fire neurons, soft reset: ``v^t = decay (v^(t-1) - s(v^(t-1))) + y``; spikes ``s(v^t)``."""
+
+    v: Tensor
+
+    def __init__(self, size: int | Sequence[int], decay: float = DECAY) -> None:
+        super().__init__()
+        self.decay = decay
+        declare_state(self, "v", size)
+
+    def get_spike(self) -> Tensor:
+        """Of the potential as it is now."""
+        return spike(self.v - 1)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Currents ``[B, *size]`` -> spikes of the same shape."""
+        self.v = self.decay * (self.v - self.get_spike()) + y
+        return self.get_spike()
+
+
+class IF(LIF):
+    """Integrate-and-fire neurons: no leak."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        super().__init__(size, decay=1.0)
+
+
+class AdaptiveLIF(nn.Module):
+    """LIF neurons whose threshold rises with every spike: two states, potential ``v`` and adaptation ``a``.
+
+    ``v^t = decay v^(t-1) + y - threshold s^(t-1)``, ``a^t = rho a^(t-1) + s^(t-1)``, spikes where ``v`` reaches
+    ``1 + beta a`` (Bellec et al. 2020).
+    """
+
+    v: Tensor
+    a: Tensor
+
+    def __init__(self, size: int | Sequence[int], decay: float = DECAY, rho: float = 0.97, beta: float = 0.2) -> None:
+        super().__init__()
+        self.decay, self.rho, self.beta = decay, rho, beta
+        declare_state(self, "v", size)
+        declare_state(self, "a", size)
+
+    def get_spike(self) -> Tensor:
+        """Of potential and adaptation as they are now."""
+        return spike(self.v - 1 - self.beta * self.a)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Currents ``[B, *size]`` -> spikes of the same shape."""
+        before = self.get_spike()
+        self.v = self.decay * self.v + y - (1 + self.beta * self.a) * before
+        self.a = self.rho * self.a + before
+        return self.get_spike()
+
+
+class GatedUnit(nn.Module):
+    """A gated unit that recurs neuron by neuron: ``h^t = f h^(t-1) + (1 - f) c``, with ``f`` and ``c`` of ``[x, h]``.
+
+    Both weights are trace-tagged; the recurrence through them is theirs.
+    """
+
+    h: Tensor
+
+    def __init__(self, inputs: int, size: int) -> None:
+        super().__init__()
+        self.forget = traced(nn.Linear(inputs + size, size))
+        self.candidate = traced(nn.Linear(inputs + size, size))
+        declare_state(self, "h", size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, inputs]`` -> ``[B, size]``."""
+        z = torch.cat([x, self.h], dim=-1)
+        forget = torch.sigmoid(self.forget(z))
+        self.h = forget * self.h + (1 - forget) * torch.tanh(self.candidate(z))
+        return self.h
+
+
+class LeakyRateReadout(nn.Module):
+    """``r^t = decay r^(t-1) + s W``: leaks like a neuron, never spikes.
+
+    Its weight is a plain parameter with the gradient of each step alone, as in the network of the reference;
+    ``traced(readout.linear)`` gives it a trace.
+    """
+
+    r: Tensor
+
+    def __init__(self, size: int, outputs: int, decay: float = DECAY) -> None:
+        super().__init__()
+        self.decay = decay
+        self.linear = nn.Linear(size, outputs, bias=False)
+        kaiming_normal_(self.linear.weight)
+        declare_state(self, "r", outputs)
+
+    def forward(self, spikes: Tensor) -> Tensor:
+        """``[B, size]`` -> ``[B, outputs]``."""
+        self.r = self.decay * self.r + self.linear(spikes)
+        return self.r
+
+
+class ExplicitState(nn.Module):
+    """A cell of one whose states are passed: ``cell(input, *states) -> (output, *new states)``.
+
+    That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  What the cell keeps in attributes
+    of its own is put back after each call.
+    """
+
+    def __init__(self, cell: nn.Module, states: Mapping[str, int | Sequence[int]]) -> None:
+        """``states``: name -> shape per sample, in the order in which the cell takes and returns them."""
+        super().__init__()
+        if not states:
+            raise UsageError("a cell without states", hint="give the states that the cell takes: {name: shape}")
+        self.cell = cell
+        self.names = tuple(states)
+        for name, shape in states.items():
+            declare_state(self, name, shape)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """What the cell returns first."""
+        held, buffers = dict(vars(self.cell)), dict(self.cell._buffers)
+        output, *states = self.cell(*inputs, *(getattr(self, name) for name in self.names))
+        vars(self.cell).clear()
+        vars(self.cell).update(held)
+        self.cell._buffers.update(buffers)
+        for name, state in zip(self.names, states, strict=True):
+            setattr(self, name, state)
+        result: Tensor = output
+        return result
+
+
+def kaiming_normal_(weight: Tensor) -> Tensor:
+    """Fill ``[O, I]`` with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
+
+    The cut leaves 0.8796 of the standard deviation, which is made up for, as in JAX's and BrainState's initializers.
+    """
+    std = math.sqrt(2 / weight.shape[1]) / 0.87962566
+    return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def elementwise_decay(size: int, initial: float = DECAY) -> ElementWise:
+    """A leak of its own for every neuron, to be learnt: call it within a cell and multiply."""
+    return ElementWise(torch.full((size,), initial))

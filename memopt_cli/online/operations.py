@@ -1,0 +1,216 @@
+"""Trace-tagged weights, and the operations through which they act.
+
+An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  That is all that the
+eligibility traces of linear, convolutional and elementwise weights need to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.errors import UsageError
+
+TraceKind = Literal["full", "approx", "adaptive"]
+"""What :class:`HybridTrace` keeps for a weight: the trace of every weight, two factors, or what is smaller."""
+
+_TAG = "_eligibility_trace"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ElementWise(nn.Module):
+    """A parameter that acts on each neuron by itself: a leak, a threshold, a gain.  Trace-tagged from the start.
+
+    Calling the module gives the parameter, expanded to ``shape``: the shape of the state it acts on, per sample.
+    """
+
+    def __init__(self, initial: Tensor, shape: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(initial)
+        self.shape = tuple(initial.shape) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        setattr(self, _TAG, "adaptive")
+
+    def forward(self) -> Tensor:
+        """``(*shape)``, to be broadcast over a batch."""
+        return self.weight.expand(self.shape)
+
+
+class Operation(Protocol):
+    """How one kind of module applies its weight, on tensors with a leading batch axis."""
+
+    weight: Tensor | None
+    """``None`` if there is only a bias: an elementwise parameter is the bias of nothing."""
+    bias: Tensor | None
+
+    def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """``y``, of the shape of the states it reaches: ``[B, ...]``."""
+
+    def rows(self, z: Tensor) -> Tensor:
+        """What each output is multiplied by: broadcastable to ``[*y.shape, K]``, ``K`` weights per output channel."""
+
+    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
+        """``sum cotangent * dy/dweight`` over the batch, of the weight's shape."""
+
+    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
+        """``sum cotangent * trace`` over all but channels: ``[*y.shape]``, ``[*y.shape, K]`` -> the weight's shape."""
+
+    def bias_gradient(self, cotangent: Tensor) -> Tensor:
+        """``sum cotangent`` over all that share a bias, of the bias's shape."""
+
+
+class LinearOperation:
+    """``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.weight: Tensor | None = module.weight
+        self.bias: Tensor | None = module.bias
+
+    def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert z is not None
+        assert weight is not None
+        return F.linear(z, weight, bias)
+
+    def rows(self, z: Tensor) -> Tensor:
+        return z.unsqueeze(-2)
+
+    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
+        return cotangent.reshape(-1, cotangent.shape[-1]).t() @ z.reshape(-1, z.shape[-1])
+
+    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
+        return torch.einsum("no,noi->oi", cotangent.flatten(0, -2), trace.flatten(0, -3))
+
+    def bias_gradient(self, cotangent: Tensor) -> Tensor:
+        return cotangent.flatten(0, -2).sum(0)
+
+
+class ConvOperation:
+    """``z [B, I, *size]``, ``weight [O, I / groups, *kernel]`` -> ``y [B, O, *positions]``, in 1 to 3 dimensions."""
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+        self.module = module
+        self.weight: Tensor | None = module.weight
+        self.bias: Tensor | None = module.bias
+
+    def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert z is not None
+        assert weight is not None
+        y: Tensor = self.module._conv_forward(z, weight, bias)
+        return y
+
+    def rows(self, z: Tensor) -> Tensor:
+        """Patches: ``[B, O or 1, *positions, K]`` with ``K = I / groups * prod(kernel)``."""
+        conv, windows = self.module, self._padded(z)
+        for axis, (size, stride, dilation) in enumerate(
+            zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), start=2
+        ):
+            windows = windows.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        grouped = torch.unflatten(windows, 1, (conv.groups, -1)).movedim(2, 2 + len(conv.kernel_size))
+        patches = grouped.flatten(2 + len(conv.kernel_size))
+        return patches if conv.groups == 1 else patches.repeat_interleave(conv.out_channels // conv.groups, dim=1)
+
+    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
+        conv, zeros = self.module, [0] * len(self.module.kernel_size)
+        arguments: tuple[Any, ...] = (conv.stride, zeros, conv.dilation, False, zeros, conv.groups)
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            cotangent.contiguous(), self._padded(z), conv.weight.detach(), None, *arguments, [False, True, False]
+        )
+        found: Tensor = gradient
+        return found
+
+    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
+        flat = torch.einsum("bcp,bcpk->ck", cotangent.flatten(2), trace.flatten(2, -2))
+        return flat.reshape(self.module.weight.shape)
+
+    def bias_gradient(self, cotangent: Tensor) -> Tensor:
+        return cotangent.flatten(2).sum((0, 2))
+
+    def _padded(self, z: Tensor) -> Tensor:
+        mode = self.module.padding_mode
+        return F.pad(z, self.module._reversed_padding_repeated_twice, mode="constant" if mode == "zeros" else mode)
+
+
+class ElementWiseOperation:
+    """No input: ``y [B, *shape]`` is the parameter itself."""
+
+    weight: Tensor | None = None
+
+    def __init__(self, module: ElementWise) -> None:
+        self.module = module
+        self.bias: Tensor | None = module.weight
+
+    def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        return bias.expand(batch, *self.module.shape)
+
+    def rows(self, z: Tensor) -> Tensor:
+        raise AssertionError("an elementwise parameter multiplies no input")
+
+    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
+        raise AssertionError("an elementwise parameter multiplies no input")
+
+    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
+        raise AssertionError("an elementwise parameter multiplies no input")
+
+    def bias_gradient(self, cotangent: Tensor) -> Tensor:
+        return cotangent.sum_to_size(self.module.weight.shape)
+
+
+def operation_of(module: nn.Module) -> Operation:
+    """The operation of a trace-tagged module, with the weights it has now."""
+    if isinstance(module, nn.Linear):
+        return LinearOperation(module)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return ConvOperation(module)
+    assert isinstance(module, ElementWise)
+    return ElementWiseOperation(module)
+
+
+def traced(module: M, kind: TraceKind = "adaptive") -> M:
+    """Tag every weight of ``module`` that can carry an eligibility trace, and return the module.
+
+    Those are linear and convolutional layers, and :class:`ElementWise` parameters.  ``kind`` is for
+    :class:`HybridTrace` alone.  Raises :class:`UsageError` if there is no such layer.
+    """
+    if kind not in ("full", "approx", "adaptive"):
+        raise UsageError(f"kind={kind!r}", hint='give "full", "approx" or "adaptive"')
+    found = list(_traceable(module))
+    if not found:
+        raise UsageError(
+            f"{type(module).__name__} has no weight that can carry a trace",
+            hint="tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise",
+        )
+    for layer in found:
+        setattr(layer, _TAG, kind)
+    return module
+
+
+def untraced(module: M) -> M:
+    """Take the tag off every weight of ``module``: they get the gradient of each time step alone."""
+    for layer in _traceable(module):
+        setattr(layer, _TAG, None)
+    return module
+
+
+def trace_kind(module: nn.Module) -> TraceKind | None:
+    """What the module's weights are tagged as; ``None`` without a tag."""
+    kind: TraceKind | None = getattr(module, _TAG, None)
+    return kind
+
+
+def _traceable(module: nn.Module) -> Iterator[nn.Module]:
+    linear, convolutions = nn.Linear.forward, (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+    for layer in module.modules():
+        forward = type(layer).forward
+        if isinstance(layer, ElementWise) or forward is linear or forward in convolutions:
+            yield layer
+
+
+def weights_per_output(operation: Operation) -> int:
+    """``K``: how many weights one output is a sum over."""
+    return 0 if operation.weight is None else math.prod(operation.weight.shape[1:])

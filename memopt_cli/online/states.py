@@ -1,0 +1,149 @@
+"""Declared states: tensors that a module carries from one time step to the next.
+
+A state is declared with its shape for one sample.  ``init_all_states(model)`` makes it for one sample, ``(M)``;
+``init_all_states(model, batch_size=B)`` for a batch, ``(B, M)``: *manual batching*.  For *automatic batching* see
+:mod:`memopt_cli.online.lanes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+
+Initializer = Callable[..., Tensor]
+"""Called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
+
+_DECLARED = "_declared_states"
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """The mode in which a model's states and inputs carry a leading batch axis."""
+
+
+class Environment:
+    """Settings that hold for every algorithm made from now on, unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.mode: Batching | None = None
+        """``None``: models see one sample at a time."""
+
+    def set(self, *, mode: Batching | None) -> None:
+        """Set the batching mode of algorithms that are given none."""
+        self.mode = mode
+
+
+environ = Environment()
+
+
+@dataclass(frozen=True, slots=True)
+class _Declaration:
+    shape: tuple[int, ...]
+    initializer: Initializer
+    tag: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """One declared state of a module."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return self._declaration.shape
+
+    @property
+    def tag(self) -> str | None:
+        """Of the ``vmap_new_states`` that made the value, if one did."""
+        return self._declaration.tag
+
+    @property
+    def value(self) -> Tensor:
+        value = self.module._buffers[self.name]
+        assert value is not None
+        return value
+
+    @value.setter
+    def value(self, value: Tensor) -> None:
+        self.module._buffers[self.name] = value  # assigning the attribute takes a module ten times as long
+
+    def initialize(self, batch_size: int | None = None) -> None:
+        """Start anew: ``(*shape)``, or ``(batch_size, *shape)``; dtype and device stay as they are."""
+        lead = () if batch_size is None else (batch_size,)
+        old, declaration = self.value, self._declaration
+        self.value = declaration.initializer((*lead, *declaration.shape), dtype=old.dtype, device=old.device)
+        self.set_tag(None)
+        if (made := _made.get()) is not None:
+            made.append(self)
+
+    def set_tag(self, tag: str | None) -> None:
+        """Say which ``vmap_new_states`` made the value."""
+        _declarations(self.module)[self.name] = replace(self._declaration, tag=tag)
+
+    @property
+    def _declaration(self) -> _Declaration:
+        return _declarations(self.module)[self.name]
+
+
+_made: ContextVar[list[State] | None] = ContextVar("made", default=None)
+
+
+def declare_state(
+    module: nn.Module, name: str, shape: int | Sequence[int], initializer: Initializer = torch.zeros
+) -> None:
+    """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample.
+
+    The value is a buffer that is not saved.  ``module`` reads and assigns it as any attribute.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(size < 0 for size in sizes):
+        raise UsageError(f"state {name!r}: {sizes} is no shape", hint="give the sizes of one sample, none negative")
+    module.__dict__.setdefault(_DECLARED, {})[name] = _Declaration(sizes, initializer)
+    like = next(module.parameters(), torch.empty(0))
+    module.register_buffer(name, like.detach().new_empty(0), persistent=False)
+    State(module, name).initialize()
+
+
+def states_of(model: nn.Module) -> dict[str, State]:
+    """Dotted path -> state, for every state declared in ``model``."""
+    return {
+        f"{path}.{name}" if path else name: State(module, name)
+        for path, module in model.named_modules()
+        for name in _declarations(module)
+    }
+
+
+def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
+    """Start every declared state of ``model`` anew: for one sample, or for a batch of ``batch_size`` samples."""
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(
+            f"batch_size={batch_size}", hint="a batch has at least one sample; leave it out for one sample"
+        )
+    for state in states_of(model).values():
+        state.initialize(batch_size)
+
+
+@contextmanager
+def recording_new_states() -> Iterator[list[State]]:
+    """The states that are initialized within."""
+    made: list[State] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
+def _declarations(module: nn.Module) -> dict[str, _Declaration]:
+    found: dict[str, _Declaration] = module.__dict__.get(_DECLARED, {})
+    return found

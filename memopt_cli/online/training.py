@@ -1,0 +1,93 @@
+"""Gradients of a whole sequence, online and through time, and a compiled time step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.states import states_of
+
+Loss = Callable[[Any, Any], Tensor]
+"""Output of a step and the target -> a scalar."""
+
+
+def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
+    """Run an online algorithm, or a ``Vmap`` of one, over a sequence; gradients of the summed loss add to ``.grad``.
+
+    ``inputs``: one tensor per time step, from a generator if they are not to be held; ``target`` is that of every
+    step.  Returns the mean loss.  Memory does not grow with the number of steps.  The states must have been reset.
+    """
+    total, steps = torch.zeros(()), 0
+    for x in inputs:
+        step_loss = loss(model(x), target)
+        step_loss.backward()  # type: ignore[no-untyped-call]
+        total, steps = total.to(step_loss) + step_loss.detach(), steps + 1
+    return total / _at_least_one(steps)
+
+
+def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
+    """As :func:`accumulate_online`, by back-propagation through time: memory grows with every step."""
+    losses = [loss(model(x), target) for x in inputs]
+    total = torch.stack(losses).sum() if losses else torch.zeros(())
+    mean = total.detach() / _at_least_one(len(losses))
+    total.backward()  # type: ignore[no-untyped-call]
+    for state in states_of(model).values():
+        state.value = state.value.detach()
+    return mean
+
+
+class CompiledStep:
+    """One time step, forward and backward, as one compiled graph: call it in a loop.
+
+    The step is recorded with ``make_fx`` on the shapes of the example, traces, ``vmap`` and backward included, and
+    compiled by ``torch.compile``.  Each call advances the states and adds to ``.grad``, as the step itself does.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, x: Tensor, target: Tensor, *, backend: str = "inductor") -> None:
+        """``model``: an algorithm, or a ``Vmap`` of one, whose states are initialized for ``x``."""
+        self._model, self._loss = model, loss
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        graph = make_fx(lambda *step: self._pure(*step))(  # a bound method is one argument too many
+            _detached(self._parameters), buffers, x, target
+        )
+        self._compiled = torch.compile(graph, backend=backend)
+
+    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
+        """The loss of this step."""
+        buffers = dict(self._model.named_buffers())
+        loss, gradients, advanced = self._compiled(_detached(self._parameters), buffers, x, target)
+        for name, gradient in gradients.items():
+            parameter = self._parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for name, value in advanced.items():
+            path, _, attribute = name.rpartition(".")
+            setattr(self._model.get_submodule(path), attribute, value)
+        result: Tensor = loss
+        return result
+
+    def _pure(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, target: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        held = {**leaves, **buffers}
+        loss = self._loss(functional_call(self._model, held, (x,)), target)
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+        return loss.detach(), gradients, {name: held[name].detach() for name in buffers}
+
+
+def _detached(tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _at_least_one(steps: int) -> int:
+    if not steps:
+        raise MemoptError("a sequence of no steps", hint="give inputs of at least one time step")
+    return steps

@@ -1,0 +1,171 @@
+"""Networks to learn online, and an independent account of the gradient they should get: back-propagation through time
+on the graph that the algorithms' definition cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.online import ElementWise, OnlineAlgorithm, declare_state, init_all_states, states_of, traced
+from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
+
+STEPS, BATCH, INPUTS, HIDDEN, CLASSES = 8, 5, 6, 7, 3
+
+
+class Recurrent(nn.Module):
+    """``[x, what the cell last showed]`` -> traced weight -> cell -> readout; for any cell."""
+
+    def __init__(self, cell: nn.Module, shown: Callable[[nn.Module], Tensor], inputs: int = INPUTS) -> None:
+        super().__init__()
+        self.cell, self.shown = cell, shown
+        self.syn = traced(nn.Linear(inputs + HIDDEN, HIDDEN))
+        with torch.no_grad():
+            kaiming_normal_(self.syn.weight).mul_(2)
+        self.syn.recurrent_from = inputs
+        self.out = LeakyRateReadout(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes: Tensor = self.cell(self.syn(torch.cat([x, self.shown(self.cell)], dim=-1)))
+        readout: Tensor = self.out(spikes)
+        return readout
+
+
+def lif_net() -> Recurrent:
+    return Recurrent(LIF(HIDDEN), LIF.get_spike)
+
+
+class Layered(nn.Module):
+    """Two recurrent layers; the second has its inputs and its recurrence through weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = LIF(HIDDEN), LIF(HIDDEN)
+        self.below = traced(nn.Linear(INPUTS + HIDDEN, HIDDEN))
+        self.between = traced(nn.Linear(HIDDEN, HIDDEN))
+        self.within = traced(nn.Linear(HIDDEN, HIDDEN, bias=False))
+        self.below.recurrent_from, self.between.recurrent_from, self.within.recurrent_from = INPUTS, HIDDEN, 0
+        self.out = nn.Linear(HIDDEN, CLASSES)
+        with torch.no_grad():
+            for layer in (self.below, self.between, self.within):
+                layer.weight.mul_(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.first(self.below(torch.cat([x, self.first.get_spike()], dim=-1)))
+        spikes = self.second(torch.tanh(self.between(spikes)) * 2 + self.within(self.second.get_spike()))
+        scores: Tensor = self.out(spikes)
+        return scores
+
+
+class LearntLeak(nn.Module):
+    """LIF neurons with a leak each, and one gain for all, both traced."""
+
+    v: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leak = ElementWise(torch.linspace(0.5, 0.9, HIDDEN))
+        self.gain = ElementWise(torch.tensor(1.3), HIDDEN)
+        declare_state(self, "v", HIDDEN)
+
+    def forward(self, y: Tensor) -> Tensor:
+        self.v = self.leak() * self.v + self.gain() * y
+        return torch.sigmoid(self.v)
+
+
+class ConvNet(nn.Module):
+    """A convolution into neurons with two states of the image's shape."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.conv = traced(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2))
+        self.cell = cell
+        self.out = nn.Linear(4 * 3 * 3, CLASSES)
+        with torch.no_grad():
+            self.conv.weight.mul_(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.cell(self.conv(x)).flatten(-3))
+        return scores
+
+
+def sequence(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs ``[STEPS, BATCH, *shape]`` and labels ``[BATCH]``, in float64."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = 2 * torch.rand(STEPS, BATCH, *(shape or (INPUTS,)), generator=random, dtype=torch.float64)
+    return inputs, torch.randint(0, CLASSES, (BATCH,), generator=random)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients by name, which are cleared."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative difference of any gradient; all of them must be there and none zero."""
+    assert found.keys() == expected.keys()
+    assert all(t.norm() > 0 for t in expected.values())
+    return max(float((found[name] - t).norm() / t.norm()) for name, t in expected.items())
+
+
+def cosine(found: dict[str, Tensor], expected: dict[str, Tensor], name: str) -> float:
+    return float(F.cosine_similarity(found[name].flatten(), expected[name].flatten(), dim=0))
+
+
+def learn(algorithm: nn.Module, inputs: Sequence[Tensor] | Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Gradients of one sequence, step by step or window by window; states and traces are those the caller made."""
+    for x in inputs:
+        output = algorithm(x)
+        windowed = output.dim() == 3
+        losses = [F.cross_entropy(o, labels) for o in output] if windowed else [F.cross_entropy(output, labels)]
+        torch.stack(losses).sum().backward()
+    return gradients(algorithm.model if isinstance(algorithm, OnlineAlgorithm) else algorithm.model.model)
+
+
+def through_time(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Gradients of plain back-propagation through time."""
+    init_all_states(model, inputs.shape[1])
+    torch.stack([F.cross_entropy(model(x), labels) for x in inputs]).sum().backward()
+    return gradients(model)
+
+
+def through_time_cut(model: nn.Module, inputs: Tensor, labels: Tensor, window: int = 1) -> dict[str, Tensor]:
+    """Gradients on the cut graph, one window's loss at a time.
+
+    Before the window, what enters a traced weight is constant.  In a window of one step, what the step before left
+    and enters a traced weight is constant (columns from ``recurrent_from`` on); in a longer one nothing is.  States
+    that no traced weight reaches are constants at the window's start.
+    """
+    for start in range(0, len(inputs), window):
+        init_all_states(model, inputs.shape[1])
+        with _cut(model, lambda z, layer: z.detach()):
+            for x in inputs[:start]:
+                model(x)
+        for state in states_of(model).values():
+            if isinstance(state.module, LeakyRateReadout):
+                state.value = state.value.detach()
+        with _cut(model, _without_recurrence if window == 1 else lambda z, layer: z):
+            losses = [F.cross_entropy(model(x), labels) for x in inputs[start : start + window]]
+        torch.stack(losses).sum().backward()
+    return gradients(model)
+
+
+def _without_recurrence(z: Tensor, layer: nn.Module) -> Tensor:
+    first = layer.recurrent_from
+    return torch.cat([z[..., :first], z[..., first:].detach()], dim=-1)
+
+
+@contextmanager
+def _cut(model: nn.Module, change: Callable[[Tensor, nn.Module], Tensor]) -> Iterator[None]:
+    layers = [m for m in model.modules() if hasattr(m, "recurrent_from")]
+    hooks = [m.register_forward_pre_hook(lambda layer, args: (change(args[0], layer),)) for m in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,504 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import snntorch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.online import (
+    D_RTRL,
+    ES_D_RTRL,
+    Batching,
+    HybridTrace,
+    OnlineAlgorithm,
+    Vmap,
+    declare_state,
+    environ,
+    init_all_states,
+    traced,
+    vmap_new_states,
+)
+from memopt_cli.online.algorithm import decay_and_rank
+from memopt_cli.online.neurons import (
+    DECAY,
+    IF,
+    LIF,
+    AdaptiveLIF,
+    ExplicitState,
+    GatedUnit,
+    LeakyRateReadout,
+    kaiming_normal_,
+    spike,
+)
+from sample_models import spiking_vgg
+from tests.online.networks import (
+    BATCH,
+    CLASSES,
+    HIDDEN,
+    INPUTS,
+    ConvNet,
+    Layered,
+    LearntLeak,
+    Recurrent,
+    cosine,
+    gradients,
+    learn,
+    lif_net,
+    relative,
+    sequence,
+    through_time,
+    through_time_cut,
+)
+
+EXACT = 1e-12
+
+
+def manual(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> OnlineAlgorithm:
+    """An algorithm in batching mode, ready for inputs like ``x``, those of one step."""
+    init_all_states(model, x.shape[0])
+    algorithm = make(model, mode=Batching())
+    algorithm.compile_graph(x)
+    return algorithm
+
+
+def automatic(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> Vmap:
+    """The same by vmap."""
+    algorithm = make(model)
+
+    @vmap_new_states(axis_size=x.shape[0], state_tag="new")
+    def init() -> None:
+        init_all_states(model)
+        algorithm.compile_graph(x[0])
+
+    init()
+    return Vmap(algorithm, vmap_states="new")
+
+
+def es(model: nn.Module, **settings: object) -> ES_D_RTRL:
+    return ES_D_RTRL(model, 0.9, **settings)
+
+
+def leaky() -> Recurrent:
+    cell = ExplicitState(snntorch.Leaky(0.8, spike_grad=spike), {"mem": HIDDEN})
+    return Recurrent(cell, lambda c: c.mem)
+
+
+def gated() -> nn.Module:
+    cell = GatedUnit(INPUTS, HIDDEN)
+    cell.forget.recurrent_from = cell.candidate.recurrent_from = INPUTS
+    return nn.Sequential(cell, nn.Linear(HIDDEN, CLASSES))
+
+
+CELLS: dict[str, Callable[[], nn.Module]] = {
+    "lif": lif_net,
+    "if": lambda: Recurrent(IF(HIDDEN), LIF.get_spike),
+    "adaptive lif": lambda: Recurrent(AdaptiveLIF(HIDDEN), AdaptiveLIF.get_spike),
+    "gated unit": gated,
+    "snnTorch's Leaky": leaky,
+    "learnt leak": lambda: Recurrent(LearntLeak(), lambda c: c.v),
+    "two layers": Layered,
+}
+
+
+@pytest.fixture(params=CELLS)
+def net(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(1)
+    return CELLS[request.param]().double()
+
+
+# ------------------------------------------------------------------ D-RTRL is exact on the cut graph
+
+
+def test_d_rtrl_is_back_propagation_through_time_on_the_cut_graph(net: nn.Module) -> None:
+    inputs, labels = sequence()
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_windows_differentiate_every_path_within(net: nn.Module, window: int) -> None:
+    inputs, labels = sequence()
+    multi = manual(lambda m, **k: D_RTRL(m, vjp_method="multi-step", **k), net, inputs[0])
+    found = learn(multi, inputs.split(window), labels)
+    assert relative(found, through_time_cut(net, inputs, labels, window)) <= EXACT
+
+
+@pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
+def test_one_window_is_plain_back_propagation_through_time(make: Callable[..., OnlineAlgorithm]) -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    multi = manual(lambda m, **k: make(m, vjp_method="multi-step", **k), net, inputs[0])
+    assert relative(learn(multi, [inputs], labels), through_time(net, inputs, labels)) <= EXACT
+
+
+@pytest.mark.parametrize("cell", [LIF, AdaptiveLIF])
+def test_convolutions_carry_traces(cell: type[nn.Module]) -> None:
+    net = ConvNet(cell((4, 3, 3))).double()  # no recurrence through weights: nothing is cut
+    inputs, labels = sequence(2, 5, 5)
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    assert relative(found, through_time(net, inputs, labels)) <= EXACT
+
+
+def test_without_recurrence_and_with_a_readout_without_memory_nothing_is_cut() -> None:
+    net = lif_net().double()
+    net.out.decay = 0.0
+    with torch.no_grad():
+        net.syn.weight[:, INPUTS:] = 0
+    inputs, labels = sequence()
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    whole = through_time(net, inputs, labels)
+    for g in (found, whole):  # the gradient of the recurrent weights themselves stays cut
+        g["syn.weight"] = g["syn.weight"][:, :INPUTS]
+    assert relative(found, whole) <= EXACT
+
+
+def test_a_traced_readout_follows_its_memory() -> None:
+    net = lif_net().double()
+    traced(net.out.linear)
+    with torch.no_grad():
+        net.syn.weight[:, INPUTS:] = 0
+    inputs, labels = sequence()
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    assert (
+        relative({"w": found["out.linear.weight"]}, {"w": through_time(net, inputs, labels)["out.linear.weight"]})
+        <= EXACT
+    )
+
+
+def test_a_plain_parameter_of_a_cell_sees_one_step_at_a_time() -> None:
+    class Threshold(LIF):
+        def __init__(self) -> None:
+            super().__init__(HIDDEN)
+            self.threshold = nn.Parameter(torch.ones(HIDDEN))
+
+        def forward(self, y: Tensor) -> Tensor:
+            self.v = self.decay * self.v + y
+            return torch.sigmoid(self.v - self.threshold)
+
+    net = Recurrent(Threshold(), lambda c: c.v).double()
+    inputs, labels = sequence()
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT  # the threshold acts within its step alone
+
+
+def test_a_neuron_that_keeps_its_potential_in_an_attribute_is_a_cell_once_declared() -> None:
+    neuron = spiking_vgg.LIF(0.7)
+    declare_state(neuron, "mem", HIDDEN)
+    net = Recurrent(neuron, lambda c: c.mem).double()
+    inputs, labels = sequence()
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
+    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT
+
+
+def test_losses_may_be_summed_before_one_backward() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    algorithm = manual(D_RTRL, net, inputs[0])
+    torch.stack([F.cross_entropy(algorithm(x), labels) for x in inputs]).sum().backward()
+    assert relative(gradients(net), through_time_cut(net, inputs, labels)) <= EXACT
+
+
+# ------------------------------------------------------------------ ES-D-RTRL
+
+
+def es_by_hand(
+    net: Recurrent, inputs: Tensor, labels: Tensor, decay: float, divisor: Callable[[int], float]
+) -> dict[str, Tensor]:
+    """The specification's equations for LIF neurons, written out."""
+    w, b, w_out = (p.detach() for p in (net.syn.weight, net.syn.bias, net.out.linear.weight))
+    v, e_f, r = inputs.new_zeros(BATCH, HIDDEN), inputs.new_zeros(BATCH, HIDDEN), inputs.new_zeros(BATCH, CLASSES)
+    e_x = inputs.new_zeros(BATCH, INPUTS + HIDDEN)
+    slope = lambda u: (0.3 * (1 - u.abs())).clamp_min(0)  # noqa: E731
+    sums = {
+        "syn.weight": torch.zeros_like(w),
+        "syn.bias": torch.zeros_like(b),
+        "out.linear.weight": torch.zeros_like(w_out),
+    }
+    for t, x in enumerate(inputs):
+        s = (v >= 1).double()
+        z, jacobian = torch.cat([x, s], dim=1), DECAY * (1 - slope(v - 1))
+        v = DECAY * (v - s) + z @ w.t() + b
+        s = (v >= 1).double()
+        r = DECAY * r + s @ w_out.t()
+        of_r = (r.softmax(1) - F.one_hot(labels, CLASSES)) / BATCH
+        learning = (of_r @ w_out) * slope(v - 1)
+        e_x = decay * e_x + z
+        e_f = decay * jacobian * e_f + (1 - decay)
+        of_y = learning * e_f / divisor(t)
+        sums["syn.weight"] += of_y.t() @ e_x
+        sums["syn.bias"] += of_y.sum(0)
+        sums["out.linear.weight"] += of_r.t() @ s
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("correction", "divisor"),
+    [("reference", lambda t: 1 - 0.1 ** (t + 1)), ("exact", lambda t: 1 - 0.9 ** (t + 1)), ("none", lambda t: 1.0)],
+)
+def test_es_d_rtrl_is_its_equations(correction: str, divisor: Callable[[int], float]) -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    found = learn(manual(lambda m, **k: es(m, correction=correction, **k), net, inputs[0]), inputs, labels)
+    assert relative(found, es_by_hand(net, inputs, labels, 0.9, divisor)) <= EXACT
+
+
+@pytest.mark.parametrize(("correction", "ratio"), [("reference", 1 / 9), ("exact", 1.0), ("none", 0.1)])
+def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(net: nn.Module, correction: str, ratio: float) -> None:
+    inputs, labels = sequence()
+    exact = learn(manual(D_RTRL, net, inputs[0]), inputs[:1], labels)
+    found = learn(manual(lambda m, **k: es(m, correction=correction, **k), net, inputs[0]), inputs[:1], labels)
+    for name in exact:
+        if any(name.startswith(f"{path}.") for path in manual(es, net, inputs[0])._compiled().weights):
+            torch.testing.assert_close(found[name], ratio * exact[name], rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_es_d_rtrl_points_where_d_rtrl_points(seed: int) -> None:
+    torch.manual_seed(seed)
+    net = Wide().double()
+    inputs, labels = torch.rand(16, 32, 100).double(), torch.randint(0, 10, (32,))
+    approximate = learn(manual(es, net, inputs[0]), inputs, labels)
+    exact, whole = learn(manual(D_RTRL, net, inputs[0]), inputs, labels), through_time(net, inputs, labels)
+    for name in ("syn.weight", "syn.bias"):
+        assert cosine(approximate, exact, name) >= 0.99
+    assert cosine(approximate, whole, "syn.weight") >= 0.93
+
+
+class Wide(nn.Module):
+    """The reference network, with fewer neurons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu, self.syn, self.out = LIF(80), traced(nn.Linear(180, 80)), LeakyRateReadout(80, 10)
+        with torch.no_grad():
+            kaiming_normal_(self.syn.weight[:, :100])
+            kaiming_normal_(self.syn.weight[:, 100:])
+            self.syn.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        readout: Tensor = self.out(self.neu(self.syn(torch.cat([x, self.neu.get_spike()], dim=-1))))
+        return readout
+
+
+@pytest.mark.parametrize(("given", "decay", "rank"), [(0.9, 0.9, 19), (19, 0.9, 19), (1, 0.0, 1), (0.5, 0.5, 3)])
+def test_decay_and_rank(given: float, decay: float, rank: int) -> None:
+    found = decay_and_rank(given)
+    assert found == (pytest.approx(decay), rank)
+
+
+@pytest.mark.parametrize("given", [0.0, 1.0, 1.5, -3, 0, True, "0.9"])
+def test_what_is_no_decay_and_no_rank(given: object) -> None:
+    with pytest.raises(UsageError, match="decay_or_rank"):
+        ES_D_RTRL(lif_net(), given)
+
+
+# ------------------------------------------------------------------ batching
+
+
+@pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
+def test_manual_and_automatic_batching_agree(
+    net: nn.Module, make: Callable[..., OnlineAlgorithm], dtype: torch.dtype, tolerance: float
+) -> None:
+    net, (inputs, labels) = net.to(dtype), sequence()
+    inputs = inputs.to(dtype)
+    expected = learn(manual(make, net, inputs[0]), inputs, labels)
+    assert relative(learn(automatic(make, net, inputs[0]), inputs, labels), expected) <= tolerance
+
+
+def test_convolutions_are_batched_automatically() -> None:
+    net = ConvNet(LIF((4, 3, 3))).double()
+    inputs, labels = sequence(2, 5, 5)
+    expected = learn(manual(es, net, inputs[0]), inputs, labels)
+    assert relative(learn(automatic(es, net, inputs[0]), inputs, labels), expected) <= EXACT
+
+
+def test_windows_are_batched_automatically() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    make = lambda m, **k: D_RTRL(m, vjp_method="multi-step", **k)  # noqa: E731
+    expected = learn(manual(make, net, inputs[0]), inputs.split(4), labels)
+    algorithm = automatic(make, net, inputs[0])
+    algorithm.in_axes = algorithm.out_axes = 1
+    assert relative(learn(algorithm, inputs.split(4), labels), expected) <= EXACT
+
+
+def test_one_sample_without_a_batch_axis() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    expected = learn(manual(D_RTRL, net, inputs[0, :1]), inputs[:, :1], labels[:1])
+    init_all_states(net)
+    algorithm = D_RTRL(net)
+    algorithm.compile_graph(inputs[0, 0])
+    assert relative(learn(algorithm, inputs[:, 0], labels[0]), expected) <= EXACT
+
+
+def test_the_mode_can_be_set_globally() -> None:
+    environ.set(mode=Batching())
+    try:
+        assert D_RTRL(lif_net()).mode == Batching()
+    finally:
+        environ.set(mode=None)
+    assert D_RTRL(lif_net()).mode is None
+
+
+# ------------------------------------------------------------------ sequences, memory, inputs
+
+
+def test_a_new_sequence_starts_anew() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    algorithm = manual(es, net, inputs[0])
+    first = learn(algorithm, inputs, labels)
+    assert relative(learn(algorithm, inputs, labels), first) > 1e-3  # states and traces went on
+    algorithm.reset_state(BATCH)
+    assert relative(learn(algorithm, inputs, labels), first) == 0
+
+
+@pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
+def test_an_optimizer_may_step_after_every_time_step(make: Callable[..., OnlineAlgorithm]) -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    algorithm = manual(make, net, inputs[0])
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        algorithm.reset_state(BATCH)
+        for x in inputs:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(algorithm(x), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    ratio = sum(losses[-len(inputs) :]) / sum(losses[: len(inputs)])
+    assert ratio < 0.7
+
+
+def test_no_graph_is_left_on_the_model() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    algorithm = manual(es, net, inputs[0])
+    learn(algorithm, inputs[:4], labels)
+    twin = copy.deepcopy(algorithm)
+    expected = learn(algorithm, inputs[4:], labels)
+    assert relative(learn(twin, inputs[4:], labels), expected) == 0
+
+
+def test_traces_go_on_without_gradients() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    algorithm = manual(D_RTRL, net, inputs[0])
+    with torch.no_grad():
+        assert not algorithm(inputs[0]).requires_grad
+    after = learn(algorithm, inputs[1:2], labels)
+    algorithm.reset_state(BATCH)
+    algorithm(inputs[0])
+    assert relative(after, learn(algorithm, inputs[1:2], labels)) == 0
+
+
+def test_compiling_again_does_nothing_and_leaves_no_mark() -> None:
+    net = lif_net().double()
+    inputs, _ = sequence()
+    algorithm = manual(es, net, inputs[0])
+    algorithm(inputs[0])
+    state, drawn, age = net.cell.v.clone(), torch.get_rng_state(), int(algorithm.age)
+    algorithm.compile_graph(inputs[0])
+    assert torch.equal(net.cell.v, state)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert int(algorithm.age) == age == 1
+
+
+def test_compiling_leaves_the_model_as_it_was() -> None:
+    norm = nn.BatchNorm1d(INPUTS)
+    net = nn.Sequential(norm, nn.Dropout(0.5), lif_net())
+    init_all_states(net, BATCH)
+    drawn = torch.get_rng_state()
+    es(net, mode=Batching()).compile_graph(torch.rand(BATCH, INPUTS, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert int(norm.num_batches_tracked) == 0
+    assert torch.equal(norm.running_mean, torch.zeros(INPUTS))
+    assert not net[2].cell.v.any()
+
+
+def test_the_traces_of_a_weight() -> None:
+    net = lif_net().double()
+    inputs, _ = sequence()
+    full, factored = manual(D_RTRL, net, inputs[0]), manual(es, net, inputs[0])
+    shapes = sorted(tuple(t.shape) for t in full.get_etrace_of(net.syn.weight).values())
+    assert shapes == [(BATCH, HIDDEN), (BATCH, HIDDEN, INPUTS + HIDDEN)]
+    shapes = sorted(tuple(t.shape) for t in factored.get_etrace_of(net.syn.weight).values())
+    assert shapes == [(BATCH, HIDDEN), (BATCH, INPUTS + HIDDEN)]
+    with pytest.raises(MemoptError, match="no eligibility trace"):
+        full.get_etrace_of(net.out.linear.weight)
+
+
+def test_a_hybrid_keeps_what_is_smaller_unless_told_otherwise() -> None:
+    def kinds(algorithm: OnlineAlgorithm) -> list[str]:
+        return [type(trace).__name__ for trace in algorithm.traces]
+
+    make = lambda m, **k: HybridTrace(m, 0.9, **k)  # noqa: E731
+    net, inputs = lif_net().double(), sequence()[0]
+    assert kinds(manual(make, net, inputs[0])) == ["FactoredTrace"]
+    traced(net.syn, "full")
+    assert kinds(manual(make, net, inputs[0])) == ["FullTrace"]
+    depthwise = nn.Sequential(traced(nn.Conv1d(4, 4, 1, groups=4)), LIF((4, 9))).double()
+    x = torch.rand(BATCH, 4, 9).double()
+    assert kinds(manual(make, depthwise, x)) == ["FullTrace"]
+    traced(depthwise[0], "approx")
+    assert kinds(manual(make, depthwise, x)) == ["FactoredTrace"]
+
+
+def test_a_hybrid_of_full_traces_is_d_rtrl() -> None:
+    net = lif_net().double()
+    traced(net.syn, "full")
+    inputs, labels = sequence()
+    found = learn(manual(lambda m, **k: HybridTrace(m, 0.9, **k), net, inputs[0]), inputs, labels)
+    assert relative(found, learn(manual(D_RTRL, net, inputs[0]), inputs, labels)) == 0
+
+
+def test_a_frozen_weight_gets_no_gradient_and_its_bias_does() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    expected = through_time_cut(net, inputs, labels)
+    net.syn.weight.requires_grad_(False)
+    del expected["syn.weight"]
+    assert relative(learn(manual(D_RTRL, net, inputs[0]), inputs, labels), expected) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(BATCH, INPUTS + 1), "compiled for"),
+        (torch.zeros(BATCH + 1, INPUTS), "state v of LIF has shape"),
+        (torch.zeros(()), "without axes"),
+        ([0.0], "inputs"),
+    ],
+)
+def test_wrong_inputs_are_refused(x: object, message: str) -> None:
+    algorithm = manual(es, lif_net(), torch.zeros(BATCH, INPUTS))
+    with pytest.raises(MemoptError, match=message):
+        algorithm(x)
+
+
+def test_a_model_that_was_not_seen_is_refused() -> None:
+    with pytest.raises(MemoptError, match="compile_graph"):
+        D_RTRL(lif_net())(torch.zeros(INPUTS))
+
+
+def test_states_for_one_sample_do_not_do_for_a_batch() -> None:
+    with pytest.raises(MemoptError, match="batch_size"):
+        D_RTRL(lif_net(), mode=Batching()).compile_graph(torch.zeros(BATCH, INPUTS))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda net: D_RTRL(net, vjp_method="two-step"), lambda net: ES_D_RTRL(net, 0.9, correction="some")],
+)
+def test_unknown_settings_are_refused(make: Callable[[nn.Module], OnlineAlgorithm]) -> None:
+    with pytest.raises(UsageError, match="give"):
+        make(lif_net())

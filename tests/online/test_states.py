@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.online import Batching, declare_state, environ, init_all_states, states_of
+from memopt_cli.online.neurons import LIF, AdaptiveLIF
+
+
+def test_states_are_declared_per_sample_and_made_for_a_batch() -> None:
+    net = nn.Sequential(LIF(3), AdaptiveLIF((2, 4)))
+    assert list(states_of(net)) == ["0.v", "1.v", "1.a"]
+    assert [tuple(s.value.shape) for s in states_of(net).values()] == [(3,), (2, 4), (2, 4)]
+    init_all_states(net, batch_size=5)
+    assert [tuple(s.value.shape) for s in states_of(net).values()] == [(5, 3), (5, 2, 4), (5, 2, 4)]
+    init_all_states(net)
+    assert tuple(net[0].v.shape) == (3,)
+
+
+def test_a_state_is_what_its_module_assigned_until_it_starts_anew() -> None:
+    module = nn.Module()
+    declare_state(module, "level", 2, torch.ones)
+    module.level = module.level * 3
+    assert states_of(module)["level"].value.tolist() == [3, 3]
+    init_all_states(module)
+    assert module.level.tolist() == [1, 1]
+
+
+def test_states_are_not_saved_and_move_with_the_model() -> None:
+    net = LIF(3).double()
+    assert net.state_dict() == {}
+    assert net.v.dtype == torch.float64
+    init_all_states(net, 2)
+    assert net.v.dtype == torch.float64
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_states_of_their_own(twin: object) -> None:
+    net = LIF(3)
+    other = twin(net)
+    other.v = other.v + 1
+    assert not net.v.any()
+    init_all_states(other, 4)
+    assert tuple(other.v.shape) == (4, 3)
+    assert tuple(net.v.shape) == (3,)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(UsageError, match="batch_size=0"):
+        init_all_states(LIF(3), 0)
+    with pytest.raises(UsageError, match="is no shape"):
+        LIF(-1)
+
+
+def test_environment() -> None:
+    assert environ.mode is None
+    environ.set(mode=Batching())
+    try:
+        assert environ.mode == Batching()
+    finally:
+        environ.set(mode=None)

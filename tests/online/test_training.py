@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.online_lif import curves
+from memopt_cli.errors import MemoptError
+from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, Vmap, init_all_states, vmap_new_states
+from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
+from memopt_cli.trace import StorageLog
+from tests.online.networks import BATCH, INPUTS, gradients, lif_net, relative, sequence, through_time
+
+
+def batched(net: nn.Module, x: Tensor) -> ES_D_RTRL:
+    init_all_states(net, len(x))
+    algorithm = ES_D_RTRL(net, 0.9, mode=Batching())
+    algorithm.compile_graph(x)
+    return algorithm
+
+
+def test_through_time_is_back_propagation_through_time() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    init_all_states(net, BATCH)
+    mean = accumulate_through_time(net, inputs, labels, F.cross_entropy)
+    found = gradients(net)
+    assert relative(found, through_time(net, inputs, labels)) == 0
+    algorithm = batched(net, inputs[0])
+    torch.testing.assert_close(accumulate_online(algorithm, inputs, labels, F.cross_entropy), mean)
+
+
+@pytest.mark.parametrize("accumulate", [accumulate_online, accumulate_through_time])
+def test_a_sequence_of_no_steps_is_refused(accumulate: object) -> None:
+    with pytest.raises(MemoptError, match="no steps"):
+        accumulate(lif_net(), [], None, F.cross_entropy)
+
+
+def counted_peak(steps: int, *, online: bool) -> int:
+    net = lif_net()
+    random = torch.Generator().manual_seed(0)
+
+    def inputs() -> Iterator[Tensor]:
+        for _ in range(steps):
+            yield torch.rand(BATCH, INPUTS, generator=random)
+
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    algorithm = batched(net, torch.zeros(BATCH, INPUTS))
+    algorithm.reset_state(BATCH)
+    log = StorageLog(lambda: "")
+    with log:
+        if online:
+            accumulate_online(algorithm, inputs(), labels, F.cross_entropy)
+        else:
+            accumulate_through_time(net, inputs(), labels, F.cross_entropy)
+    return log.peak_bytes
+
+
+def test_online_memory_is_constant_in_time_and_that_of_back_propagation_through_time_grows() -> None:
+    assert counted_peak(16, online=True) == counted_peak(256, online=True)
+    short, middle, long = (counted_peak(steps, online=False) for steps in (16, 32, 64))
+    assert 2 * (middle - short) == long - middle > short
+
+
+def test_ten_epochs_of_the_reference_network_learn_as_back_propagation_through_time_does() -> None:
+    found = curves(seed=0, epochs=10)
+    assert found["manual"] == pytest.approx(found["automatic"], rel=1e-4)
+    assert found["manual"][0] == pytest.approx(found["through time"][0])  # before any update
+    assert found["manual"][-1] <= min(2.6, found["through time"][-1] + 0.15)
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_compiled_step_is_the_step(automatic: bool) -> None:
+    net = lif_net()
+    inputs, labels = sequence()
+    inputs = inputs.float()
+    model: nn.Module = batched(net, inputs[0])
+    if automatic:
+        algorithm = D_RTRL(net)
+
+        @vmap_new_states(BATCH)
+        def init() -> None:
+            if algorithm.traces:
+                algorithm.reset_state()
+            init_all_states(net)
+            algorithm.compile_graph(inputs[0, 0])
+
+        init()
+        model = Vmap(algorithm)
+    values = {name: b.clone() for name, b in model.named_buffers()}
+    expected_loss = accumulate_online(model, inputs, labels, F.cross_entropy)
+    expected = gradients(net)
+    after = {name: b.clone() for name, b in model.named_buffers()}
+    model.load_state_dict(values, strict=False)
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, value)
+
+    step = CompiledStep(model, F.cross_entropy, inputs[0], labels, backend="aot_eager")
+    losses = torch.stack([step(x, labels) for x in inputs])
+    torch.testing.assert_close(losses.mean(), expected_loss)
+    assert relative(gradients(net), expected) <= 1e-5
+    for name, value in model.named_buffers():
+        torch.testing.assert_close(value, after[name])
