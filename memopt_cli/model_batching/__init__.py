@@ -1,0 +1,25 @@
+"""Many models as one batch: hyperparameter sweeps and ensembles in the time of a few models.
+
+::
+
+    models = BatchModule(LeNet(), batch=100)            # parameters (100, …)
+    outputs = models(images)                            # (100, images, …) in and out
+    batch_loss(outputs, targets, 100, F.cross_entropy).sum().backward()
+"""
+
+from memopt_cli.model_batching.clipping import clip_grad_norm_per_model
+from memopt_cli.model_batching.extension import AbstractBatchModule, register_batch_module
+from memopt_cli.model_batching.module import BatchModule
+from memopt_cli.model_batching.objectives import batch_accuracy, batch_loss, batch_topk
+from memopt_cli.model_batching.selection import RouteTrial
+
+__all__ = [
+    "AbstractBatchModule",
+    "BatchModule",
+    "RouteTrial",
+    "batch_accuracy",
+    "batch_loss",
+    "batch_topk",
+    "clip_grad_norm_per_model",
+    "register_batch_module",
+]

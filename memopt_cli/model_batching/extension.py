@@ -1,0 +1,102 @@
+"""Batch modules of the user's own: how a module type that memopt does not know runs as many models at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+
+B = TypeVar("B", bound="AbstractBatchModule")
+
+
+class AbstractBatchModule(nn.Module):
+    """Many copies of one module, with a kernel of the user's own.
+
+    A subclass names the module it stands for in ``base_class``, gives its parameters and buffers the names they have
+    there with a leading dimension of ``batch`` models, and computes ``forward`` on merged data: dimension 0 of every
+    input and output is (image·model), the model fastest.  Values are loaded after construction.  The result is
+    checked against ``base_class`` run model by model, as every route is.
+    """
+
+    base_class: ClassVar[type[nn.Module]] = nn.Module
+    original: nn.Module
+    """One copy of the module it stands for, without data."""
+
+    @classmethod
+    def from_module(cls, module: nn.Module, batch: int) -> Self:
+        """Build the batch module of ``batch`` copies of ``module``; override it if the constructor wants more."""
+        return cls(batch)
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+        self._shared_buffers: list[str] = []
+
+    @property
+    def shared_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that have no dimension of models."""
+        return tuple(self._shared_buffers)
+
+    def register_shared_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+        """A buffer that all models share: it has the shape it has in ``base_class``."""
+        self._shared_buffers.append(name)
+        self.register_buffer(name, tensor, persistent)
+
+    def adopt(self, original: nn.Module, path: str) -> None:
+        """Take the values of ``original``, the same for every model, and its mode; keep its structure.
+
+        Raises :class:`UsageError` if the two do not have the same parameters and buffers.
+        """
+        theirs = dict(original.named_parameters()) | dict(original.named_buffers())
+        ours = dict(self.named_parameters()) | dict(self.named_buffers())
+        for name in sorted(theirs.keys() | ours.keys()):
+            shared = name in self.shared_buffers
+            wanted = _shape(theirs.get(name), None if shared else self.batch)
+            found = _shape(ours.get(name), None)
+            if wanted != found:
+                raise UsageError(
+                    f"{type(self).__name__} at '{path or '(root)'}' has '{name}' of shape {found}; for {self.batch} "
+                    f"models of {type(original).__name__} it should be {wanted}"
+                )
+            with torch.no_grad():
+                ours[name].copy_(theirs[name])
+            ours[name].requires_grad_(theirs[name].requires_grad)
+        self.train(original.training)
+        empty: dict[int, Any] = {id(t): _empty_like(t) for t in theirs.values()}
+        object.__setattr__(self, "original", copy.deepcopy(original, empty))
+
+
+_registered: dict[type[nn.Module], type[AbstractBatchModule]] = {}
+
+
+def register_batch_module(batch_class: type[B]) -> type[B]:
+    """Use ``batch_class`` for modules of its ``base_class`` in every model batched from now on; also a decorator."""
+    if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
+        raise UsageError(
+            f"{getattr(batch_class, '__name__', batch_class)} is not an AbstractBatchModule",
+            hint="Register the batch class; it names the module it stands for in base_class.",
+        )
+    if batch_class.base_class is nn.Module:
+        raise UsageError(f"{batch_class.__name__}.base_class does not say which module it stands for")
+    _registered[batch_class.base_class] = batch_class
+    return batch_class
+
+
+def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
+    """The batch class registered for exactly this type of module."""
+    return _registered.get(type(module))
+
+
+def _shape(tensor: Tensor | None, models: int | None) -> tuple[int, ...] | None:
+    if tensor is None:
+        return None
+    return tuple(tensor.shape) if models is None else (models, *tensor.shape)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

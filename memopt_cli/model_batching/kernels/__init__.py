@@ -1,0 +1,1 @@
+"""Kernels: layers and functions that compute many models in one call."""

@@ -1,0 +1,195 @@
+"""Attention: one fused attention over (models·images), and the transformer layers of ``torch.nn`` in terms of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
+from memopt_cli.model_batching.kernels.linear import linear
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of each model: query (models, …, heads, L, E); mask (models, …, L, S)."""
+    if attn_mask is not None:
+        attn_mask = attn_mask.view(len(attn_mask), *[1] * (query.dim() - attn_mask.dim()), *attn_mask.shape[1:])
+        attn_mask = attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]).flatten(0, 1)
+    q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+    return torch.unflatten(F.scaled_dot_product_attention(q, k, v, attn_mask, *args, **kwargs), 0, query.shape[:2])
+
+
+def _attention(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``nn.MultiheadAttention``; ``is_causal`` is a hint about ``attn_mask``, which is used as it is."""
+    if query.dim() == 3:  # no dimension of images
+        images = 1 if module.batch_first else 2
+        padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
+        q, k, v = (t.unsqueeze(images) for t in (query, key, value))
+        output, weights = _attention(module, q, k, v, padding, need_weights, attn_mask, average_attn_weights)
+        return output.squeeze(images), None if weights is None else weights.squeeze(1)
+    if not module.batch_first:
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = (_split_heads(t, module.num_heads) for t in _project_in(module, query, key, value))
+    mask = _merged_mask(attn_mask, key_padding_mask, q)
+    dropout = module.dropout if module.training else 0.0
+    weights = None
+    if need_weights:
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(dim=-1), dropout)
+        mixed = weights @ v
+        weights = weights.mean(dim=2) if average_attn_weights else weights
+    else:
+        mixed = scaled_dot_product_attention(q, k, v, mask, dropout)
+    output = linear(mixed.transpose(2, 3).flatten(3), module.out_proj.weight, module.out_proj.bias)
+    return (output if module.batch_first else output.transpose(1, 2)), weights
+
+
+def _project_in(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
+    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3, dim=1)
+    if module.in_proj_weight is None:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    elif inputs[0] is inputs[1] is inputs[2]:
+        return list(linear(inputs[0], module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))
+    else:
+        weights = module.in_proj_weight.chunk(3, dim=1)
+    return [linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """(models, images, length, size) -> (models, images, heads, length, size of a head)."""
+    return torch.unflatten(x, -1, (heads, -1)).transpose(2, 3)
+
+
+def _merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one that is added to the scores (models, images, heads, L, S)."""
+    masks = []
+    if attn_mask is not None:
+        mask = _added(attn_mask, q)
+        per_head = mask.dim() == 4  # (models, images·heads, L, S)
+        masks.append(torch.unflatten(mask, 1, q.shape[1:3]) if per_head else mask[:, None, None])
+    if key_padding_mask is not None:
+        masks.append(_added(key_padding_mask, q)[:, :, None, None])
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(q.dtype)
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, -torch.inf)
+
+
+def _attention_refusal(module: nn.MultiheadAttention) -> str:
+    return "bias_k, bias_v or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else ""
+
+
+KERNELS: Kernels = {nn.MultiheadAttention: ModuleKernel(_attention, _attention_refusal)}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": scaled_dot_product_attention}
+
+
+# ---------------------------------------------------------------------------------------------- transformer layers
+# torch.nn's own forward asks for shapes, which a trace does not have, to choose its inference kernel.
+
+
+def encoder_layer(
+    layer: Any, src: Any, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
+) -> Any:
+    """``nn.TransformerEncoderLayer.forward`` as the training path of ``torch.nn`` computes it."""
+    if layer.norm_first:
+        src = src + layer._sa_block(layer.norm1(src), src_mask, src_key_padding_mask, is_causal)
+        return src + layer._ff_block(layer.norm2(src))
+    src = layer.norm1(src + layer._sa_block(src, src_mask, src_key_padding_mask, is_causal))
+    return layer.norm2(src + layer._ff_block(src))
+
+
+def encoder(
+    module: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
+) -> Any:
+    """``nn.TransformerEncoder.forward`` without its inference kernel."""
+    for layer in module.layers:
+        src = layer(src, mask, src_key_padding_mask)
+    return src if module.norm is None else module.norm(src)
+
+
+def decoder_layer(
+    layer: Any,
+    tgt: Any,
+    memory: Any,
+    tgt_mask: Any = None,
+    memory_mask: Any = None,
+    tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None,
+    tgt_is_causal: bool = False,
+    memory_is_causal: bool = False,
+) -> Any:
+    """``nn.TransformerDecoderLayer.forward``."""
+    own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+    other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+    if layer.norm_first:
+        tgt = tgt + layer._sa_block(layer.norm1(tgt), *own)
+        tgt = tgt + layer._mha_block(layer.norm2(tgt), *other)
+        return tgt + layer._ff_block(layer.norm3(tgt))
+    tgt = layer.norm1(tgt + layer._sa_block(tgt, *own))
+    tgt = layer.norm2(tgt + layer._mha_block(tgt, *other))
+    return layer.norm3(tgt + layer._ff_block(tgt))
+
+
+def decoder(
+    module: Any,
+    tgt: Any,
+    memory: Any,
+    tgt_mask: Any = None,
+    memory_mask: Any = None,
+    tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None,
+    tgt_is_causal: bool | None = None,
+    memory_is_causal: bool = False,
+) -> Any:
+    """``nn.TransformerDecoder.forward``."""
+    for layer in module.layers:
+        tgt = layer(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+    return tgt if module.norm is None else module.norm(tgt)
+
+
+def transformer(
+    module: Any,
+    src: Any,
+    tgt: Any,
+    src_mask: Any = None,
+    tgt_mask: Any = None,
+    memory_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None,
+    src_is_causal: bool | None = None,
+    tgt_is_causal: bool | None = None,
+    memory_is_causal: bool = False,
+) -> Any:
+    """``nn.Transformer.forward`` without its checks of shapes."""
+    memory = module.encoder(src, src_mask, src_key_padding_mask)
+    return module.decoder(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+
+
+TRACEABLE: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.TransformerEncoderLayer: encoder_layer,
+    nn.TransformerEncoder: encoder,
+    nn.TransformerDecoderLayer: decoder_layer,
+    nn.TransformerDecoder: decoder,
+    nn.Transformer: transformer,
+}
+"""Forwards to trace in place of the modules' own."""

@@ -1,0 +1,77 @@
+"""Where the models are in a tensor: the data orders of callers, and the two foldings that kernels use.
+
+Inside the package the models are always dimension 0: a batched tensor is (models, …one model's shape…).  Memory is
+another matter: a convolution leaves its output with the images outermost, and every later kernel that takes such a
+tensor reads it as it lies.  The foldings below choose the order that needs no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from memopt_cli.errors import UsageError
+
+DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
+"""How models (g) and images (b) lie in a caller's tensors; parentheses: merged into one dimension, the last fastest."""
+
+
+def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
+    """A view of a caller's tensor as (models, images, …)."""
+    check_order(order)
+    dimension = 1 if order == "b g" else 0
+    length = tensor.shape[dimension] if tensor.dim() > dimension else 0
+    merged = order.startswith("(")
+    if length == 0 or (length % models if merged else length != models):
+        wanted = f"a multiple of {models}" if merged else f"{models}"
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} in data order '{order}' has no {models} models in it: "
+            f"dimension {dimension} should be {wanted}",
+            hint="Every tensor that is passed in has the models in it; say how with data_order=.",
+        )
+    match order:
+        case "g b":
+            return tensor
+        case "b g":
+            return tensor.transpose(0, 1)
+        case "(g b)":
+            return torch.unflatten(tensor, 0, (models, -1))
+        case "(b g)":
+            return torch.unflatten(tensor, 0, (-1, models)).transpose(0, 1)
+
+
+def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
+    """The inverse of :func:`models_first`; a tensor of one value per model, (models,), stays as it is."""
+    if order == "g b" or tensor.dim() == 1:
+        return tensor
+    swapped = tensor if order == "(g b)" else tensor.transpose(0, 1)
+    return swapped if order == "b g" else swapped.flatten(0, 1)
+
+
+def check_order(order: str) -> None:
+    """Raises :class:`UsageError` for an order that is none of :data:`DataOrder`."""
+    if order not in get_args(DataOrder):
+        raise UsageError(f"unknown data order '{order}'", hint=f"Known: {', '.join(map(repr, get_args(DataOrder)))}.")
+
+
+def fold_images(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(models, images, …) as (models·images, …) in whichever order is free, and what undoes it."""
+    models, images = tensor.shape[:2]
+    if tensor.stride(0) < tensor.stride(1):  # the images are outermost in memory
+        return tensor.transpose(0, 1).flatten(0, 1), lambda out: torch.unflatten(out, 0, (images, models)).transpose(
+            0, 1
+        )
+    return tensor.flatten(0, 1), lambda out: torch.unflatten(out, 0, (models, images))
+
+
+def fold_channels(tensor: Tensor) -> Tensor:
+    """(models, images, channels, …) as (images, models·channels, …): the models become groups of channels."""
+    return tensor.transpose(0, 1).flatten(1, 2)
+
+
+def unfold_channels(tensor: Tensor, models: int) -> Tensor:
+    """The inverse of :func:`fold_channels`."""
+    return torch.unflatten(tensor, 1, (models, -1)).transpose(0, 1)

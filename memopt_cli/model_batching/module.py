@@ -1,0 +1,123 @@
+"""``BatchModule``: many copies of a model, trained as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching.layout import DataOrder, check_order, in_order, models_first
+from memopt_cli.model_batching.routes.interface import Route, RouteName
+from memopt_cli.model_batching.selection import RouteTrial, select
+from memopt_cli.model_batching.stacked import StateDict, load_stacked, stack_model, unstack
+from memopt_cli.runtime.tree import map_leaves
+
+_Mode = tuple[Any, ...]
+
+
+class BatchModule(nn.Module):
+    """``batch`` copies of ``model``, independent of one another, trained as one model.
+
+    Every parameter and buffer is (batch, …); ``models`` holds them under the model's own names.  The copies start with
+    the weights of ``model``, which is left alone; :meth:`load_state_dicts` gives each its own.  Inputs and outputs are
+    (models, images, …), or as ``data_order`` says.
+
+    Three routes can run them: ``fused`` kernels over a traced graph, ``vmap`` and the per-model ``loop``.  A route is
+    used only if outputs, gradients and buffers equal the loop's, and of those the fastest measured one is.  That is
+    found out with ``example_inputs`` (models, images, …) at construction, else with the first inputs, and once more for
+    each combination of training modes; :attr:`trials` tells what was found.  ``route`` names the one to use instead of
+    measuring; it is compared with the loop all the same.
+
+    What couples the models is outside: the sum of their losses does not (each gradient is zero elsewhere), nor do SGD,
+    Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see
+    :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  Stepping an optimizer that has momentum or
+    weight decay moves every model, those without a gradient too: that is what it does to a single model as well.
+
+    Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute
+    them, vmap is refused.
+
+    Raises :class:`~memopt_cli.errors.UsageError` that names a module which cannot be batched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: int = 1,
+        *,
+        route: Literal["auto", "fused", "vmap", "loop"] = "auto",
+        example_inputs: tuple[Any, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        if batch < 1:
+            raise UsageError(f"batch={batch}: there must be at least one model")
+        if route not in ("auto", *get_args(RouteName)):
+            raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
+        self.batch = batch
+        self.models = stack_model(model, batch)
+        self._wanted = route
+        self._routes: dict[_Mode, Route] = {}
+        self._trials: list[RouteTrial] = []
+        self.train(model.training)
+        for path, module in model.named_modules():
+            self.models.get_submodule(path).training = module.training
+        if example_inputs is not None:
+            self._select(example_inputs, {})
+
+    @property
+    def trials(self) -> tuple[RouteTrial, ...]:
+        """What was found out about each route, the last time they were tried."""
+        return tuple(self._trials)
+
+    def forward(
+        self, *args: Any, data_order: DataOrder = "g b", output_order: DataOrder | None = None, **kwargs: Any
+    ) -> Any:
+        """The outputs of all models; tensors go in in ``data_order`` and come out in ``output_order``, or in the same.
+
+        What is no tensor is passed to every model as it is.  An output of one value per model is (models,).
+        """
+        check_order(output_order or data_order)
+        args, kwargs = map_leaves(lambda leaf: self._models_first(leaf, data_order), (args, kwargs))
+        route = self._routes.get(self._mode()) or self._select(args, kwargs)
+        output = route(args, kwargs)
+        order = output_order or data_order
+        return map_leaves(lambda leaf: in_order(leaf, order) if isinstance(leaf, Tensor) else leaf, output)
+
+    def choose_again(self) -> None:
+        """Try the routes anew with the next inputs: after attributes of modules changed, a dropout's rate, say."""
+        self._routes.clear()
+
+    def load_state_dicts(
+        self, state_dicts: StateDict | Sequence[StateDict], batch_strict: bool = True, strict: bool = True
+    ) -> None:
+        """Load one state dictionary into all models, or one into each.
+
+        ``batch_strict=False`` allows fewer than there are models; the others become zero.  ``strict`` is that of
+        ``load_state_dict``.  Raises :class:`~memopt_cli.errors.UsageError` if the dictionaries do not fit together.
+        """
+        state = load_stacked(self.models, state_dicts, self.batch, pad=not batch_strict)
+        self.models.load_state_dict(state, strict=strict)
+
+    def state_dicts(self, device: torch.device | str | None = None) -> list[dict[str, Tensor]]:
+        """One state dictionary per model, with the model's own keys; copies."""
+        return unstack(self.models, self.batch, device)
+
+    def _models_first(self, leaf: Any, order: DataOrder) -> Any:
+        return models_first(leaf, self.batch, order) if isinstance(leaf, Tensor) else leaf
+
+    def _mode(self) -> _Mode:
+        # A segment is installed by changing a module's class.
+        return tuple((m.training, type(m)) for m in self.models.modules())
+
+    def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
+        route, self._trials = select(self.models, self.batch, self._wanted, args, dict(kwargs))
+        self._routes[self._mode()] = route
+        return route
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_routes": {}}
+
+    def extra_repr(self) -> str:
+        return f"batch={self.batch}, route={self._wanted}"

@@ -1,0 +1,78 @@
+"""Losses and accuracies of many models at once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching.layout import DataOrder, in_order, models_first
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+def batch_loss(
+    inputs: Tensor,
+    targets: Tensor,
+    batch: int,
+    loss_func: Callable[..., Tensor] | nn.Module,
+    reduction: Reduction = "mean",
+    data_order: DataOrder = "g b",
+    **options: Any,
+) -> Tensor:
+    """The loss of each of ``batch`` models: (models,), or with ``"none"`` what ``loss_func`` gives, in ``data_order``.
+
+    ``inputs`` and ``targets`` hold the models as ``data_order`` says.  ``loss_func`` is one of ``torch.nn.functional``,
+    or a loss module; ``options`` (class weights, ``ignore_index`` …) are passed to it and shared by all models.  Each
+    value is what ``loss_func`` gives for that model alone; ``batch_loss(…).sum().backward()`` trains all of them.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise UsageError(f"unknown reduction '{reduction}'", hint="Known: 'none', 'mean', 'sum'.")
+    loss = _with_reduction(loss_func, reduction, options)
+    pairs = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
+    try:
+        losses: Tensor = torch.func.vmap(loss, randomness="different")(*pairs)
+    except RuntimeError:  # no batching rule
+        losses = torch.stack([loss(i, t) for i, t in zip(*pairs, strict=True)])
+    return in_order(losses, data_order)
+
+
+def batch_topk(
+    inputs: Tensor,
+    targets: Tensor,
+    batch: int,
+    k: Sequence[int] = (1,),
+    count: bool = False,
+    data_order: DataOrder = "g b",
+) -> Tensor:
+    """Top-k accuracies, (len(k), models): the fraction of images whose target is among the k highest scores.
+
+    ``inputs`` hold scores (models, images, classes) and ``targets`` classes (models, images), or as ``data_order``
+    says.  ``count``: how many images instead of which fraction.
+    """
+    scores, classes = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
+    if not k or min(k) < 1 or max(k) > scores.shape[-1]:
+        raise UsageError(f"k={tuple(k)}: each must be between 1 and the number of classes, {scores.shape[-1]}")
+    hits = scores.topk(max(k), dim=-1).indices == classes.unsqueeze(-1)
+    found = torch.stack([hits[..., :n].any(dim=-1).sum(dim=1) for n in k])
+    return found if count else found / classes.shape[1]
+
+
+batch_accuracy = batch_topk
+
+
+def _with_reduction(
+    loss_func: Callable[..., Tensor] | nn.Module, reduction: Reduction, options: dict[str, Any]
+) -> Callable[..., Tensor]:
+    if not isinstance(loss_func, nn.Module):
+        return functools.partial(loss_func, reduction=reduction, **options)
+    if not hasattr(loss_func, "reduction"):
+        raise UsageError(f"{type(loss_func).__name__} has no reduction, and is no loss module of torch.nn")
+    loss = copy.copy(loss_func)
+    vars(loss)["reduction"] = reduction
+    return functools.partial(loss, **options)

@@ -1,0 +1,1 @@
+"""Routes: the ways to run many models as one."""

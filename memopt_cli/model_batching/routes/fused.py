@@ -1,0 +1,294 @@
+"""Fused kernels over a traced graph: every layer of every model in one call.
+
+The stacked model is traced by ``torch.fx`` and each node of its graph replaced: a module by its kernel, a function by
+its rule, whatever has neither by itself under ``vmap``.  A module whose own code cannot be traced stays one node.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from memopt_cli.model_batching.extension import AbstractBatchModule
+from memopt_cli.model_batching.kernels.attention import TRACEABLE
+from memopt_cli.model_batching.kernels.functions import Call, is_shape_query, operation_of, query
+from memopt_cli.model_batching.kernels.interface import Convolutions, Kernels
+from memopt_cli.model_batching.kernels.modules import kernels_of, run_custom, run_mapped
+from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.stacked import slots_of
+from memopt_cli.runtime import install_segment, remove_segment, segment_of
+from memopt_cli.runtime.tree import join_tensors, split_tensors
+
+
+class FusedRoute:
+    """Runs the fused graph of a stacked model."""
+
+    def __init__(self, tree: nn.Module, models: int, convolutions: Convolutions) -> None:
+        _refuse_hooks(tree)
+        self._module = FusedModule(tree, models, convolutions)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        return self._module(*args, **kwargs)
+
+
+class FusedModule(nn.Module):
+    """A stacked module that runs its fused graph; the graph is traced once for each structure of arguments."""
+
+    def __init__(self, source: nn.Module, models: int, convolutions: Convolutions) -> None:
+        super().__init__()
+        self.source = source
+        self._models = models
+        self._convolutions = convolutions
+        self._graphs: dict[Any, Callable[[list[Tensor]], Any]] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, skeleton = split_tensors((args, kwargs))
+        key = _key(skeleton)
+        if key not in self._graphs:
+            graph, entry = _trace(self.source, skeleton, len(tensors))
+            fused = _Fusion(self.source, entry, self._models, self._convolutions).of(graph)
+            self._graphs[key] = fx.GraphModule(nn.Module(), fused).forward
+        return self._graphs[key](tensors)
+
+    def __spatial_split__(self) -> list[FusedModule]:
+        """The stages of a segment that is split, each fused on its own."""
+        stages: list[nn.Module] = self.source.__spatial_split__()  # type: ignore[operator]
+        return [FusedModule(stage, self._models, self._convolutions) for stage in stages]
+
+
+def _key(skeleton: Any) -> Any:
+    leaves, structure = tree_flatten(skeleton)
+    try:
+        hash(key := (structure, *((type(leaf), leaf) for leaf in leaves)))
+    except TypeError as error:
+        raise Refused(f"an argument that is no tensor cannot be part of a graph: {error}") from error
+    return key
+
+
+def _refuse_hooks(tree: nn.Module) -> None:
+    for path, module in tree.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
+
+
+# ---------------------------------------------------------------------------------------------- tracing
+
+
+class _Entry(nn.Module):
+    """Calls the model on the tensors of its arguments, in a list."""
+
+    def __init__(self, model: nn.Module, skeleton: Any, count: int) -> None:
+        super().__init__()
+        self.model = model
+        self._skeleton = skeleton
+        self._count = count
+
+    def forward(self, tensors: Any) -> Any:
+        args, kwargs = join_tensors([tensors[i] for i in range(self._count)], self._skeleton)
+        return self.model(*args, **kwargs)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps as one node what has a kernel, what is a segment, and what cannot be traced."""
+
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, AbstractBatchModule) or segment_of(m) is not None:
+            return True
+        return type(m) not in TRACEABLE and super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        substitute = TRACEABLE.get(type(m))
+        before, stack = next(reversed(self.graph.nodes), None), self.module_stack.copy()
+        try:
+            return substitute(m, *args, **kwargs) if substitute else super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if path == "model":
+                raise
+            self.module_stack = stack
+            while (last := next(reversed(self.graph.nodes), None)) is not before and last is not None:
+                self.graph.erase_node(last)
+            return self.create_proxy("call_module", path, args, kwargs)
+
+
+def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.Module]:
+    """The graph of ``source``, traced on a copy that shares its tensors: tracing runs the model's own code."""
+    shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
+    entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
+    before = _attributes(entry.model)
+    try:
+        graph = _Tracer().trace(entry)
+    except Exception as error:
+        raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
+    changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
+    if changed:
+        raise Refused(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
+    return graph, entry
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What each module holds in attributes: numbers by value, anything else by identity."""
+    return {
+        path: {
+            key: value if isinstance(value, bool | int | float | str) else id(value)
+            for key, value in vars(module).items()
+        }
+        for path, module in model.named_modules()
+    }
+
+
+# ---------------------------------------------------------------------------------------------- fusing
+
+
+class _Fusion:
+    """Rewrites one graph, node by node; knows of each value whether it has the dimension of models."""
+
+    def __init__(self, source: nn.Module, entry: nn.Module, models: int, convolutions: Convolutions) -> None:
+        self._source = source
+        self._entry = entry
+        self._models = models
+        self._convolutions = convolutions
+        self._kernels: Kernels = kernels_of(convolutions)
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._batched: dict[fx.Node, bool] = {}
+        self._stacked = {id(slot.tensor) for slot in slots_of(source)}
+
+    def of(self, graph: fx.Graph) -> fx.Graph:
+        """The graph that runs all models."""
+        for node in graph.nodes:
+            self._batched[node], self._new[node] = getattr(self, f"_{node.op}")(node)
+        return self._graph
+
+    def _placeholder(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        return True, self._graph.placeholder(node.name)
+
+    def _output(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        (value,) = self._flags(node.args)
+        spread = functools.partial(_spread, self._models)
+        marked = self._emit(node, spread, (self._moved(node.args[0]), value), {})
+        return True, self._graph.output(marked)
+
+    def _get_attr(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        path = str(node.target)
+        owner, _, name = path.rpartition(".")
+        inner = owner.removeprefix("model").removeprefix(".")
+        try:
+            read = functools.partial(getattr, self._source.get_submodule(inner), name)
+            tensor = read()
+        except AttributeError:  # made while tracing, hence a constant
+            tensor = functools.reduce(getattr, path.split("."), self._entry)
+            read = functools.partial(_identity, tensor)
+        return id(tensor) in self._stacked, self._emit(node, read, (), {})
+
+    def _call_module(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        path = str(node.target).removeprefix("model").removeprefix(".")
+        module = self._source.get_submodule(path)
+        flags = self._flags(node.args), self._flags(node.kwargs)
+        run = self._module_operation(module)
+        if False in tree_leaves(flags):
+            run = functools.partial(_on_batched, run, self._models, flags)
+        return True, self._emit(node, run, self._moved(node.args), self._moved(node.kwargs))
+
+    def _call_function(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        assert callable(node.target)
+        return self._call(node, getattr(node.target, "__name__", str(node.target)), node.target)
+
+    def _call_method(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        return self._call(node, str(node.target), functools.partial(_method, str(node.target)))
+
+    def _call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
+        call = Call(name, function, self._flags(node.args), self._flags(node.kwargs))
+        args, kwargs = self._moved(node.args), self._moved(node.kwargs)
+        if True not in tree_leaves((call.args, call.kwargs)):
+            if name in _RANDOM:
+                raise Refused(f"{name} draws numbers whose shape depends on no input, the same for every model")
+            return False, self._emit(node, function, args, kwargs)
+        if name == "getattr" and is_shape_query(attribute := Call(str(node.args[1]), function, call.args, call.kwargs)):
+            return False, self._emit(node, query(attribute), args[:1], {})
+        if is_shape_query(call):
+            return False, self._emit(node, query(call), args, kwargs)
+        return True, self._emit(node, operation_of(call, self._convolutions), args, kwargs)
+
+    def _module_operation(self, module: nn.Module) -> Callable[..., Any]:
+        config = segment_of(module)
+        if config is not None:
+            return _fused_segment(module, self._models, self._convolutions)
+        if isinstance(module, AbstractBatchModule):
+            return functools.partial(run_custom, module)
+        kernel = self._kernels.get(type(module))
+        if kernel is None or kernel.unless(module):
+            return functools.partial(run_mapped, module)
+        return functools.partial(kernel.run, module)
+
+    def _flags(self, value: Any) -> Any:
+        """Whether each value in ``value`` is batched; ``None`` for constants."""
+        if isinstance(value, fx.Node):
+            return self._batched[value]
+        if isinstance(value, dict):
+            return {key: self._flags(v) for key, v in value.items()}
+        if isinstance(value, tuple | list):
+            return (tuple if isinstance(value, tuple) else list)(map(self._flags, value))
+        if isinstance(value, slice):
+            return any(tree_leaves(self._flags((value.start, value.stop, value.step)))) or None
+        return None
+
+    def _moved(self, value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: self._new[node])
+
+    def _emit(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        operation = functools.partial(run)  # of its own, since generated code finds it by its name
+        operation.__name__ = operation.__qualname__ = f"_{node.name}"  # type: ignore[attr-defined]
+        return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
+
+
+_RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
+
+
+def _fused_segment(module: nn.Module, models: int, convolutions: Convolutions) -> nn.Module:
+    """A segment of the stacked model as a segment of fused kernels; its chunks are cut one dimension further in."""
+    config = segment_of(module)
+    assert config is not None
+    plain = copy.copy(module)
+    remove_segment(plain)
+    fused = FusedModule(plain, models, convolutions)
+    axis = config.axis + 1 if config.axis >= 0 else config.axis
+    install_segment(fused, replace(config, axis=axis))
+    return fused
+
+
+def _on_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _spread(models, (args, kwargs), flags)
+    return run(*args, **kwargs)
+
+
+def _spread(models: int, value: Any, flags: Any) -> Any:
+    """``value`` with every tensor that all models share given to each of them."""
+    if isinstance(value, Tensor):
+        return value if flags else value.expand(models, *value.shape)
+    if isinstance(flags, dict):
+        return {key: _spread(models, v, flags[key]) for key, v in value.items()}
+    if isinstance(flags, tuple | list):
+        return type(value)(_spread(models, v, f) for v, f in zip(value, flags, strict=True))
+    return value
+
+
+def _method(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(tensor, name)(*args, **kwargs)
+
+
+def _identity(value: Any) -> Any:
+    return value

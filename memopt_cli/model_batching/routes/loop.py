@@ -1,0 +1,97 @@
+"""The per-model loop: slow, and right for every model; the reference of the other routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.runtime.tree import join_tensors, split_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Lending:
+    slot: Slot
+    shared: bool
+    written: bool
+    """Whether forward may write it in place."""
+
+    def views(self, models: int) -> Sequence[Tensor]:
+        """One view per model."""
+        tensor = self.slot.tensor
+        if self.shared:
+            return [tensor] * models
+        # One ``unbind`` has one gradient, a stack; but its outputs may not be written in place.
+        return [tensor[g] for g in range(models)] if self.written else tensor.unbind(0)
+
+
+class LoopRoute:
+    """Each model in turn, on views of the stacked tensors.
+
+    There is one module tree per model, so that what modules keep in attributes stays apart.  The views are left in
+    place until the next call: a segment recomputes from them in backward.
+    """
+
+    def __init__(self, tree: nn.Module, models: int) -> None:
+        shared = shared_names(tree)
+        # An embedding's ``max_norm`` writes its weight in forward.
+        written = {id(m.weight) for m in tree.modules() if getattr(m, "max_norm", None) is not None}
+        self._stacked = [
+            _Lending(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written) for slot in slots_of(tree)
+        ]
+        self._models = [placeholder_copy(tree) for _ in range(models)]
+        self._slots = [{slot.name: slot for slot in slots_of(model)} for model in self._models]
+        self._recurrent = [[m for m in model.modules() if isinstance(m, nn.RNNBase)] for model in self._models]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        lent = self._lend()
+        tensors, skeleton = split_tensors((args, kwargs))
+        pieces = zip(*(t.unbind(0) for t in tensors), strict=True) if tensors else [()] * len(self._models)
+        outputs = []
+        for model, piece in zip(self._models, pieces, strict=True):
+            given, named = join_tensors(piece, skeleton)
+            outputs.append(model(*given, **named))
+        self._take_back(lent)
+        return stack_outputs(outputs)
+
+    def _lend(self) -> list[tuple[Slot, Sequence[Tensor]]]:
+        views: dict[int, Sequence[Tensor]] = {}
+        for lending in self._stacked:
+            key = id(lending.slot.tensor)
+            views[key] = views.get(key) or lending.views(len(self._models))
+        lent = [(lending.slot, views[id(lending.slot.tensor)]) for lending in self._stacked]
+        for slot, pieces in lent:
+            for slots, piece in zip(self._slots, pieces, strict=True):
+                slots[slot.name].tensors[slot.key] = piece
+        for module in (m for modules in self._recurrent for m in modules):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+        return lent
+
+    def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:
+        """A buffer that was written in place is up to date; one that was assigned anew is stacked."""
+        for slot, pieces in lent:
+            now = [slots[slot.name].tensor for slots in self._slots]
+            if slot.is_buffer and any(new is not old for new, old in zip(now, pieces, strict=True)):
+                slot.tensors[slot.key] = torch.stack(now)
+
+
+def stack_outputs(outputs: list[Any]) -> Any:
+    """One output with tensors (models, …) from one per model.
+
+    Raises :class:`UsageError` if the models return tensors of different shapes or structures.
+    """
+    split = [split_tensors(output) for output in outputs]
+    columns = list(zip(*(tensors for tensors, _ in split), strict=False))
+    if len({len(tensors) for tensors, _ in split}) > 1 or any(len({t.shape for t in c}) > 1 for c in columns):
+        shapes = sorted({str([tuple(t.shape) for t in tensors]) for tensors, _ in split})
+        raise UsageError(
+            f"the models return outputs of different shapes, which cannot be stacked: {'; '.join(shapes)}",
+            hint="Batch the part of the model whose outputs have the same shape for every model.",
+        )
+    return join_tensors([torch.stack(column) for column in columns], split[0][1])

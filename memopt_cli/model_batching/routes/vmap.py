@@ -1,0 +1,43 @@
+"""``torch.func``: one functional call of the model, mapped over the stacked tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors
+from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.stacked import placeholder_copy, shared_names, slots_of
+from memopt_cli.runtime import segment_of
+from memopt_cli.runtime.tree import join_tensors, split_tensors
+
+
+class VmapRoute:
+    """All models in one call under ``vmap``; each draws random numbers of its own."""
+
+    def __init__(self, tree: nn.Module, models: int) -> None:
+        segment = next((path for path, m in tree.named_modules() if segment_of(m) is not None), None)
+        if segment is not None:
+            raise Refused(f"module '{segment or '(root)'}' is a segment, and checkpoints do not run under vmap")
+        self._slots = slots_of(tree)
+        shared = shared_names(tree)
+        self._axes = {slot.name: None if slot.name in shared else 0 for slot in self._slots}
+        self._models = models
+        self._model = placeholder_copy(tree)
+        self._ran = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        tensors, skeleton = split_tensors((args, kwargs))
+
+        def one(state: dict[str, Tensor], given: list[Tensor]) -> Any:
+            return functional_call(self._model, state, *join_tensors(given, skeleton), tie_weights=False)
+
+        state = {slot.name: slot.tensor for slot in self._slots}
+        output = map_models(one, (self._axes, 0), state, tensors)
+        if not self._ran:
+            refuse_kept_tensors(self._model)
+            self._ran = True
+        return output

@@ -1,0 +1,284 @@
+"""Which route runs the models: the fastest measured one of those that compute what the per-model loop computes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt_cli.equality import difference, effects, in_double
+from memopt_cli.errors import UsageError, first_line
+from memopt_cli.model_batching.kernels.interface import Convolutions
+from memopt_cli.model_batching.routes.fused import FusedRoute
+from memopt_cli.model_batching.routes.interface import Refused, Route, RouteName
+from memopt_cli.model_batching.routes.loop import LoopRoute
+from memopt_cli.model_batching.routes.vmap import VmapRoute
+from memopt_cli.model_batching.stacked import slots_of
+from memopt_cli.records import StepSettings
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step, synchronize
+
+TOLERANCE = 1e-10
+"""Relative difference from the loop, in float64, up to which a route is taken to compute the same."""
+STORED_TOLERANCE = 1e-5
+"""The same for a model that cannot run in float64, in its own precision."""
+_STEPS = 2
+"""Steps compared in a row: the second sees the buffers and the state that the first left."""
+_MOST_ROUNDS = 30
+_TIMING_S = 1.0
+"""Seconds after which no further round of timing begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteTrial:
+    """What was found out about one route."""
+
+    name: RouteName
+    variant: str = ""
+    """How it runs convolutions, where that was tried both ways."""
+    refused: str = ""
+    """Why it cannot be used; empty if it can."""
+    difference: float = 0.0
+    """Largest relative difference from the loop in float64, over outputs, gradients and buffers."""
+    step_s: float = math.nan
+    """Seconds of its fastest forward and backward; NaN if it was not timed."""
+    used: bool = False
+    """Whether it is the one that runs the models."""
+
+
+Build = Callable[[nn.Module, int], Route]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A route that may be tried."""
+
+    name: RouteName
+    variant: str
+    build: Build
+
+
+def candidates(tree: nn.Module, wanted: str) -> list[Candidate]:
+    """The routes to try; ``wanted`` is a route's name or ``auto``."""
+    convolves = any(isinstance(m, _ConvNd) for m in tree.modules())
+    found = [
+        Candidate("fused", "grouped convolutions" if convolves else "", _fused("grouped")),
+        *([Candidate("fused", "convolutions per model", _fused("per model"))] if convolves else []),
+        Candidate("vmap", "", VmapRoute),
+        Candidate("loop", "", LoopRoute),
+    ]
+    return [c for c in found if wanted in ("auto", c.name)]
+
+
+def _fused(how: Convolutions) -> Build:
+    return functools.partial(FusedRoute, convolutions=how)
+
+
+def select(
+    tree: nn.Module, models: int, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Route, list[RouteTrial]]:
+    """The route to use from now on, and what was found out about each candidate.
+
+    Everything is tried on copies, which take some five times the memory of the stacked model for a moment; the model,
+    its gradients and the random generators stay as they are.  Dropout is off while routes are compared, for each draws
+    its own numbers.  Raises :class:`UsageError` with the reasons if the wanted route cannot be used.
+    """
+    if wanted == "loop":
+        return LoopRoute(tree, models), [RouteTrial(name="loop", used=True)]
+    with (
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=_cuda_devices(args, kwargs)),
+    ):
+        warnings.simplefilter("ignore")  # vmap says where it is slow; that is measured
+        reference = _Reference(tree, models, args, kwargs)
+        tried = [(c, reference.trial_of(c)) for c in candidates(tree, wanted)]
+        tried = _timed(tried, tree, models, args, kwargs)
+    usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
+    if not usable:
+        reasons = "; ".join(dict.fromkeys(trial.refused for _, trial in tried))
+        raise UsageError(
+            f"the {wanted} route cannot run {type(tree).__name__}: {reasons}",
+            hint='Use route="auto", which takes the fastest route that can.',
+        )
+    _, fastest = min(usable)
+    trials = [replace(trial, used=index == fastest) for index, (_, trial) in enumerate(tried)]
+    return tried[fastest][0].build(tree, models), trials
+
+
+class _Trial(nn.Module):
+    """A route on a copy of the stacked model, as a model to take steps with."""
+
+    def __init__(self, candidate: Candidate, tree: nn.Module, models: int) -> None:
+        super().__init__()
+        self.tree = tree
+        self._route = candidate.build(tree, models)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._route(args, kwargs)
+
+
+class _Reference:
+    """What the loop computes, in float64 if the model can be run in it."""
+
+    def __init__(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._models = models
+        loop = Candidate("loop", "", LoopRoute)
+        self._effects: dict[str, Tensor] | None = None
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]]
+        self._tree: nn.Module
+        self._precision: str
+        for precision in ("fp64", "stored"):
+            self._precision, self._tree, self._inputs = precision, copy.deepcopy(tree), (args, kwargs)
+            if precision == "fp64":
+                self._tree.double()
+                self._inputs = in_double((args, kwargs))
+            _make_different(self._tree)
+            try:
+                self._effects = self._effects_of(loop)
+                return
+            except Exception as error:
+                self._failure = first_line(error)
+
+    def trial_of(self, candidate: Candidate) -> RouteTrial:
+        """Whether a route can be built, runs, and computes the same."""
+        refused, relative = "", 0.0
+        if candidate.name != "loop":
+            try:
+                refused, relative = self._compared(candidate)
+            except Refused as reason:
+                refused = str(reason)
+            except Exception as error:
+                refused = first_line(error)
+        return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=relative)
+
+    def _compared(self, candidate: Candidate) -> tuple[str, float]:
+        if self._effects is None:
+            return f"it cannot be compared with the loop, whose step fails: {self._failure}", 0.0
+        worst = difference(self._effects, self._effects_of(candidate))
+        tolerance = TOLERANCE if self._precision == "fp64" else STORED_TOLERANCE
+        if worst.relative <= tolerance:
+            return "", worst.relative
+        return f"{worst.name} differs from the loop's by {worst.relative:.1e} of its magnitude", worst.relative
+
+    def _effects_of(self, candidate: Candidate) -> dict[str, Tensor]:
+        trial = _Trial(candidate, copy.deepcopy(self._tree), self._models)
+        args, kwargs = self._inputs
+        step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs))
+        found: dict[str, Tensor] = {}
+        with _WithoutDropout():  # type: ignore[no-untyped-call]
+            for index in range(_STEPS):
+                found |= {f"{name} of step {index + 1}": t for name, t in effects(step).items() if _RANDOM not in name}
+        return found
+
+
+_RANDOM = "random generator"
+
+
+@torch.no_grad()
+def _make_different(tree: nn.Module) -> None:
+    """Give the models weights and statistics that differ: between equal models, one taken for another goes unseen."""
+    torch.manual_seed(0)
+    for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
+        if tensor.is_floating_point():
+            tensor.mul_(1 + 0.1 * torch.rand_like(tensor))
+            tensor.add_(0.01 * torch.rand_like(tensor) if isinstance(tensor, nn.Parameter) else 0.0)
+
+
+class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whatever drops values at random keeps them all, in a recomputation too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        match func._schema.name:
+            case "aten::bernoulli_" | "aten::bernoulli" as name:
+                default = 0.5 if name.endswith("_") else args[0]  # one that is 0.5 is not passed on
+                probability = torch.as_tensor(args[1] if len(args) > 1 else kwargs.get("p", default))
+                kept = (probability > 0).to(args[0]).expand_as(args[0])
+                return args[0].copy_(kept) if name.endswith("_") else kept.clone()
+            case "aten::native_dropout":
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names and len(args) > names.index("dropout_p"):
+            at = names.index("dropout_p")
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+def _timed(
+    tried: list[tuple[Candidate, RouteTrial]],
+    tree: nn.Module,
+    models: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[tuple[Candidate, RouteTrial]]:
+    """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused."""
+    usable = [index for index, (_, trial) in enumerate(tried) if not trial.refused]
+    steps: dict[int, Callable[[], float]] = {}
+    for index in usable:
+        candidate, trial = tried[index]
+        try:
+            steps[index] = _timer(candidate, tree, models, args, kwargs)
+            steps[index]()
+        except Exception as error:
+            steps.pop(index, None)
+            if candidate.name != "loop":
+                tried[index] = candidate, replace(trial, refused=first_line(error))
+    seconds = _least_seconds(list(steps.values())) if len(steps) > 1 else [math.nan] * len(steps)
+    for index, least in zip(steps, seconds, strict=True):
+        candidate, trial = tried[index]
+        tried[index] = candidate, replace(trial, step_s=least)
+    return tried
+
+
+def _least_seconds(steps: list[Callable[[], float]]) -> list[float]:
+    least, end = [math.inf] * len(steps), time.perf_counter() + _TIMING_S
+    for _ in range(_MOST_ROUNDS):
+        least = [min(seconds, step()) for seconds, step in zip(least, steps, strict=True)]
+        if time.perf_counter() > end:
+            break
+    return least
+
+
+def _timer(
+    candidate: Candidate, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], float]:
+    """Takes one forward and backward on a copy of the model, and says how many seconds they took."""
+    settings = _settings(args, kwargs)
+    given, named = map_leaves(_own_leaf, (args, kwargs))
+    step = Step(model=_Trial(candidate, copy.deepcopy(tree), models), args=given, kwargs=named, settings=settings)
+
+    def run() -> float:
+        synchronize(settings.device)
+        start = time.perf_counter()
+        step.backward(step.forward())
+        synchronize(settings.device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def _own_leaf(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepSettings:
+    device = next((str(t.device) for t in tensors_of((args, kwargs))), "cpu")
+    return StepSettings(device=device)
+
+
+def _cuda_devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    return sorted({t.device.index or 0 for t in tensors_of((args, kwargs)) if t.device.type == "cuda"})

@@ -1,0 +1,178 @@
+"""A model whose parameters and buffers hold those of many models, one above the other: (models, …)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching.extension import AbstractBatchModule, batch_class_of
+
+StateDict = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place of a model that holds a parameter or a buffer; a tied tensor has several."""
+
+    name: str
+    tensors: dict[str, Any]
+    """The owner's dictionary of parameters or of buffers."""
+    key: str
+    is_buffer: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is in the slot now."""
+        tensor: Tensor = self.tensors[self.key]
+        return tensor
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Every slot of a model that is filled, in the order of ``named_parameters``, tied ones included."""
+    return [
+        Slot(f"{path}.{key}" if path else key, tensors, key, is_buffer)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for is_buffer, tensors in ((False, module._parameters), (True, module._buffers))
+        for key, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def stack_model(model: nn.Module, models: int) -> nn.Module:
+    """A copy of ``model`` that holds ``models`` copies of each parameter and buffer, with registered modules replaced.
+
+    Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError` that names what cannot be batched.
+    """
+    refuse_unsupported(model)
+    stacked: dict[int, Any] = {}
+    for slot in slots_of(model):
+        tensor = slot.tensor
+        if id(tensor) not in stacked:
+            copies = tensor.detach().expand(models, *tensor.shape).clone(memory_format=torch.contiguous_format)
+            stacked[id(tensor)] = copies if slot.is_buffer else nn.Parameter(copies, tensor.requires_grad)
+    return replace_modules(_copied(model, stacked), model, models)
+
+
+def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
+    """Put registered batch modules in place of the modules of ``tree`` that they stand for."""
+    for path, original in list(model.named_modules()):
+        batch_class = batch_class_of(original)
+        if batch_class is None:
+            continue
+        replacement = batch_class.from_module(original, models)
+        if not path:
+            tree = replacement
+        else:
+            parent, _, name = path.rpartition(".")
+            setattr(tree.get_submodule(parent), name, replacement)
+        replacement.adopt(original, path)
+    return tree
+
+
+def placeholder_copy(tree: nn.Module) -> nn.Module:
+    """One model's structure out of a stacked one: its slots hold shapes without data, to be lent tensors by a route.
+
+    A batch module is replaced by the module it stands for.
+    """
+    shared = shared_names(tree)
+    empty: dict[int, Any] = {}
+    for slot in slots_of(tree):
+        tensor = slot.tensor
+        shape = tensor.shape if slot.name in shared else tensor.shape[1:]
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        empty.setdefault(id(tensor), meta if slot.is_buffer else nn.Parameter(meta, tensor.requires_grad))
+    model = _copied(tree, empty)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, AbstractBatchModule):
+            original = module.original.train(module.training)
+            if not path:
+                return original
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, original)
+    return model
+
+
+def shared_names(tree: nn.Module) -> set[str]:
+    """Names of the buffers that all models share."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in tree.named_modules()
+        if isinstance(module, AbstractBatchModule)
+        for name in module.shared_buffers
+    }
+
+
+def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], models: int, *, pad: bool) -> StateDict:
+    """A state dictionary for ``tree`` from one for all models, or one for each (``pad``: missing ones are zero)."""
+    shared = shared_names(tree)
+    if isinstance(states, Mapping):
+        return {k: v if k in shared else v.expand(models, *v.shape) for k, v in states.items()}
+    if not 0 < len(states) <= models or (len(states) < models and not pad):
+        raise UsageError(
+            f"{len(states)} state dictionaries for {models} models",
+            hint="Give one for all models, one for each, or fewer with batch_strict=False (the others become zero).",
+        )
+    for index, state in enumerate(states):
+        if state.keys() != states[0].keys():
+            odd = sorted(state.keys() ^ states[0].keys())
+            raise UsageError(f"state dictionaries 0 and {index} do not have the same keys: {', '.join(odd)}")
+    return {k: _joined(k, [s[k] for s in states], models, shared=k in shared) for k in states[0]}
+
+
+def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> list[dict[str, Tensor]]:
+    """One state dictionary per model; each tensor owns its memory, so that a saved one holds one model only."""
+    shared = shared_names(tree)
+    whole = {k: v.detach() for k, v in tree.state_dict().items()}
+    return [
+        {k: (v if k in shared else v[g]).to(device=device, copy=True) for k, v in whole.items()} for g in range(models)
+    ]
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raises :class:`UsageError` that names the first module which no route can run."""
+    for path, module in model.named_modules():
+        reason = _unsupported(module)
+        if reason:
+            raise UsageError(f"module '{path or '(root)'}' ({type(module).__name__}) cannot be batched: {reason}")
+
+
+def _unsupported(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a ScriptModule's parameters cannot be exchanged; batch the module it was made from"
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        return "its parameters are not initialized yet; run the model once"
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | nn.SyncBatchNorm):
+        return "it spreads one model over several devices; batch the plain module"
+    if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "sparse gradients cannot be stacked; set sparse=False"
+    if type(module).__module__.startswith("torch.ao.nn.quantized"):
+        return "its weights are packed, not parameters; batch the model before quantizing it"
+    return ""
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{type(model).__name__} cannot be copied: {error}",
+            hint="A module may hold a tensor with a graph from an earlier step: detach it, or reset its state. "
+            "torch.nn.utils.weight_norm keeps one: use torch.nn.utils.parametrizations.weight_norm.",
+        ) from error
+
+
+def _joined(name: str, values: list[Tensor], models: int, *, shared: bool) -> Tensor:
+    if shared:
+        if any(not torch.equal(v, values[0]) for v in values[1:]):
+            raise UsageError(f"buffer '{name}' is shared by all models, but their state dictionaries differ in it")
+        return values[0]
+    if len({v.shape for v in values}) > 1:
+        raise UsageError(f"'{name}' has several shapes: {', '.join(str(tuple(v.shape)) for v in values)}")
+    return torch.stack([*values, *(torch.zeros_like(values[0]) for _ in range(models - len(values)))])

@@ -1,0 +1,625 @@
+"""``BatchModule``: its data orders, its states, its routes and their choice, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt_cli import apply_plan
+from memopt_cli.errors import UsageError
+from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
+from memopt_cli.model_batching.kernels import linear
+from memopt_cli.model_batching.routes.interface import RouteName
+from memopt_cli.records import Plan, SegmentPlan
+
+ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
+routes = pytest.mark.parametrize("route", ROUTES)
+G, B = 3, 4
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(G, B, *(shape or (5,)), generator=torch.Generator().manual_seed(3))
+
+
+def different(model: nn.Module, **options: Any) -> BatchModule:
+    """Models of different weights."""
+    batched = BatchModule(model, G, **options)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in batched.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return batched
+
+
+# ---------------------------------------------------------------------------------------------- inputs and outputs
+
+
+@routes
+def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
+    batched, given = different(small(), route=route), images()
+    expected = batched(given)
+    assert expected.shape == (G, B, 2)
+    assert torch.equal(batched(given.transpose(0, 1), data_order="b g"), expected.transpose(0, 1))
+    assert torch.equal(batched(given.flatten(0, 1), data_order="(g b)"), expected.flatten(0, 1))
+    merged = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)")
+    assert torch.equal(merged, expected.transpose(0, 1).flatten(0, 1))
+    split = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)", output_order="g b")
+    assert torch.equal(split, expected)
+
+
+def test_an_input_without_the_models_is_refused_with_its_shape() -> None:
+    with pytest.raises(UsageError, match=r"\(4, 5\).*no 3 models"):
+        BatchModule(small(), G)(torch.randn(4, 5))
+    with pytest.raises(UsageError, match=r"\(4, 5\).*'\(g b\)'.*multiple of 3"):
+        BatchModule(small(), G)(torch.randn(4, 5), data_order="(g b)")
+    with pytest.raises(UsageError, match="unknown data order 'g'"):
+        BatchModule(small(), G)(images(), data_order="g")  # type: ignore[arg-type]
+
+
+class Several(nn.Module):
+    """Two inputs, a keyword, an option, and outputs that are not all tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, a: Tensor, b: Tensor | None = None, *, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        hidden = self.linear(a) if b is None else self.linear(a) + self.linear(b)
+        return {"hidden": hidden * scale, "sum": hidden.sum(), "mask": mask}
+
+
+@routes
+def test_several_inputs_and_outputs_pass_through(route: RouteName) -> None:
+    batched, a = different(Several(), route=route), images()
+    found = batched(a, images().flip(0), scale=2.0, mask=a > 0)
+    alone = Several()
+    alone.load_state_dict(batched.state_dicts()[1])
+    wanted = alone(a[1], images().flip(0)[1], scale=2.0)
+    torch.testing.assert_close(found["hidden"][1], wanted["hidden"])
+    torch.testing.assert_close(found["sum"][1], wanted["sum"])
+    assert torch.equal(found["mask"], a > 0)
+    assert batched(a)["mask"] is None  # another structure of arguments
+
+
+@routes
+def test_a_batch_of_another_size_needs_no_new_choice(route: RouteName) -> None:
+    batched = different(convolutional(), route=route)
+    assert batched(images(1, 5, 5)).shape == (G, B, 4)
+    chosen = batched.trials
+    assert batched(images(1, 5, 5)[:, :2]).shape == (G, 2, 4)
+    assert batched.trials == chosen
+
+
+# ---------------------------------------------------------------------------------------------- state
+
+
+def test_state_dictionaries_go_in_and_come_out() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+    states = [copy.deepcopy(m).state_dict() for m in (nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)),) * G]
+    for g, state in enumerate(states):
+        state["1.running_mean"] += g
+    batched = BatchModule(model, G)
+    batched.load_state_dicts(states)
+    for found, wanted in zip(batched.state_dicts(), states, strict=True):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in found.values())
+
+
+def test_one_state_dictionary_goes_into_every_model_and_missing_ones_are_zero() -> None:
+    batched, state = BatchModule(small(), G), small().state_dict()
+    batched.load_state_dicts(state)
+    assert all(torch.equal(s["0.weight"], state["0.weight"]) for s in batched.state_dicts())
+    batched.load_state_dicts([state], batch_strict=False)
+    assert [bool(s["0.weight"].any()) for s in batched.state_dicts()] == [True, False, False]
+    with pytest.raises(UsageError, match="2 state dictionaries for 3 models"):
+        batched.load_state_dicts([state, state])
+    with pytest.raises(UsageError, match=r"same keys: 0\.bias"):
+        batched.load_state_dicts([state, {k: v for k, v in state.items() if k != "0.bias"}, state])
+
+
+def test_the_model_itself_is_left_alone() -> None:
+    model = small()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    batched = BatchModule(model, G)
+    batched(images()).sum().backward()
+    with torch.no_grad():
+        batched.models.get_parameter("0.weight").zero_()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model[0].weight.grad is None  # type: ignore[index]
+
+
+@routes
+def test_a_copy_and_a_pickle_compute_the_same(route: RouteName) -> None:
+    batched = different(small(), route=route)
+    expected = batched(images())
+    expected.sum().backward()
+    for other in (copy.deepcopy(batched), pickle.loads(pickle.dumps(batched))):
+        assert torch.equal(other(images()), expected)
+
+
+# ---------------------------------------------------------------------------------------------- isolation
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4))
+
+
+@routes
+@pytest.mark.parametrize("chosen", range(G))
+def test_backward_of_one_model_gives_the_others_exactly_zero(route: RouteName, chosen: int) -> None:
+    batched = different(convolutional(), route=route)
+    given = images(1, 5, 5).requires_grad_()
+    losses = batch_loss(batched(given), torch.randint(0, 4, (G, B)), G, F.cross_entropy)
+    losses[chosen].backward()
+    for tensor in (given, *batched.parameters()):
+        assert tensor.grad is not None
+        for g in range(G):
+            assert bool(tensor.grad[g].any()) == (g == chosen)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+def trained_apart(batched: BatchModule, make: Any, given: Tensor, targets: Tensor) -> list[dict[str, Tensor]]:
+    """The models of ``batched``, each trained three steps alone."""
+    states = []
+    for g, state in enumerate(batched.state_dicts()):
+        model = convolutional().double()
+        model.load_state_dict(state)
+        optimizer = make(list(model.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(given[g]), targets[g]).backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    return states
+
+
+def train_together(batched: BatchModule, make: Any, given: Tensor, targets: Tensor) -> None:
+    optimizer = make(list(batched.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        batch_loss(batched(given), targets, G, F.cross_entropy).sum().backward()
+        optimizer.step()
+
+
+def largest_gap(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> float:
+    pairs = zip(found, wanted, strict=True)
+    return max(float((f[k] - w[k]).abs().max()) for f, w in pairs for k in w)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_trains_stacked_models_as_it_trains_each(name: str) -> None:
+    batched = different(convolutional().double(), route="fused")
+    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
+    wanted = trained_apart(batched, OPTIMIZERS[name], given, targets)
+    train_together(batched, OPTIMIZERS[name], given, targets)
+    assert largest_gap(batched.state_dicts(), wanted) < 1e-10
+
+
+def test_adafactor_couples_models() -> None:
+    """What the documentation warns of."""
+    batched = different(convolutional().double(), route="fused")
+    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
+    wanted = trained_apart(batched, torch.optim.Adafactor, given, targets)
+    train_together(batched, torch.optim.Adafactor, given, targets)
+    assert largest_gap(batched.state_dicts(), wanted) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW"])
+def test_a_step_moves_models_without_a_new_gradient_as_it_moves_one(name: str) -> None:
+    """Not a leak: momentum and weight decay move a single model whose gradient is zero, too."""
+    batched = different(convolutional().double(), route="fused")
+    optimizer = OPTIMIZERS[name](list(batched.parameters()))
+    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
+    for chosen in (slice(None), 0):
+        optimizer.zero_grad()
+        batch_loss(batched(given), targets, G, F.cross_entropy)[chosen].sum().backward()
+        before = batched.state_dicts()
+        optimizer.step()
+    assert largest_gap(batched.state_dicts()[1:], before[1:]) > 1e-5
+
+
+def test_changed_attributes_are_seen_after_choosing_again() -> None:
+    batched, ones = BatchModule(nn.Sequential(nn.Dropout(0.5)), 2, route="loop"), torch.ones(2, 100)
+    assert (batched(ones) == 0).any()
+    batched.models.get_submodule("0").p = 0.0  # type: ignore[assignment]
+    batched.choose_again()
+    assert torch.equal(batched(ones), ones)
+
+
+@routes
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5)], ids=str)
+def test_dropout_differs_from_model_to_model_and_keeps_its_rate(route: RouteName, layer: nn.Module) -> None:
+    batched = BatchModule(nn.Sequential(layer), 2, route=route)
+    ones = torch.ones(2, 50, 80, 2, 2, requires_grad=True)
+    output = batched(ones)
+    dropped = output.flatten(3)[..., 0] != output.max()
+    assert 0.45 < dropped.float().mean() < 0.55
+    assert 0.4 < (dropped[0] != dropped[1]).float().mean() < 0.6
+    if isinstance(layer, nn.Dropout2d):
+        assert torch.equal(output.amax((-1, -2)), output.amin((-1, -2)))
+    batched.eval()
+    assert torch.equal(batched(ones), ones)
+
+
+def test_functional_dropout_follows_the_mode() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    batched, ones = BatchModule(Drops(), 2, route="fused"), torch.ones(2, 100, requires_grad=True)
+    assert not torch.equal(batched(ones)[0], batched(ones)[1])
+    assert torch.equal(batched.eval()(ones), ones)
+    assert not torch.equal(batched.train()(ones)[0], batched(ones)[1])
+
+
+# ---------------------------------------------------------------------------------------------- choice of a route
+
+
+def test_the_fastest_route_that_computes_the_same_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"fused": 3.0, "vmap": 1.0, "loop": 2.0}
+    monkeypatch.setattr(selection, "_timer", lambda candidate, *_: lambda: seconds[candidate.name])
+    batched = BatchModule(small(), G, example_inputs=(images(),))
+    assert [(t.name, t.step_s) for t in batched.trials] == list(seconds.items())
+    assert [t.name for t in batched.trials if t.used] == ["vmap"]
+    assert type(batched._routes[batched._mode()]).__name__ == "VmapRoute"
+
+
+def test_a_route_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lambda rows, weight, bias: torch.bmm(rows, weight.mT) + bias.unsqueeze(1) * (1 + 1e-8)  # noqa: E731
+    monkeypatch.setattr(linear, "product_with", wrong)
+    batched = BatchModule(small(), G, example_inputs=(images(),))
+    fused = next(t for t in batched.trials if t.name == "fused")
+    assert "differs from the loop's" in fused.refused
+    assert 1e-10 < fused.difference < 1e-6
+    with pytest.raises(UsageError, match=r"the fused route cannot run Sequential.*differs"):
+        BatchModule(small(), G, route="fused", example_inputs=(images(),))
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.001
+
+
+def test_a_route_with_other_gradients_or_statistics_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linear.product_with
+    monkeypatch.setattr(linear, "product_with", lambda *a: WrongGradient.apply(right(*a)))
+    (fused, *_) = BatchModule(small(), G, example_inputs=(images(),)).trials
+    assert "gradient" in fused.refused
+    monkeypatch.undo()
+    monkeypatch.setattr(Tensor, "lerp_", lambda self, *_: self)
+    model = nn.BatchNorm1d(5, momentum=None)
+    (fused, *_) = BatchModule(model, G, example_inputs=(images(),)).trials
+    assert "buffer" in fused.refused
+    assert "running" in fused.refused
+
+
+def test_trying_the_routes_leaves_no_trace() -> None:
+    batched = BatchModule(nn.Sequential(convolutional(), nn.Dropout(0.5)), G)
+    before = [s.copy() for s in batched.state_dicts()]
+    torch.manual_seed(5)
+    random = torch.get_rng_state()
+    batched._select((images(1, 5, 5),), {})
+    assert torch.equal(torch.get_rng_state(), random)
+    assert largest_gap(batched.state_dicts(), before) == 0.0
+    assert all(p.grad is None for p in batched.parameters())
+
+
+class Stateful(nn.Module):
+    """Keeps its membrane in an attribute, as spiking neurons do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        self.membrane: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = self.linear(x)
+        self.membrane = current if self.membrane is None else 0.9 * self.membrane.detach() + current
+        return self.membrane
+
+
+def test_state_in_attributes_is_kept_per_model_by_the_loop() -> None:
+    batched = different(Stateful())
+    alone = Stateful()
+    alone.load_state_dict(batched.state_dicts()[2])
+    for _ in range(3):
+        torch.testing.assert_close(batched(images())[2], alone(images()[2]))
+    refused = {t.name: t.refused for t in batched.trials}
+    assert [t.name for t in batched.trials if t.used] == ["loop"]
+    assert "keeps state in attributes" in refused["fused"]
+    assert "keeps state in attributes" in refused["vmap"]
+    assert refused["loop"] == ""
+
+
+def test_state_in_a_part_that_cannot_be_traced_is_not_fused() -> None:
+    class Checking(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x.shape) == 2
+            return super().forward(x)
+
+    (fused, *_) = BatchModule(nn.Sequential(Checking()), G, example_inputs=(images(),)).trials
+    assert "keeps state in attributes" in fused.refused
+
+
+def test_a_buffer_that_is_assigned_anew_is_stacked() -> None:
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+            self.register_buffer("mean", torch.zeros(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+            return x * self.weight + self.mean
+
+    batched = BatchModule(Averages(), G)
+    batched(images())
+    batched(images())
+    torch.testing.assert_close(batched.state_dicts()[1]["mean"], 1.5 * images()[1].mean(0))
+
+
+def test_random_numbers_of_a_models_own_are_not_fused() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x + torch.rand(x.size(1)))
+
+    batched = BatchModule(Noisy(), G, example_inputs=(images(),))
+    assert "rand draws numbers" in batched.trials[0].refused
+    same = images()[:1].expand(G, B, 5)
+    output = batched(same)
+    assert not torch.equal(output[0], output[1])
+
+
+def test_hooks_are_run_by_the_other_routes() -> None:
+    seen: list[torch.Size] = []
+    model = small()
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))  # type: ignore[index]
+    batched = BatchModule(model, G, example_inputs=(images(),))
+    assert "module '0' has hooks" in batched.trials[0].refused
+    seen.clear()
+    batched(images())
+    assert set(seen) == {(B, 6)}
+
+
+def test_the_trials_tell_why_vmap_cannot_run_a_recurrent_layer() -> None:
+    batched = BatchModule(nn.GRU(5, 2), G, example_inputs=(images(),))
+    assert {t.name: bool(t.refused) for t in batched.trials} == {"fused": False, "vmap": True, "loop": False}
+    assert "gru" in batched.trials[1].refused
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+PLAN = Plan(level=3, segments=(SegmentPlan(path="first"), SegmentPlan(path="second", chunks=2, axis=0)))
+
+
+@pytest.mark.parametrize("route", ["fused", "loop"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_segments_work_inside_a_batched_model(route: RouteName, when: str) -> None:
+    plain = BatchModule(Chain().double(), G, route=route)
+    carrying = BatchModule(apply_plan(Chain(), PLAN).double() if when == "before" else Chain().double(), G, route=route)
+    if when == "after":
+        carrying(images().double())
+        apply_plan(carrying.models, PLAN)
+    carrying.load_state_dict(plain.state_dict())
+    calls: list[int] = []
+    found = []
+    for batched in (plain, carrying):
+        batched.models.get_submodule("second.1").p = 0.0  # type: ignore[assignment]
+        given = images().double().requires_grad_()
+        output = batched(given)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(t.numel()) or t, lambda t: t):
+            output = batched(given)
+        output.square().sum().backward()
+        found.append([output, given.grad, *(p.grad for p in batched.parameters()), *batched.buffers()])
+        calls.append(-1)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    first, second = " ".join(map(str, calls)).split(" -1")[:2]
+    assert len(second.split()) < len(first.split())  # what is recomputed is not saved
+
+
+class Stages(nn.Sequential):
+    def __spatial_split__(self) -> list[nn.Module]:
+        return [self[:1], self[1:]]
+
+
+@pytest.mark.parametrize("route", ["fused", "loop"])
+def test_a_spatially_split_segment_works_inside_a_batched_model(route: RouteName) -> None:
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)]
+    plain = different(nn.Sequential(*layers), route="loop")
+    plan = Plan(level=2, segments=(SegmentPlan(path="", spatial_split=True),))
+    split = BatchModule(apply_plan(Stages(*layers), plan), G, route=route)
+    split.load_state_dict(plain.state_dict())
+    for batched in (plain, split):
+        batched(images()).square().sum().backward()
+    for a, b in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_vmap_refuses_segments_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="the vmap route cannot run Chain: module 'first' is a segment"):
+        BatchModule(apply_plan(Chain(), PLAN), G, route="vmap", example_inputs=(images(),))
+
+
+# ---------------------------------------------------------------------------------------------- modules of one's own
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.register_buffer("offset", torch.full((5,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.offset if x.mean() > -1e9 else x  # cannot be traced, nor mapped
+
+
+class BatchScale(AbstractBatchModule):
+    base_class = Scale
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.factor = nn.Parameter(torch.empty(batch))
+        self.register_shared_buffer("offset", torch.zeros(5))
+
+    def forward(self, merged: Tensor) -> Tensor:
+        images = len(merged) // self.batch
+        return merged * self.factor.repeat(images).unsqueeze(1) + self.offset
+
+
+@pytest.fixture
+def registered() -> None:
+    register_batch_module(BatchScale)
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memopt_cli.model_batching import extension
+
+    monkeypatch.setattr(extension, "_registered", {})
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("route", ["fused", "loop"])
+def test_a_registered_batch_module_runs_in_place_of_its_own(route: RouteName) -> None:
+    batched = BatchModule(nn.Sequential(nn.Linear(5, 5), Scale()), G, route=route)
+    assert isinstance(batched.models[1], BatchScale)  # type: ignore[index]
+    states = batched.state_dicts()
+    for g, state in enumerate(states):
+        state["1.factor"].fill_(g)
+    batched.load_state_dicts(states)
+    output = batched(images())
+    output.sum().backward()
+    for g, state in enumerate(batched.state_dicts()):
+        alone = nn.Sequential(nn.Linear(5, 5), Scale())
+        alone.load_state_dict(state)
+        wanted = alone(images()[g])
+        wanted.sum().backward()
+        torch.testing.assert_close(output[g], wanted)
+        for name, parameter in alone.named_parameters():
+            gradient = batched.models.get_parameter(name).grad
+            assert gradient is not None
+            torch.testing.assert_close(gradient[g], parameter.grad)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_shared_buffer_must_be_the_same_in_every_state() -> None:
+    batched = BatchModule(Scale(), G)
+    assert batched.models.get_buffer("offset").shape == (5,)
+    states = batched.state_dicts()
+    states[1]["offset"] += 1
+    with pytest.raises(UsageError, match="'offset' is shared"):
+        batched.load_state_dicts(states)
+
+
+class Doubled(BatchScale):
+    def forward(self, merged: Tensor) -> Tensor:
+        return super().forward(merged) * 2
+
+
+class OfTheFirst(BatchScale):
+    def forward(self, merged: Tensor) -> Tensor:
+        return merged * self.factor[0] + self.offset
+
+
+@pytest.mark.parametrize("wrong", [Doubled, OfTheFirst])
+def test_a_wrong_batch_module_is_found_out(wrong: type[AbstractBatchModule]) -> None:
+    register_batch_module(wrong)
+    with pytest.raises(UsageError, match="differs from the loop's"):
+        BatchModule(Scale(), G, route="fused", example_inputs=(images(),))
+
+
+def test_a_batch_module_with_other_parameters_is_refused() -> None:
+    class Renamed(AbstractBatchModule):
+        base_class = Scale
+
+    register_batch_module(Renamed)
+    with pytest.raises(UsageError, match=r"Renamed at '\(root\)' has 'factor' of shape None.*\(3,\)"):
+        BatchModule(Scale(), G)
+    with pytest.raises(UsageError, match="Scale is not an AbstractBatchModule"):
+        register_batch_module(Scale)  # type: ignore[type-var]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (scripted, "ScriptModule"),
+        (lambda: nn.LazyLinear(3), "not initialized"),
+        (lambda: nn.Embedding(3, 2, sparse=True), "sparse gradients"),
+        (lambda: nn.SyncBatchNorm(3), "several devices"),
+    ],
+)
+def test_what_no_route_can_run_is_refused_by_name(make: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"module '0' .*cannot be batched: .*{reason}"):
+        BatchModule(nn.Sequential(make()), G)
+
+
+def test_usage_errors_name_the_value() -> None:
+    with pytest.raises(UsageError, match="batch=0"):
+        BatchModule(small(), 0)
+    with pytest.raises(UsageError, match="unknown route 'fast'"):
+        BatchModule(small(), 2, route="fast")  # type: ignore[arg-type]
+
+
+def test_outputs_of_different_shapes_are_refused() -> None:
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x > 0]
+
+    with pytest.raises(UsageError, match="different shapes"):
+        BatchModule(Selects(), G)(images())
+
+
+def test_a_saved_state_of_one_model_is_that_models_size(tmp_path: Path) -> None:
+    batched = BatchModule(nn.Linear(100, 100), 50)
+    torch.save(batched.state_dicts()[0], tmp_path / "one.pt")
+    assert (tmp_path / "one.pt").stat().st_size < 60_000
