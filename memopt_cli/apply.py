@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from torch import nn
 
 from memopt_cli.errors import PlanError
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import Plan, SegmentPlan, from_data
 from memopt_cli.runtime import SegmentConfig, install_segment, remove_segment, segment_of
 
 
@@ -15,14 +17,30 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment,
     and leaves the model as it was.
     """
-    installed: list[nn.Module] = []
+    installed: dict[nn.Module, str] = {}
     try:
-        installed.extend(_install(model, segment) for segment in plan.segments)
-    except PlanError:
+        if plan.packed and not any(segment.path == "" for segment in plan.segments):
+            installed[_installed(model, "(root)", SegmentConfig(recompute=False))] = ""
+        for segment in plan.segments:
+            installed[_install(model, segment, installed)] = segment.path
+    except BaseException:
         for module in installed:
             remove_segment(module)
         raise
     return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that is installed on ``model``; of the level it was made at nothing is left."""
+    installed = {path: config for path, module in model.named_modules() if (config := segment_of(module))}
+    shared = [f.name for f in fields(SegmentPlan) if f.name != "path"]
+    segments = (
+        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in shared}})
+        for path, config in installed.items()
+        if config.recompute
+    )
+    packed = any(not config.recompute for config in installed.values())
+    return Plan(level=0, segments=tuple(segments), packed=packed)
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
@@ -33,7 +51,8 @@ def remove_plan(model: nn.Module) -> nn.Module:
     return model
 
 
-def _install(model: nn.Module, segment: SegmentPlan) -> nn.Module:
+def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, str]) -> nn.Module:
+    name = segment.path or "(root)"
     try:
         module = model.get_submodule(segment.path)
     except AttributeError as error:
@@ -41,6 +60,9 @@ def _install(model: nn.Module, segment: SegmentPlan) -> nn.Module:
             f"the plan names module '{segment.path}', which {type(model).__name__} does not have",
             hint="A plan fits the model it was made for; make a new one with memopt optimize.",
         ) from error
+    if module in installed:
+        same = "twice" if installed[module] == segment.path else f"twice, the first time as '{installed[module]}'"
+        raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
     config = SegmentConfig(
         compressor=segment.compressor,
         chunks=segment.chunks,
@@ -48,9 +70,18 @@ def _install(model: nn.Module, segment: SegmentPlan) -> nn.Module:
         seq_inputs=segment.seq_inputs,
         seq_outputs=segment.seq_outputs,
         spatial_split=segment.spatial_split,
+        keep=segment.keep,
+        batch_statistics=segment.batch_statistics,
     )
+    return _installed(module, name, config)
+
+
+def _installed(module: nn.Module, name: str, config: SegmentConfig) -> nn.Module:
     try:
         install_segment(module, config)
     except ValueError as reason:
-        raise PlanError(f"module '{segment.path or '(root)'}' cannot be a segment: {reason}") from reason
+        raise PlanError(
+            f"module '{name}' cannot be a segment: {reason}",
+            hint=f"Change the entry of '{name}' in the plan, or remove it.",
+        ) from reason
     return module

@@ -2,7 +2,8 @@
 
 A copy of the module, in double precision and training mode, is run whole and in even and uneven chunks, on the inputs
 it gets in the model and on drawn ones.  Outputs, gradients, buffers and the state it hands over must agree: a module
-that looks ahead, mixes samples, or draws random numbers does not pass.
+that looks ahead, mixes samples, or draws random numbers does not pass.  Batch norms mix samples by their statistics
+alone, which a pass of their own gathers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from memopt_cli.equality import TOLERANCE, difference, effects, in_double, state_of
+from memopt_cli.equality import TOLERANCE, difference, effects, generator_state, generators_kept, in_double, state_of
+from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -75,9 +78,20 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         output = copy.deepcopy(module)(*args, **kwargs)
     parts = output if isinstance(output, tuple) else (output,)
     outputs = _leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
-    for seq_inputs in sorted({inputs, 1}, reverse=True):
-        for seq_outputs in sorted({outputs, min(outputs, 1)} - {0}, reverse=True):
-            yield ChunkRule(axis=axis, seq_inputs=seq_inputs, seq_outputs=seq_outputs)
+    for seq_inputs in _counts(module, "n_seq_inputs", {inputs, 1}):
+        for seq_outputs in _counts(module, "n_outputs", {outputs, min(outputs, 1)} - {0}):
+            yield ChunkRule(
+                axis=axis,
+                seq_inputs=seq_inputs,
+                seq_outputs=seq_outputs,
+                batch_statistics=any(isinstance(m, _BatchNorm) for m in module.modules()),
+            )
+
+
+def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[int]:
+    """How many arguments, or outputs, may be sequences: what the module says of itself, else what the shapes allow."""
+    declared = getattr(module, attribute, None)
+    return [declared] if isinstance(declared, int) else sorted(conceivable, reverse=True)
 
 
 def _leading(lengths: list[int], wanted: int) -> int:
@@ -99,7 +113,7 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
                 if worst.relative > TOLERANCE:
                     return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return first_line(error)
     return None
 
 
@@ -107,25 +121,26 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
     """The cheap trial first: one forward in two chunks settles most of the hopeless cases."""
     found = []
     for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
-        with torch.random.fork_rng():
+        with generators_kept():
             seed_everything(0)
-            before = _random_states()
+            before = generator_state()
             output = subject(*inputs[0], **inputs[1])
-            if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+            if difference(before, generator_state()).name:
                 return "it draws random numbers"
         found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
     worst = difference(*found)
     return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
 
 
-def _random_states() -> list[Tensor]:
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
-
-
 def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     subject = copy.deepcopy(module)
-    config = SegmentConfig(chunks=chunks, axis=rule.axis, seq_inputs=rule.seq_inputs, seq_outputs=rule.seq_outputs)
+    config = SegmentConfig(
+        chunks=chunks,
+        axis=rule.axis,
+        seq_inputs=rule.seq_inputs,
+        seq_outputs=rule.seq_outputs,
+        batch_statistics=rule.batch_statistics,
+    )
     install_segment(subject, config)
     return subject
 

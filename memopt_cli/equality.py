@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.compressor import same_bits
+from memopt_cli.runtime.state import GlobalGenerators, ModuleState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -26,7 +29,7 @@ class Difference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Empty if nothing differs."""
+    """Empty if all are equal to the bit."""
     relative: float
     """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape.
     A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`."""
@@ -43,12 +46,14 @@ def effects(step: Step) -> dict[str, Tensor]:
     # The model gets copies: it may modify its inputs in place, which leaves that require gradients forbid.
     args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
     step = replace(step, args=args, kwargs=kwargs)
-    with torch.random.fork_rng(devices=_cuda_devices(step)):
+    with generators_kept(_cuda_devices(step)):
         seed_everything(step.settings.seed)
-        output = step.forward()
+        # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            output = step.forward()
         found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
         step.backward(output)
-        found["the random generator's state"] = torch.get_rng_state()
+        found |= generator_state()
     for i, tensor in enumerate(tensors_of(inputs)):
         if tensor.grad is not None:
             found[f"gradient of input {i}"] = tensor.grad
@@ -64,15 +69,39 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return buffers | held
 
 
+@contextmanager
+def generators_kept(cuda_devices: Sequence[int] | None = None) -> Iterator[None]:
+    """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood.
+
+    ``cuda_devices``: their indices; ``None`` means every one.
+    """
+    others = GlobalGenerators()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices):
+            yield
+    finally:
+        others.restore()
+
+
+def generator_state() -> dict[str, Tensor]:
+    """Where the global random generators stand: PyTorch's on the CPU and on every GPU in use, Python's and NumPy's."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
+    others = torch.frombuffer(bytearray(GlobalGenerators().to_bytes()), dtype=torch.uint8)
+    return {"the random generator's state": torch.cat([*of_torch, others])}
+
+
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
     """Compare the effects of two steps.  A tensor that only one of them has differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
     least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
     for name in sorted(reference.keys() | other.keys()):
-        scale = least if name.startswith("gradient") else 0.0
-        relative = _relative(reference.get(name), other.get(name), scale)
-        if relative > worst:
+        one, another = reference.get(name), other.get(name)
+        if one is not None and another is not None and _same_bits(one, another):
+            continue
+        relative = _relative(one, another, least if name.startswith("gradient") else 0.0)
+        if relative > worst or not worst_name:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
 
@@ -84,7 +113,7 @@ def in_double(value: Any) -> Any:
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two steps left the very same bits."""
-    return reference.keys() == other.keys() and all(_same_bits(t, other[name]) for name, t in reference.items())
+    return not difference(reference, other).name
 
 
 def _fresh_leaf(leaf: Any) -> Any:
@@ -105,7 +134,7 @@ def _magnitude(tensor: Tensor) -> float:
 def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
     if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
         return float("inf")
-    if _same_bits(reference, other):
+    if bool(((reference == other) | ((reference != reference) & (other != other))).all()):
         return 0.0
     if not reference.is_floating_point():
         return float("inf")
@@ -116,9 +145,7 @@ def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and same_bits(a.to_dense(), b.to_dense())
 
 
 def _cuda_devices(step: Step) -> list[int]:

@@ -12,7 +12,9 @@
     ├── StepError                   3  the model's training step cannot be run
     ├── MeasurementError            3  a profiling subprocess gave no answer
     ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
+    │   └── NothingFitsError        6  of all that was asked about, nothing fits the budget
     ├── WriteError                  3  the results could not be written
+    ├── BaselineError               5  a baseline that is missing, or not comparable with what is measured now
     ├── VerificationError           1  the optimized model differs from the original
     └── Interrupted               130  the user stopped the run
 
@@ -80,8 +82,20 @@ class MemoryBudgetError(MemoptError):
     """Something would take more memory than it may, and nothing smaller can be tried."""
 
 
+class NothingFitsError(MemoryBudgetError):
+    """Not even the least that a command may propose fits the budget it was given."""
+
+    exit_code = 6
+
+
 class WriteError(MemoptError):
     """The results could not be written; nothing partial was left."""
+
+
+class BaselineError(MemoptError):
+    """The baseline is missing, cannot be read, or was recorded under other conditions."""
+
+    exit_code = 5
 
 
 class VerificationError(MemoptError):

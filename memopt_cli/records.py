@@ -6,6 +6,7 @@ field; plans, summaries and the messages of profiling subprocesses all use this 
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -48,7 +49,8 @@ class Trust:
     """What the user vouched for when a file is loaded."""
 
     packages: tuple[str, ...] = ()
-    """Top-level packages vouched for: whatever they define may be used (``--allow-package``, ``trust:``)."""
+    """Top-level packages vouched for (``--allow-package``, ``trust:``): the classes that they define may be built, and
+    their functions referred to; a function that the file itself calls must be named in :attr:`globals`."""
     globals: tuple[str, ...] = ()
     """Single qualified names that may be imported (``--allow-global``)."""
     code_paths: tuple[str, ...] = ()
@@ -129,7 +131,7 @@ class StepSettings:
 # ---------------------------------------------------------------------------------------------- plans
 
 
-CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "own"]
+CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "own"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,10 @@ class SegmentPlan:
     """How many leading outputs are concatenated; later ones are states that the next chunk receives."""
     spatial_split: bool = False
     """Each module that ``__spatial_split__`` returns is a segment of its own."""
+    keep: tuple[str, ...] = ()
+    """Operators, by the names of :attr:`OpTrace.name`, whose outputs are kept; all others are recomputed."""
+    batch_statistics: bool = False
+    """Of chunks: a first pass over them gathers the statistics that batch norms inside normalize by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +165,8 @@ class Plan:
     level: int
     segments: tuple[SegmentPlan, ...] = ()
     """In the order of first call."""
+    packed: bool = False
+    """What is saved for backward outside of segments is packed where that is lossless; nothing is run again for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +176,7 @@ class ChunkRule:
     axis: int
     seq_inputs: int
     seq_outputs: int
+    batch_statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +229,8 @@ class OpTrace:
     name: str
     """Without the overload: ``aten::convolution``."""
     module: str
-    """Path of the innermost module: in forward the one running, in backward the one whose forward it differentiates."""
+    """Path of the innermost module: in forward the one running, in backward the one whose forward it differentiates
+    or, in a segment, recomputes.  Empty for the loss, which is part of forward."""
     phase: Phase
     reads: tuple[int, ...] = ()
     """Storages of its arguments, those that it modifies among them."""
@@ -245,7 +255,7 @@ class StorageTrace:
     kind: str
     """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
     module: str
-    """Path of the innermost module that was running when it was born."""
+    """Path of the module of the operator that made it; of a parameter or buffer, its owner."""
     born: int
     """The operator that made it; -1: it existed before the step."""
     died: int | None
@@ -253,11 +263,11 @@ class StorageTrace:
     freed: int | None
     """As ``died``, had autograd kept nothing: forward's own references alone."""
     saved_by: tuple[int, ...] = ()
-    """Operators of forward whose gradient holds it."""
+    """Operators of forward whose gradient holds it until backward; not told of parameters, which live on anyway."""
     compressor: CompressorName = "null"
     """The smallest codec that held its contents exactly; ``null`` where they were not looked into."""
     packed_bytes: int = 0
-    """Bytes in that codec."""
+    """Bytes in that codec; ``nbytes`` for ``null``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,20 +483,45 @@ class BatchProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAdvice:
-    """How large a batch fits: ``peak = intercept + slope * batch``, fitted to the probes."""
+    """How large a batch fits: ``peak = intercept + slope * batch`` near the answer."""
 
     recommended_batch: int
     """The largest batch that was run and stayed within the budget."""
+    fastest_batch: int
+    """Of the batches that did, the one with most samples per second."""
     estimated_batch: int
-    """The largest batch by the fit; equal to ``recommended_batch`` when that was verified by a run."""
+    """The largest batch by the model; equal to ``recommended_batch`` when that was verified by a run."""
     probes: tuple[BatchProbe, ...]
     intercept_bytes: float
     slope_bytes: float
-    """Bytes per sample."""
+    """Bytes per sample, near the recommended batch."""
     budget_bytes: int
     device_bytes: int
     limited_by: str
     """What bounds the recommendation: the budget, the longest step that may be run, or a failed run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEstimate:
+    """How large a batch would fit by the model; none was run."""
+
+    batch: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoBatchFits:
+    """Not even the smallest batch fits."""
+
+    batch: int
+    """The smallest."""
+    budget_bytes: int
+    reason: str
+    """What became of it."""
+
+
+BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,6 +539,17 @@ class LevelRow:
     """Plans tried to get here from the level below."""
     search_s: float
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoPoint:
+    """One plan between least time and least memory."""
+
+    plan: Plan
+    predicted_allocated_peak_bytes: int
+    predicted_slowdown: float
+    """Step time over that of the original, by the cost model."""
+    outcome: Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
 
 
 @dataclass(slots=True)
@@ -553,6 +599,10 @@ class MemOptSummary:
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
+    budget_bytes: int | None = None
+    """The allocated peak that was not to be exceeded."""
+    frontier: list[ParetoPoint] = field(default_factory=list)
+    """Fastest first; the plan that was picked from it is the applied one."""
 
 
 # ---------------------------------------------------------------------------------------------- one job's in and out
@@ -612,6 +662,27 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Most bytes that the measured allocated peak may have; one of the two is set."""
+
+    nbytes: int | None = None
+    share: float | None = None
+    """Of the original's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchGoal:
+    """What to look for in place of the lowest peak of a level."""
+
+    budget: Budget | None = None
+    """The fastest plan within it."""
+    frontier: bool = False
+    """Plans from the fastest to the smallest."""
+    pick: int | None = None
+    """Which of those to apply, from 1; ``None``: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:
     """Everything ``memopt optimize`` was asked for."""
 
@@ -620,6 +691,7 @@ class OptimizeRequest:
     """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
     search: SearchRequest = SearchRequest()
+    goal: SearchGoal = SearchGoal()
     output: str | None = None
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False
@@ -632,6 +704,8 @@ class OptimizeRequest:
     """The step that verifies the recommended batch is to take no longer."""
     recommend_batch: bool = True
     """Find the batch that fits, too."""
+    record_steps: bool = False
+    """Record a step before and after, for a report that shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -650,6 +724,14 @@ class FileHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSteps:
+    """One training step as it was, and under the plan that is applied."""
+
+    original: StepTrace
+    optimized: StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeResult:
     """What ``memopt optimize`` did."""
 
@@ -657,6 +739,447 @@ class OptimizeResult:
     summary: MemOptSummary
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
+    steps: RecordedSteps | None = None
+    """``None`` unless asked for."""
+
+
+# ---------------------------------------------------------------------------------------------- how large a step fits
+
+
+Objective = Literal["max", "throughput"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimRange:
+    """Sizes of a symbol, doubled from the first to the last."""
+
+    symbol: str
+    low: int
+    high: int
+
+    def sizes(self) -> tuple[int, ...]:
+        """``low``, twice that … and ``high``."""
+        doubled = [self.low]
+        while doubled[-1] * 2 < self.high:
+            doubled.append(doubled[-1] * 2)
+        return tuple(dict.fromkeys([*doubled, self.high]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """Everything ``memopt recommend-batch`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    memory: int | float = 0.9
+    """Bytes, or a share of the memory that the device has free."""
+    objective: Objective = "max"
+    global_batch: int | None = None
+    """Samples per optimizer step."""
+    multiple_of: int = 1
+    dim_range: DimRange | None = None
+    plan_path: str | None = None
+    """A plan to recommend for, too."""
+    lengths_path: str | None = None
+    """A file of sequence lengths."""
+    output: str | None = None
+    """Path of the batch configuration; ``None``: none is written."""
+    force: bool = False
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+    longest_step_s: float = 60.0
+    """No step that is run is to take longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """What fits in one case."""
+
+    planned: bool
+    """Under the plan."""
+    dims: dict[str, int]
+    """The size of the symbol that has a range; empty without one."""
+    outcome: BatchOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """How a step of the optimizer is made of steps that fit."""
+
+    global_batch: int
+    """As asked for."""
+    batch: int
+    """Of one forward and backward; it was run."""
+    steps: int
+    """Forward and backward passes per optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthStrategy:
+    """What an epoch of the user's sequences costs, batched one way."""
+
+    name: str
+    batches: int
+    waste: float
+    """Share of computed positions that are padding."""
+    peak_bytes: int
+    """Of the batch that needs most, by the fit."""
+    epoch_s: float
+    """By the fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecommendation:
+    """What ``memopt recommend-batch`` found."""
+
+    header: FileHeader
+    objective: Objective
+    limit: str
+    """The memory limit, and what sets it."""
+    rows: tuple[BatchRow, ...]
+    """Without the plan first; sizes ascending."""
+    batch: int
+    """By the objective, of the last row in which a batch was run."""
+    verified: bool
+    """It was run; if not, it is an estimate."""
+    accumulation: Accumulation | None
+    """``None``: not asked for."""
+    lengths: tuple[LengthStrategy, ...]
+    """Ways to batch the user's sequences; empty: not asked for."""
+    notes: tuple[str, ...]
+    probes: int
+    """Steps that were run on data, failed ones too."""
+    dry_runs: int
+    files: tuple[str, ...]
+    spent_s: float
+
+
+# ---------------------------------------------------------------------------------------------- where memory goes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """Everything ``memopt profile`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    plan_path: str | None = None
+    """A plan to run the step under; ``None``: the model as it is."""
+    fake: bool = False
+    """Estimate on tensors without data; run no step at full size."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """A moment of a recorded step: while an operator runs."""
+
+    allocated_bytes: int
+    """Storages alive, and the operator's workspace."""
+    op: int
+    """Index into the trace's operators; -1: before the first."""
+    name: str
+    """The operator; empty before the first."""
+    phase: Phase
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleUse:
+    """One module's part of the memory, the modules below it included."""
+
+    path: str
+    class_name: str
+    calls: int
+    held_bytes: int
+    """Activations and temporaries that it holds at the instant of the allocated peak."""
+    saved_bytes: int
+    """What forward leaves alive for backward."""
+    seconds: float
+    """Its operators in forward and backward; 0 where only tensors without data ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A storage that autograd keeps for backward."""
+
+    nbytes: int
+    made_by: str
+    """The operator that made it; empty for what existed before the step."""
+    module: str
+    """Of the operator that saved it first."""
+    op: str
+    """The operator that saved it first."""
+    savers: int
+    """How many operators did."""
+    compressor: CompressorName
+    """The smallest codec that holds its contents exactly."""
+    packed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Where the memory of one training step goes."""
+
+    header: FileHeader
+    plan: Plan
+    measurement: Measurement | OutOfMemory | None
+    """``None``: the step was not to be run at full size."""
+    fake: bool
+    """The step was recorded on tensors without data."""
+    tensor_peak_bytes: int
+    peak: Instant
+    """Of the allocated peak, as recorded."""
+    breakdown: Breakdown
+    """At that instant."""
+    workspace_bytes: int
+    """What the operator of that instant holds for itself."""
+    modules: tuple[ModuleUse, ...]
+    """In the order of first call."""
+    saved: tuple[SavedTensor, ...]
+    """Largest first."""
+    live_bytes: tuple[int, ...]
+    """Storages alive before the first operator, and when each has run."""
+    flops: int
+    notes: tuple[str, ...]
+    trace: StepTrace
+
+
+# ---------------------------------------------------------------------------------------------- regressions
+
+
+Metric = Literal[
+    "peak",
+    "allocated",
+    "step",
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "inputs",
+    "activations",
+    "temporaries",
+]
+METRICS: tuple[Metric, ...] = typing.get_args(Metric)
+"""Tensor peak, allocated peak and step time, and each category of bytes alive at the instant of the tensor peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How much a metric may grow over its baseline (``--fail-on``)."""
+
+    text: str
+    """As typed: ``peak:5%``."""
+    metric: Metric
+    amount: float
+    """Percent of the baseline if relative; else bytes, of ``step`` seconds."""
+    relative: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Under what a step was measured."""
+
+    settings: StepSettings
+    backend: tuple[str, ...]
+    """Libraries that PyTorch may take kernels from (``mkldnn``, ``cudnn`` …): with others, other tensors are saved."""
+    device_name: str
+    python: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPlace:
+    """What runs when the tensor peak is reached."""
+
+    op: str
+    """Empty before the first operator."""
+    module: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleBytes:
+    """One module's own part of the tensor peak, the modules below it left out."""
+
+    path: str
+    class_name: str
+    output_bytes: int
+    """Of its output tensors, over all calls; whatever the peak."""
+    held_bytes: dict[str, int]
+    """Category -> bytes alive at the instant of the tensor peak; categories that hold nothing are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What one training step needs."""
+
+    plan: Plan
+    """What the step ran under."""
+    tensor_peak_bytes: int
+    allocated_peak_bytes: int
+    step_s: float
+    """Median wall time of a step; it depends on the machine and its load."""
+    breakdown: Breakdown
+    """At the instant of the tensor peak."""
+    peak: PeakPlace | None = None
+    """``None`` where no step was recorded, as in a summary."""
+    modules: tuple[ModuleBytes, ...] = ()
+    """In the order of first call."""
+    saved: tuple[SavedTensor, ...] = ()
+    """The largest that autograd keeps for backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What one training step needed when it was last looked at, and under what conditions."""
+
+    header: FileHeader
+    conditions: Conditions | None
+    """``None``: read from a summary, which does not say."""
+    memory: StepMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineResult:
+    """What ``memopt baseline`` did."""
+
+    baseline: Baseline
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Something that is not the same in two measurements."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A metric before and after: bytes, of ``step`` seconds."""
+
+    metric: Metric
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One limit, and whether the step stays within it."""
+
+    limit: Limit
+    change: Change
+    exceeded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleChange:
+    """A module that holds more or less at the tensor peak than before; its own bytes, those below it left out."""
+
+    path: str
+    was: str
+    """Its path before, if that was another; else empty."""
+    class_name: str
+    before_bytes: int
+    after_bytes: int
+    growth_bytes: dict[str, int]
+    """Category -> how much more it holds, where that is not zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rename:
+    """Modules with the same classes and bytes under another path."""
+
+    before: str
+    """What their paths began with; empty: the root."""
+    after: str
+    modules: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChange:
+    """Paths of segments that one of two plans has alone, or that both have in different ways."""
+
+    dropped: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    packing: Literal["same", "dropped", "added"] = "same"
+    """Of what is saved outside of segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What one training step needs, against what it needed before, and why."""
+
+    before: FileHeader
+    after: FileHeader
+    changes: tuple[Change, ...]
+    """Of every metric."""
+    verdicts: tuple[Verdict, ...]
+    """None if there were no limits."""
+    modules: tuple[ModuleChange, ...]
+    """Largest growth first."""
+    new_saved: tuple[SavedTensor, ...]
+    """Of the largest tensors kept for backward, those without a counterpart before."""
+    renames: tuple[Rename, ...]
+    plan: PlanChange
+    peak_before: PeakPlace | None
+    peak_after: PeakPlace | None
+    peak_moved: bool
+    """It is reached in another operator or module; a rename is no move."""
+    unlike: tuple[Difference, ...]
+    """What the two would have to agree in to tell of the model alone; never any in a check."""
+    surroundings: tuple[Difference, ...]
+    """Versions and machines that differ; most of them leave the tensor peak alone."""
+
+    @property
+    def exceeded(self) -> tuple[Verdict, ...]:
+        """The limits that were passed."""
+        return tuple(verdict for verdict in self.verdicts if verdict.exceeded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineRequest:
+    """Everything ``memopt baseline`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    plan_path: str | None = None
+    """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    output: str = "memopt-baseline.json"
+    force: bool = False
+    """An existing file may be replaced."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRequest:
+    """Everything ``memopt check`` was asked for; ``None``: as in the baseline."""
+
+    source: ModelSource
+    baseline_path: str
+    limits: tuple[Limit, ...]
+    spec: InputSpec | None = None
+    device: str | None = None
+    precision: Precision | None = None
+    loss: str | None = None
+    optimizer: OptimizerName | None = None
+    seed: int | None = None
+    plan_path: str | None = None
+    """A plan to run the step under; ``None``: the one that the file carries, if it does."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
 
 
 # ---------------------------------------------------------------------------------------------- what is in a file
@@ -738,7 +1261,10 @@ class Inspection:
 
 Record = TypeVar("Record")
 
-_TAGGED = (Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused)
+_TAGGED = (
+    *(Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused),
+    *(BatchAdvice, BatchEstimate, NoBatchFits),
+)
 """Members of a union of records, which plain data must tell apart."""
 
 
@@ -785,6 +1311,12 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
     return data if annotation is Any else _read_scalar(annotation, data, where)
 
 
+@functools.cache
+def _hints_of(cls: type) -> dict[str, Any]:
+    """Types of the fields; a trace has thousands of records, and resolving names takes long."""
+    return typing.get_type_hints(cls)
+
+
 def _read_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise UsageError(f"{where} must be a mapping, not {data!r}")
@@ -792,7 +1324,7 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
     for key in data:
         if key not in known and key != "kind":
             raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
-    hints = typing.get_type_hints(cls)
+    hints = _hints_of(cls)
     values = {}
     for name, f in known.items():
         if name in data:

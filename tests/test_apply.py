@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,13 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
 
 
+class Splitting(nn.Sequential):
+    def __spatial_split__(self) -> list[nn.Module]:
+        return list(self)
+
+
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.ModuleList([nn.Linear(4, 4)]))
+    return nn.Sequential(nn.Linear(4, 4), Splitting(nn.Linear(4, 4), nn.Tanh()), nn.ModuleList([nn.Linear(4, 4)]))
 
 
 def plan(*paths: str) -> Plan:
@@ -48,7 +55,7 @@ def test_root_and_nested_targets() -> None:
         (("0", "1.7"), "the plan names module '1.7', which Sequential does not have"),
         (("0", "nowhere.at.all"), "the plan names module 'nowhere.at.all'"),
         (("0", "2"), "module '2' cannot be a segment: ModuleList has no forward"),
-        (("1", "0", "1"), "module '1' cannot be a segment: it is a segment already"),
+        (("1", "0", "1"), "the plan names module '1' twice"),
     ],
 )
 def test_all_or_nothing(paths: tuple[str, ...], message: str) -> None:
@@ -68,9 +75,38 @@ def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
     assert segment_of(model[0]) is None
 
 
-def test_an_unknown_compressor_is_named() -> None:
-    bad = Plan(level=1, segments=(SegmentPlan(path="0", compressor="zip"),))  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="module '0' cannot be a segment: unknown compressor 'zip'"):
+def test_a_module_of_two_names_is_one_module() -> None:
+    model = net()
+    model.append(model[0])
+    with pytest.raises(PlanError, match="the plan names module '3' twice, the first time as '0'"):
+        apply_plan(model, plan("0", "3"))
+    assert segment_of(model[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"compressor": "zip"}, "unknown compressor 'zip'; known: null, boolean, uint8, bit, sparse, two-valued"),
+        ({"compressor": "own"}, "its compressor is to be its own, but Linear has no x_compressor"),
+        ({"chunks": 0}, "chunks must be 1 or more, not 0"),
+        ({"chunks": -2}, "chunks must be 1 or more, not -2"),
+        ({"seq_inputs": -1}, "seq_inputs must be 1 or more, not -1"),
+        ({"seq_outputs": 0}, "seq_outputs must be 1 or more, not 0"),
+        ({"spatial_split": True}, "it is to be split in space, but Linear has no method __spatial_split__"),
+    ],
+)
+def test_what_a_hand_edited_plan_may_say(fields: dict[str, Any], reason: str) -> None:
+    model = net()
+    with pytest.raises(PlanError) as error:
+        apply_plan(model, Plan(level=1, segments=(SegmentPlan(path="1"), SegmentPlan(path="0", **fields))))
+    assert str(error.value).startswith(f"module '0' cannot be a segment: {reason}")
+    assert "'0' in the plan" in error.value.hint
+    assert segment_of(model[1]) is None
+
+
+def test_split_or_in_chunks() -> None:
+    bad = Plan(level=3, segments=(SegmentPlan(path="1", spatial_split=True, chunks=2),))
+    with pytest.raises(PlanError, match="split in space or run in 2 chunks, not both"):
         apply_plan(net(), bad)
 
 

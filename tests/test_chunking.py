@@ -71,6 +71,31 @@ class Two(nn.Module):
         return x * y * scale, x - y
 
 
+class Normalized(nn.Module):
+    """Time and batch are one to the norm; the layer behind it carries its membrane along time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), Leaky(keeps=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.norm(x.flatten(0, 1)).view_as(x))
+        return y
+
+
+class Whitened(nn.Module):
+    """A norm in a way that is not known to be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 1))) * self.norm.weight.sum()
+
+
+STATISTICS = ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)
+
 ACCEPTED: list[tuple[str, nn.Module, tuple[Any, ...], ChunkRule]] = [
     ("mlp", nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8)), (x(5, 6),), rule(0)),
     ("convolution", nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3)), (x(4, 2, 5, 5),), rule(0)),
@@ -86,12 +111,39 @@ ACCEPTED: list[tuple[str, nn.Module, tuple[Any, ...], ChunkRule]] = [
     ("attention", Attention(), (x(4, 5, 6),), rule(0)),
     ("attention over the first axis", Attention(swapped=True), (x(5, 4, 6),), rule(1)),
     ("several", Two(), (x(4, 6), x(4, 6), x(6)), rule(0, 2, 2)),
+    ("batch norm", nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5)), (x(4, 5, 6),), STATISTICS),
+    ("batch norm in eval mode", nn.BatchNorm1d(5).eval(), (x(4, 5, 6),), STATISTICS),
+    ("batch norm, membrane kept", Normalized(), (x(5, 2, 6),), STATISTICS),
 ]
 
 
 @pytest.mark.parametrize(("module", "args", "expected"), [a[1:] for a in ACCEPTED], ids=[a[0] for a in ACCEPTED])
 def test_accepted(module: nn.Module, args: tuple[Any, ...], expected: ChunkRule) -> None:
     assert find_rule(module, args, {}) == expected
+
+
+class Declaring(nn.Module):
+    """Says which of its arguments and outputs are sequences: a second argument of the same length is no sequence."""
+
+    n_seq_inputs = 1
+    n_outputs = 1
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for step in x:
+            memory = 0.5 * memory + step
+            outputs.append(memory.sin())
+        return torch.stack(outputs), memory
+
+
+def test_what_a_module_declares() -> None:
+    args = (x(3, 3, 6), x(3, 6))
+    assert find_rule(Declaring(), args, {}) == rule(0)
+    wrong = Declaring()
+    wrong.n_seq_inputs = wrong.n_outputs = 2
+    refused = find_rule(wrong, args, {})
+    assert isinstance(refused, Refused)
+    assert "axis 0" in refused.reason
 
 
 class Mapped(nn.Module):
@@ -144,8 +196,9 @@ class GradientOnly(nn.Module):
 
 
 REFUSED: list[tuple[str, nn.Module, str]] = [
-    ("batch norm", nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5)), "axis 0"),
-    ("batch norm in eval mode", nn.BatchNorm1d(5).eval(), "axis 0"),
+    ("batch norm that draws before", nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)), "it draws random numbers"),
+    ("synchronized batch norm", nn.SyncBatchNorm(5), "SyncBatchNorm"),
+    ("statistics of its own", Whitened(), "output[0] differs"),
     ("dropout", nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), "it draws random numbers"),
     ("dropout of a recurrent layer", nn.LSTM(6, 4, num_layers=2, dropout=0.5), "it draws random numbers"),
     ("looks back from the end", nn.LSTM(6, 4, bidirectional=True, batch_first=True), "axis 1"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import bit_equal, difference, effects
+from memopt_cli.equality import Difference, bit_equal, difference, effects, generator_state, generators_kept
 from memopt_cli.records import StepSettings
 from memopt_cli.step import Step
 
@@ -95,9 +98,9 @@ def test_the_caller_keeps_what_it_had() -> None:
     x, scale = step.args[0], step.kwargs["table"]["scale"]
     before = (x.clone(), scale.clone())
     torch.manual_seed(123)
-    generator = torch.get_rng_state()
+    generators = generator_state()
     effects(step)
-    assert torch.equal(torch.get_rng_state(), generator)
+    assert bit_equal(generator_state(), generators)
     assert torch.equal(x, before[0])
     assert torch.equal(scale, before[1])
     assert not x.requires_grad
@@ -131,6 +134,36 @@ def test_relative_to_the_largest_magnitude() -> None:
     assert difference({"a": torch.ones(0)}, {"a": torch.ones(0)}).relative == 0.0
     assert not bit_equal({"a": torch.ones(1)}, {})
     assert not bit_equal({"a": torch.ones(1)}, {"a": torch.ones(1, dtype=torch.float64)})
+
+
+def test_bits_count_and_not_values_alone() -> None:
+    zero, minus = {"output[0]": torch.tensor([1.0, 0.0])}, {"output[0]": torch.tensor([1.0, -0.0])}
+    assert not bit_equal(zero, minus)
+    assert bit_equal(minus, minus)
+    assert difference(zero, minus) == Difference("output[0]", 0.0, 1)
+    nan = {"output[0]": torch.tensor([float("nan"), 2.0])}
+    assert bit_equal(nan, {"output[0]": nan["output[0]"].clone()})
+
+
+DRAWS = [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(1)]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_every_generator_counts(draw: Callable[[], Any]) -> None:
+    with generators_kept():
+        before = generator_state()
+        assert bit_equal(before, generator_state())
+        draw()
+        assert difference(before, generator_state()).name == "the random generator's state"
+    assert bit_equal(before, generator_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_gpus_generator_counts() -> None:
+    torch.cuda.init()
+    before = generator_state()
+    torch.rand(1, device="cuda")
+    assert not bit_equal(before, generator_state())
 
 
 def test_a_gradient_of_rounding_alone_is_measured_by_the_others() -> None:

@@ -1,7 +1,8 @@
 """What an optimized model needs while it trains: torch and nothing else of memopt.
 
-Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` by its import path; that path and the
-arguments it takes are a file format and stay.
+Saved models refer to :func:`memopt_cli.runtime.container.restore_segment` and to
+:func:`memopt_cli.runtime.lifted.module.restore_lifted` by their import paths; these and the arguments they take are a
+file format and stay.
 """
 
 from memopt_cli.runtime.compressor import (
@@ -14,6 +15,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.container import (
     GCContainer,
+    PackingContainer,
     SegmentConfig,
     TCGCContainer,
     install_segment,
@@ -29,6 +31,7 @@ __all__ = [
     "BooleanSpikeCompressor",
     "GCContainer",
     "NullSpikeCompressor",
+    "PackingContainer",
     "SegmentConfig",
     "SparseSpikeCompressor",
     "SpikeCompressor",

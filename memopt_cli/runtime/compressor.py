@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+
+from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
 """Multiplying eight 0/1 bytes, read as one integer, by this gathers them, first byte lowest, in the top byte."""
 
@@ -30,6 +36,8 @@ class Packed:
     dtype: torch.dtype
     version: int | None
     """Raw storage only: the version of the tensor when it was stored; it must not have changed when it is read."""
+    skeleton: Any = None
+    """What a codec of the user's own returned, with slots in place of the tensors."""
 
     @property
     def raw(self) -> bool:
@@ -51,10 +59,10 @@ class SpikeCompressor:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
         plain = x.layout is torch.strided and not (x.is_quantized or x.is_neg() or x.dtype.is_complex)
-        if not plain or not _is_dense(x):
+        if not plain or not is_dense(x):
             return _store_raw(x)
         data = self._encode(_in_storage_order(x))
-        if data is None:
+        if data is None or sum(t.nbytes for t in data) > x.nbytes:
             return _store_raw(x)
         return Packed(data, x.shape, x.stride(), x.dtype, None)
 
@@ -158,6 +166,101 @@ class SparseSpikeCompressor(SpikeCompressor):
         return flat
 
 
+class TwoValuedCompressor(SpikeCompressor):
+    """Tensors of zeros and one other value, as scaled dropout masks are: one bit an element, and the value."""
+
+    name = "two-valued"
+
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
+        if flat.dtype not in _FLOATS or not flat.numel():
+            return None
+        ones = flat != 0
+        value = flat.max().reshape(1)
+        if not _equals_bits(torch.where(ones, value, 0), flat):
+            return None
+        return _pack_bits(ones), value
+
+    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        bits, value = data
+        return torch.where(BitSpikeCompressor()._decode((bits,), numel, torch.bool), value, 0)
+
+
+class IndexCompressor(SpikeCompressor):
+    """Integers as their distance from the least in the same place of every plane, in the smallest dtype that holds it.
+
+    Indices that max-pooling returns point into a plane: within a window's width of each other from sample to sample.
+    """
+
+    name = "index"
+
+    def __init__(self, plane: int = 1) -> None:
+        self._plane = plane
+
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
+        if flat.dtype not in _INTEGERS or not flat.numel():
+            return None
+        if isinstance(flat, FakeTensor):
+            return flat.new_empty(flat.shape, dtype=torch.uint8), flat.new_empty(self._plane)
+        rows = flat.view(-1, self._plane)
+        least = rows.amin(0)
+        span = rows - least
+        narrowest, widest = map(int, span.aminmax())
+        if narrowest < 0:  # it does not fit the dtype, and has wrapped around
+            return None
+        for dtype in (torch.uint8, torch.int16, torch.int32):
+            if widest <= torch.iinfo(dtype).max and dtype.itemsize < flat.element_size():
+                return span.to(dtype).flatten(), least
+        return None
+
+    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        span, least = data
+        return (span.to(dtype).view(-1, least.numel()) + least).flatten()
+
+
+class Codec(Protocol):
+    """What a module may bring along as its ``x_compressor``."""
+
+    def compress(self, x: Tensor) -> Any:
+        """Anything that holds what :meth:`decompress` needs; no state stays on the codec."""
+
+    def decompress(self, packed: Any) -> Tensor:
+        """The tensor again: device, dtype and shape as well."""
+
+
+class OwnCompressor(SpikeCompressor):
+    """A codec of the user's own, held to what memopt promises: what it would not give back to the bit is stored raw."""
+
+    name = "own"
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def compress(self, x: Tensor) -> Packed:
+        """As the base class does; what is stored is restored at once and compared, which takes that time."""
+        x = x.detach()
+        if x.layout is not torch.strided or not is_dense(x):
+            return _store_raw(x)
+        try:
+            payload = self._codec.compress(x)
+            restored = self._codec.decompress(payload)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # a dry run cannot know
+            return _store_raw(x)
+        if (restored.dtype, restored.shape) != (x.dtype, x.shape) or not same_bits(restored, x):
+            return _store_raw(x)
+        data, skeleton = split_tensors(payload)
+        return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The tensor that was stored, equal to the bit, in its strides too."""
+        if packed.raw:
+            return _load_raw(packed)
+        restored = self._codec.decompress(join_tensors(packed.data, packed.skeleton))
+        if restored.stride() == packed.stride:
+            return restored
+        laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=restored.device)
+        return laid_out.copy_(restored)
+
+
 COMPRESSORS: dict[str, SpikeCompressor] = {
     codec.name: codec
     for codec in (
@@ -166,9 +269,60 @@ COMPRESSORS: dict[str, SpikeCompressor] = {
         Uint8SpikeCompressor(),
         BitSpikeCompressor(),
         SparseSpikeCompressor(),
+        TwoValuedCompressor(),
+        IndexCompressor(),
     )
 }
 """Every codec by the name that plans use; they hold no state."""
+
+OWN_COMPRESSOR = OwnCompressor.name
+"""The name by which a plan asks for the module's own ``x_compressor``."""
+
+
+def declared_compressor(module: nn.Module) -> str | None:
+    """Name of the codec that a module asks for by ``x_compressor``, a codec or the name of one's class; ``None``: none.
+
+    A codec of the same class name as one of memopt's means memopt's.  Raises :class:`ValueError` with the reason if it
+    is neither.
+    """
+    asked = getattr(module, "x_compressor", None)
+    if asked is None:
+        return None
+    class_name = asked if isinstance(asked, str) else type(asked).__name__
+    names = {type(codec).__name__: name for name, codec in COMPRESSORS.items()}
+    if class_name in names:
+        return names[class_name]
+    if not isinstance(asked, str) and hasattr(asked, "compress") and hasattr(asked, "decompress"):
+        return OWN_COMPRESSOR
+    raise ValueError(
+        f"its x_compressor is {asked!r}, neither an object with compress and decompress nor one of {', '.join(names)}"
+    )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors of one dtype and shape hold the same bits: -0.0 is not 0.0, and a NaN is itself."""
+    return isinstance(a, FakeTensor) or torch.equal(_octets_of(a), _octets_of(b))
+
+
+def _octets_of(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+_thread = threading.local()
+
+
+def store(codec: SpikeCompressor, x: Tensor) -> Packed:
+    """``codec.compress(x)``; meanwhile :func:`is_packing` holds."""
+    _thread.packing = True
+    try:
+        return codec.compress(x)
+    finally:
+        _thread.packing = False
+
+
+def is_packing() -> bool:
+    """Whether a tensor is being packed: what is made meanwhile is no tensor of the model's."""
+    return getattr(_thread, "packing", False)
 
 
 def _bits(flat: Tensor) -> Tensor:
@@ -195,8 +349,8 @@ def _octets(device: torch.device) -> Tensor:
     return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8).view(torch.int64).flatten()
 
 
-def _is_dense(x: Tensor) -> bool:
-    """No two elements share memory and there are no gaps, in whatever order the dimensions lie."""
+def is_dense(x: Tensor) -> bool:
+    """Whether no two elements share memory and there are no gaps, in whatever order the dimensions lie."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size == 0:

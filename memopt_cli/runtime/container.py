@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -24,10 +24,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from memopt_cli.runtime.compressor import COMPRESSORS, SpikeCompressor
-from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, statistics_refusal
+from memopt_cli.runtime.compressor import (
+    COMPRESSORS,
+    OWN_COMPRESSOR,
+    OwnCompressor,
+    SpikeCompressor,
+    declared_compressor,
+    store,
+)
+from memopt_cli.runtime.lifted.module import LiftedModule
+from memopt_cli.runtime.packing import PackedSaves
+from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
@@ -37,23 +47,39 @@ class SegmentConfig:
     """How a segment runs."""
 
     compressor: str = "null"
-    """Name of the codec of the stored input tensors, a key of :data:`~memopt_cli.runtime.compressor.COMPRESSORS`."""
+    """Name of the codec of the stored input tensors, a key of :data:`~memopt_cli.runtime.compressor.COMPRESSORS`, or
+    ``own``: the module's ``x_compressor``."""
     chunks: int = 1
     """Number of chunks forward is cut into; 1 is the whole input."""
     axis: int = 0
-    """Dimension along which the chunks are cut."""
+    """Dimension along which the chunks are cut; a negative one counts from the last."""
     seq_inputs: int = 1
     """How many leading positional arguments are cut; the following ones are states, or passed whole."""
     seq_outputs: int = 1
     """How many leading outputs are concatenated; the following ones are states for the next chunk."""
     spatial_split: bool = False
     """Each module that ``__spatial_split__`` returns is checkpointed on its own."""
+    recompute: bool = True
+    """If not, what is saved inside is packed instead, outside of segments that lie in it."""
+    keep: tuple[str, ...] = ()
+    """Names of operators (``aten::convolution``) whose outputs are kept, not recomputed; those in segments that lie
+    within are these segments' own business.  Under ``torch.compile`` all are recomputed."""
+    batch_statistics: bool = False
+    """Of chunks: batch norms inside normalize by the statistics of all chunks, which are gathered first."""
 
 
-class GCContainer:
-    """Mixin of a module that is a segment; never instantiated by itself."""
+class _Installed:
+    """Base of the mixins that memopt puts on modules."""
 
     _original: ClassVar[type[nn.Module]]
+
+
+class PackingContainer(_Installed):
+    """Mixin of a module that recomputes nothing and keeps what is saved inside packed."""
+
+
+class GCContainer(_Installed):
+    """Mixin of a module that is a segment; never instantiated by itself."""
 
 
 class TCGCContainer(GCContainer):
@@ -70,19 +96,23 @@ def is_recomputing() -> bool:
 
 def recomputing_module() -> nn.Module | None:
     """The segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
-    stack: list[nn.Module] = getattr(_thread, "recomputing", [])
+    stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
     return stack[-1] if stack else None
 
 
 def install_segment(module: nn.Module, config: SegmentConfig) -> None:
     """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
-    reason = refusal(module)
+    reason = refusal(module) or _misfit(module, config)
     if reason:
         raise ValueError(reason)
-    if config.compressor not in COMPRESSORS:
-        raise ValueError(f"unknown compressor {config.compressor!r}; known: {', '.join(COMPRESSORS)}")
     vars(module)[SEGMENT_KEY] = config
-    module.__class__ = _segment_class(type(module), TCGCContainer if config.chunks > 1 else GCContainer)  # type: ignore[arg-type]
+    module.__class__ = _segment_class(type(module), _mixin(config))  # type: ignore[arg-type]
+
+
+def _mixin(config: SegmentConfig) -> type[_Installed]:
+    if not config.recompute:
+        return PackingContainer
+    return TCGCContainer if config.chunks > 1 else GCContainer
 
 
 def remove_segment(module: nn.Module) -> None:
@@ -100,7 +130,7 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
 def refusal(module: nn.Module) -> str:
     """Why ``module`` cannot be made a segment; empty if it can."""
     kind = type(module)
-    if isinstance(module, GCContainer):
+    if isinstance(module, _Installed):
         return "it is a segment already"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
@@ -112,20 +142,54 @@ def refusal(module: nn.Module) -> str:
         return "its parameters are not initialized yet; run the model once"
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
-    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+    ways = {kind.__reduce_ex__, kind.__reduce__}
+    if ways - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
         return f"{kind.__name__} pickles in a way of its own"
+    try:
+        declared_compressor(module)
+    except ValueError as reason:
+        return str(reason)
     return ""
+
+
+def _misfit(module: nn.Module, config: SegmentConfig) -> str:
+    """What of ``config`` is wrong for ``module``; empty if nothing is."""
+    known = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in known:
+        return f"unknown compressor {config.compressor!r}; known: {', '.join(known)}"
+    if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
+        return f"its compressor is to be its own, but {type(module).__name__} has no x_compressor of a class of its own"
+    for name in ("chunks", "seq_inputs", "seq_outputs"):
+        if getattr(config, name) < 1:
+            return f"{name} must be 1 or more, not {getattr(config, name)}"
+    if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
+        return f"it is to be split in space, but {type(module).__name__} has no method __spatial_split__"
+    if config.spatial_split and config.chunks > 1:
+        return f"it can be split in space or run in {config.chunks} chunks, not both"
+    recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
+    if not config.recompute and recomputed:
+        return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
+    if config.batch_statistics:
+        return keep_refusal(config.keep) or statistics_refusal(module, config.chunks)
+    return keep_refusal(config.keep)
 
 
 def segment_classes(original: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that segments of ``original`` have: what a restricted unpickler must know."""
-    return _segment_class(original, GCContainer), _segment_class(original, TCGCContainer)  # type: ignore[arg-type]
+    mixins = (GCContainer, TCGCContainer, PackingContainer)
+    return tuple(_segment_class(original, mixin) for mixin in mixins)  # type: ignore[arg-type]
 
 
-def restore_segment(original: type[nn.Module], config: dict[str, Any]) -> nn.Module:
-    """An empty segment for an unpickler to fill.  Saved models refer to this function: a file format."""
+def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
+    """An empty segment for an unpickler to fill; a lifted module is made one as it is.
+
+    Saved models refer to this function: a file format.
+    """
     settings = SegmentConfig(**config)
-    kind = _segment_class(original, TCGCContainer if settings.chunks > 1 else GCContainer)  # type: ignore[arg-type]
+    if isinstance(original, LiftedModule):
+        install_segment(original, settings)
+        return original
+    kind = _segment_class(original, _mixin(settings))  # type: ignore[arg-type]
     module = nn.Module.__new__(kind)
     vars(module)[SEGMENT_KEY] = settings
     return module
@@ -135,8 +199,8 @@ def restore_segment(original: type[nn.Module], config: dict[str, Any]) -> nn.Mod
 
 
 @functools.cache
-def _segment_class(original: type[nn.Module], mixin: type[GCContainer]) -> type[nn.Module]:
-    run = _run_chunks if mixin is TCGCContainer else _run
+def _segment_class(original: type[nn.Module], mixin: type[_Installed]) -> type[nn.Module]:
+    run = {GCContainer: _run, TCGCContainer: _run_chunks, PackingContainer: _run_packing}[mixin]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +211,8 @@ def _segment_class(original: type[nn.Module], mixin: type[GCContainer]) -> type[
         return original(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        if issubclass(original, LiftedModule):  # its class cannot be found by name
+            return restore_segment, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
         reduced = object.__reduce_ex__(self, max(2, protocol))
         assert isinstance(reduced, tuple)
         state = {key: value for key, value in reduced[2].items() if key != SEGMENT_KEY}
@@ -164,11 +230,18 @@ def _segment_class(original: type[nn.Module], mixin: type[GCContainer]) -> type[
     return type(original.__name__, (mixin, original), body)
 
 
+def _twin(module: nn.Module, original: type[nn.Module]) -> nn.Module:
+    """The module as it was before it became a segment, with the same attributes."""
+    twin = nn.Module.__new__(original)
+    vars(twin).update({key: value for key, value in vars(module).items() if key != SEGMENT_KEY})
+    return twin
+
+
 def _without_segment(kind: type) -> type:
     if "_original" in vars(kind):
         original: type = vars(kind)["_original"]
         return original
-    if not issubclass(kind, GCContainer):
+    if not issubclass(kind, _Installed):
         return kind
     bases = tuple(_without_segment(base) for base in kind.__bases__)
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
@@ -180,15 +253,38 @@ def _without_segment(kind: type) -> type:
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
-    codec = COMPRESSORS[config.compressor]
+    codec = _codec(module, config)
     if not config.spatial_split:
-        return _checkpoint(module, forward, args, kwargs, codec)
+        return _checkpoint(module, forward, args, kwargs, codec, config.keep)
     output: Any = args
-    for stage in module.__spatial_split__():  # type: ignore[operator]
+    for stage in _stages(module):
         arguments = output if isinstance(output, tuple) else (output,)
-        output = _checkpoint(stage, stage, arguments, kwargs, codec)
+        output = _checkpoint(stage, stage, arguments, kwargs, codec, config.keep)
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
+
+
+def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recomputed = getattr(_thread, "depth", 0) > 0  # what a segment saves is dropped; hooks within would keep it
+    if recomputed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with PackedSaves((*module.parameters(), *module.buffers())).hooks():
+        return forward(*args, **kwargs)
+
+
+def _codec(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
+    if config.compressor == OWN_COMPRESSOR:
+        return OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
+    return COMPRESSORS[config.compressor]
+
+
+def _stages(module: nn.Module) -> Sequence[nn.Module]:
+    stages = module.__spatial_split__()  # type: ignore[operator]
+    if not isinstance(stages, list | tuple) or not stages or not all(isinstance(s, nn.Module) for s in stages):
+        raise TypeError(
+            f"{type(module).__name__}.__spatial_split__ must return a list or tuple of modules, not {stages!r}"
+        )
+    return stages
 
 
 def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,15 +293,58 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(config, sequences)
-    codec = COMPRESSORS[config.compressor]
+    pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
+    if config.batch_statistics and chunks > 1:
+        return _run_passes(module, forward, pieces, states, kwargs)
+    return _joined(config, *_one_by_one(module, [forward] * chunks, pieces, states, kwargs))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace a forward that is broken off
+def _run_passes(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    pieces: Sequence[tuple[Any, ...]],
+    states: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """One pass over the chunks for the statistics of every norm, and one for the output."""
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    gathering = BatchStatistics(module, forward)
+    while True:
+        columns, output = _one_by_one(module, gathering.forwards(len(pieces)), pieces, states, kwargs)
+        if not isinstance(output, Statistics):
+            break
+        gathering.merge(columns[0])
+    if isinstance(output, tuple) and len(output) > config.seq_outputs:
+        raise ValueError(
+            f"{type(module).__name__} hands its state over as an output, and the chunks that batch statistics are "
+            "gathered from break off before; set batch_statistics to false or chunks to 1 in the plan"
+        )
+    return _joined(config, columns, output)
+
+
+def _one_by_one(
+    module: nn.Module,
+    forwards: Iterable[Callable[..., Any]],
+    pieces: Sequence[tuple[Any, ...]],
+    states: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[tuple[Any, ...]], Any]:
+    """Every output that is cut, as its chunks, and the last chunk's whole output."""
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    codec = _codec(module, config)
     collected: list[tuple[Any, ...]] = []
     output: Any = None
-    for piece in zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True):
-        output = _checkpoint(module, forward, (*piece, *states), kwargs, codec)
+    for piece, forward in zip(pieces, forwards, strict=True):
+        output = _checkpoint(module, forward, (*piece, *states), kwargs, codec, config.keep)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
-    joined = tuple(torch.cat(pieces, dim=config.axis) for pieces in zip(*collected, strict=True))
+    return list(zip(*collected, strict=True)), output
+
+
+def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
+    joined = tuple(torch.cat(column, dim=config.axis) for column in columns)
     if not isinstance(output, tuple):
         return joined[0]
     whole = (*joined, *output[config.seq_outputs :])
@@ -221,11 +360,13 @@ def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
 
 
 def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
-    cuttable = [s for s in sequences if isinstance(s, Tensor) and s.dim() > config.axis]
+    cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
+        given = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
         raise ValueError(
-            f"a segment in chunks wants {config.seq_inputs} positional tensors of one length along axis {config.axis}"
+            f"a segment in chunks wants {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
+            f"and got {given or 'none'}; change axis or seq_inputs in the plan"
         )
     (length,) = lengths
     if length == 0:
@@ -241,38 +382,44 @@ def _checkpoint(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     codec: SpikeCompressor,
+    keep: tuple[str, ...],
 ) -> Any:
-    """``forward(*args, **kwargs)``, keeping only its packed inputs for backward."""
+    """``forward(*args, **kwargs)``, keeping only its packed inputs and the outputs of ``keep`` for backward."""
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        # Dynamo traces PyTorch's checkpoint, but neither pack hooks nor checks that depend on data.
-        return checkpoint(lambda *given: _call(forward, given, skeleton), *tensors, use_reentrant=False)
+        return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
     start = StartingState(module)
     # Within another segment the inputs belong to that segment's recomputation, and so do the tensors of the state.
     nested = getattr(_thread, "depth", 0) > 0
-    scripted = any(isinstance(m, torch.jit.ScriptModule | ScriptLeaf) for m in module.modules())
-    run = _Run(module, _as_written(forward) if scripted else forward, skeleton, start, len(tensors))
+    run = _Run(module, forward, skeleton, start, len(tensors), keep)
     given = (*tensors, *start.lend()) if nested else tensors
-    # Early stop leaves forward by an exception, which cannot cross TorchScript's interpreter.
-    with contextlib.nullcontext() if nested else _packing(codec), set_checkpoint_early_stop(not scripted):
-        return checkpoint(run, *given, use_reentrant=False, context_fn=run.contexts)
+    with contextlib.nullcontext() if nested else _packing(codec):
+        return checkpoint(run, *given, use_reentrant=False)
+
+
+def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep: tuple[str, ...]) -> Callable[..., Any]:
+    """What PyTorch's checkpoint calls under ``torch.compile``, which can trace neither pack hooks nor :class:`_Run`.
+
+    What it cannot trace at all, a forward that writes to attributes among others, it leaves to a checkpoint that is
+    not compiled: there every run goes through one :class:`_Run` as it does without ``torch.compile``.
+    """
+    runs: list[_Run] = []
+
+    def call(*given: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return _call(forward, given, skeleton)
+        if not runs:
+            runs.append(_Run(module, forward, skeleton, StartingState(module), len(given), keep))
+        return runs[0](*given)
+
+    return call
 
 
 def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -> Any:
     args, kwargs = join_tensors(given, skeleton)
     return forward(*args, **kwargs)
-
-
-def _as_written(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` with TorchScript run as it is written, as :class:`ScriptLeaf` does."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return forward(*args, **kwargs)
-
-    return call
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -281,7 +428,7 @@ def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
 
 def _packing(codec: SpikeCompressor) -> saved_tensors_hooks:
     def pack(tensor: Tensor) -> Any:
-        return tensor if isinstance(tensor, nn.Parameter) else codec.compress(tensor)
+        return tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor)
 
     def unpack(stored: Any) -> Tensor:
         return stored if isinstance(stored, Tensor) else codec.decompress(stored)
@@ -293,55 +440,55 @@ class _Run:
     """One checkpointed call of a segment: what PyTorch's checkpoint calls once in forward and again in backward."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], skeleton: Any, start: StartingState, inputs: int
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        skeleton: Any,
+        start: StartingState,
+        inputs: int,
+        keep: tuple[str, ...],
     ) -> None:
         self._module = module
         self._forward = forward
         self._skeleton = skeleton
         self._start = start
         self._inputs = inputs
-        self._recomputing = False
+        self._kept = KeptOutputs(keep) if keep else NothingKept()
+        self._has_run = False
 
     def __call__(self, *given: Tensor) -> Any:
-        """The first run, or a later one: from the state the first started in, and without a trace."""
-        if not self._recomputing:
-            return _call(self._forward, given, self._skeleton)
-        current = self._start.enter(given[self._inputs :])
+        """The first run, or a later one."""
+        run = self._recompute if self._has_run else self._run
+        self._has_run = True
+        _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
-            return _call(self._forward, given, self._skeleton)
+            return run(given)
         finally:
-            current.restore()
+            _thread.depth -= 1
 
-    def contexts(self) -> tuple[_Within, _Within]:
-        """PyTorch enters the first around the first run, the second around every later one."""
-        return _Within(self._module, recomputing=False, run=self), _Within(self._module, recomputing=True, run=self)
-
-    def entered(self, recomputing: bool) -> None:
-        """A run begins."""
-        self._recomputing = recomputing
-
-    def left(self, recomputing: bool) -> None:
-        """A run has ended."""
-        if not recomputing:
+    def _run(self, given: Sequence[Tensor]) -> Any:
+        try:
+            with self._kept.recording():
+                return self._call(given)
+        finally:
             self._start.settle()
 
+    def _recompute(self, given: Sequence[Tensor]) -> Any:
+        """From the state in which the first run started, and without a trace."""
+        outer = getattr(_thread, "recomputing", ())
+        _thread.recomputing = (*outer, self._module)
+        try:
+            with self._start.replay(given[self._inputs :]), self._kept.replaying():
+                return self._call(given)
+        except RuntimeError as error:
+            # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.
+            if "TorchScript interpreter" in str(error):
+                raise _StopRecomputationError from error
+            raise
+        finally:
+            _thread.recomputing = outer
 
-class _Within:
-    """Marks the thread as being inside a segment; entered once a run."""
-
-    def __init__(self, module: nn.Module, *, recomputing: bool, run: _Run) -> None:
-        self._module = module
-        self._recomputing = recomputing
-        self._run = run
-
-    def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        if self._recomputing:
-            _thread.recomputing = [*getattr(_thread, "recomputing", ()), self._module]
-        self._run.entered(self._recomputing)
-
-    def __exit__(self, *error: object) -> None:
-        self._run.left(self._recomputing)
-        if self._recomputing:
-            _thread.recomputing = _thread.recomputing[:-1]
-        _thread.depth -= 1
+    def _call(self, given: Sequence[Tensor]) -> Any:
+        # TorchScript as it is written: its executor would save other tensors in one run than in the next.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return _call(self._forward, given, self._skeleton)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor, _equals_bits, _is_dense, _pack_bits
+from memopt_cli.runtime.compressor import COMPRESSORS, IndexCompressor, Packed, SpikeCompressor, is_dense, store
 
 _LEAST_BYTES = 4096
 """Smaller tensors are not worth a look."""
@@ -26,52 +26,6 @@ _SAMPLE = 512
 """Elements looked at before a whole floating tensor is."""
 
 
-class TwoValuedCompressor(SpikeCompressor):
-    """Tensors of zeros and one other value, as scaled dropout masks are: one bit an element, and the value."""
-
-    name = "two-valued"
-
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        ones = flat != 0
-        value = flat.max().reshape(1)
-        if not _equals_bits(torch.where(ones, value, 0), flat):
-            return None
-        return _pack_bits(ones), value
-
-    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        bits, value = data
-        return torch.where(COMPRESSORS["bit"]._decode((bits,), numel, torch.bool), value, 0)
-
-
-class IndexCompressor(SpikeCompressor):
-    """Integers as their distance from the least in the same place of every plane, in the smallest dtype that holds it.
-
-    Indices that max-pooling returns point into a plane: within a window's width of each other from sample to sample.
-    """
-
-    name = "index"
-
-    def __init__(self, plane: int = 1) -> None:
-        self._plane = plane
-
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if isinstance(flat, FakeTensor):
-            return flat.new_empty(flat.shape, dtype=torch.uint8), flat.new_empty(self._plane)
-        rows = flat.view(-1, self._plane)
-        least = rows.amin(0)
-        span = rows - least
-        widest = int(span.max())
-        for dtype in (torch.uint8, torch.int16, torch.int32):
-            if 0 <= widest <= torch.iinfo(dtype).max and dtype.itemsize < flat.element_size():
-                return span.to(dtype).flatten(), least
-        return None
-
-    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        span, least = data
-        return (span.to(dtype).view(-1, least.numel()) + least).flatten()
-
-
-_TWO_VALUED = TwoValuedCompressor()
 _thread = threading.local()
 
 
@@ -87,8 +41,7 @@ def recorded_answers(codec_of: Callable[[Tensor], str]) -> Iterator[None]:
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
     """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
-    nbytes = x.numel() * x.element_size()
-    if nbytes < _LEAST_BYTES or x.layout is not torch.strided or x.dtype.is_complex or x.is_quantized:
+    if x.layout is not torch.strided or x.dtype.is_complex or x.is_quantized:
         return None
     if isinstance(x, FakeTensor):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
@@ -105,7 +58,7 @@ def _named(name: str, x: Tensor) -> SpikeCompressor | None:
         return None
     if name == IndexCompressor.name:
         return _index_codec(x)
-    return _TWO_VALUED if name == TwoValuedCompressor.name else COMPRESSORS[name]
+    return COMPRESSORS[name]
 
 
 def _index_codec(x: Tensor) -> SpikeCompressor:
@@ -114,13 +67,13 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
 
 
 def _spike_codec(x: Tensor) -> SpikeCompressor | None:
-    if not _is_dense(x):
+    if not is_dense(x):
         return None
     flat = x.as_strided((x.numel(),), (1,))
     sample = flat[:: max(1, flat.numel() // _SAMPLE)]
     values = sample[sample != 0]
     if values.numel() == 0 or bool((values == values[0]).all()):
-        return COMPRESSORS["bit"] if values.numel() and float(values[0]) == 1.0 else _TWO_VALUED
+        return COMPRESSORS["bit"] if values.numel() and float(values[0]) == 1.0 else COMPRESSORS["two-valued"]
     if bool(((sample >= 0) & (sample <= 255) & (sample == sample.trunc())).all()):
         return COMPRESSORS["uint8"]
     return None
@@ -152,7 +105,7 @@ class PackedSaves:
         """What is kept in place of ``tensor``."""
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._untouched:
             return tensor
-        saved = self._known(tensor) or self._new(tensor)
+        saved = self._known(tensor) or (self._new(tensor) if tensor.nbytes >= _LEAST_BYTES else None)
         if saved is None:  # the version is checked: with hooks, PyTorch does not
             return COMPRESSORS["null"].compress(tensor)
         return saved, tensor.shape, tensor.stride()
@@ -170,12 +123,12 @@ class PackedSaves:
     def _known(self, tensor: Tensor) -> _Saved | None:
         entry = self._seen.get(tensor.untyped_storage()._cdata)
         found = entry[1].get(_region(tensor)) if entry else None
-        return found() if found and _is_dense(tensor) else None
+        return found() if found and is_dense(tensor) else None
 
     def _new(self, tensor: Tensor) -> _Saved | None:
         with torch.no_grad():
             codec = codec_for(tensor)
-            packed = codec.compress(tensor) if codec else None
+            packed = store(codec, tensor) if codec else None
         if codec is None or packed is None or packed.raw:
             return None
         saved = _Saved(codec, packed)

@@ -1,9 +1,7 @@
-"""TorchScript inside a plain module: what can be taken apart is, the rest stays a script that looks like a module.
+"""TorchScript inside a plain module, for what cannot be lifted (:mod:`memopt_cli.runtime.lifted`).
 
-:class:`ScriptCalls` replays the calls of a script whose forward does nothing but call its children.
-:class:`ScriptLeaf` owns any other script.  Both have the script's names of parameters, buffers and
-modules, and both pickle and deep-copy.  TorchScript is code, also while it is loaded: :func:`check_script` reads it
-first.
+:class:`ScriptLeaf` owns a script, has its names of parameters, buffers and modules, and pickles and deep-copies.
+TorchScript is code, also while it is loaded: :func:`check_script` reads it first.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-# ---------------------------------------------------------------------------------------------- is it safe?
+from memopt_cli.runtime.lifted.operators import FILE_OPERATORS, NAMESPACES, touches_files
 
-_NAMESPACES = frozenset(
-    {"quantized", "_quantized", "mkldnn", "mkldnn_prepacked", "onednn", "sparse", "prims", "torchvision"}
-)
-"""Operator libraries that only compute."""
+# ---------------------------------------------------------------------------------------------- is it safe?
 
 _PRIM = frozenset(
     "ConstantChunk EnumName EnumValue ModuleContainerIndex NumToTensor RaiseException StringIndex TupleIndex "
@@ -32,9 +26,6 @@ _PRIM = frozenset(
     "is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max "
     "min name nbytes rangelist requires_grad tolist type unchecked_cast unchecked_unwrap_optional isinstance".split()
 )
-
-_FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
-_FILE_ARGUMENTS = frozenset({"filename", "file", "path", "url"})
 
 _WORDS = frozenset(
     "Any Device Dict Enum Final Future Generator Interface List Module NamedTuple NoneType Number Optional Scalar "
@@ -84,7 +75,7 @@ def _check_code(text: str) -> None:
     for chain in _chains(tree):
         _check_chain([chain[0].id, *(a.attr for a in chain[1])])
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _FILE_OPERATORS:
+        if isinstance(node, ast.Attribute) and node.attr in FILE_OPERATORS:
             raise UnsafeScript(f"the method {node.attr}")
         if isinstance(node, ast.Name) and id(node) not in roots and node.id not in own | _WORDS:
             raise UnsafeScript(f"the name {node.id}")
@@ -112,14 +103,9 @@ def _check_chain(names: list[str]) -> None:
         _check_data(dotted.encode() + b".")
         return
     namespace, *rest = ["aten", *names[1:]] if names[0] == "torch" else names[1:]
-    allowed = namespace == "aten" or namespace in _NAMESPACES or (namespace == "prim" and rest[:1] and rest[0] in _PRIM)
-    if len(rest) != 1 or not allowed or rest[0] in _FILE_OPERATORS or _takes_file(f"{namespace}::{rest[0]}"):
+    allowed = namespace in NAMESPACES or (namespace == "prim" and rest[:1] and rest[0] in _PRIM)
+    if len(rest) != 1 or not allowed or touches_files(f"{namespace}::{rest[0]}"):
         raise UnsafeScript(f"the operator {dotted}")
-
-
-def _takes_file(operator: str) -> bool:
-    schemas = torch._C._jit_get_schemas_for_operator(operator)
-    return any(a.name in _FILE_ARGUMENTS and str(a.type) == "str" for s in schemas for a in s.arguments)
 
 
 def _check_data(data: bytes) -> None:
@@ -216,164 +202,3 @@ def _pairs(part: nn.Module, script: ScriptModule) -> Iterator[tuple[nn.Module, S
     for name, child in part._modules.items():
         if isinstance(child, ScriptPart):
             yield from _pairs(child, script._modules[name])  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------- a script taken apart
-
-Step = tuple[str, Any, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-"""What to do (``call``, ``tuple``, ``unpack``, ``constant``), the child's path or the constant, and names of values:
-those it takes, those it gives, and those that nobody needs any more."""
-
-
-class ScriptCalls(nn.Module):
-    """Replays a forward that only calls children; data throughout, no code."""
-
-    def __init__(self, inputs: tuple[str, ...], defaults: dict[str, Any], steps: tuple[Step, ...], result: str) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.defaults = defaults
-        self.steps = steps
-        self.result = result
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        values = self._bind(args, kwargs)
-        for kind, detail, taken, given, spent in self.steps:
-            operands = [values[name] for name in taken]
-            for name in spent:
-                del values[name]
-            if kind == "call":
-                values[given[0]] = self.get_submodule(detail)(*operands)
-            elif kind == "tuple":
-                values[given[0]] = tuple(operands)
-            elif kind == "unpack":
-                values.update(zip(given, operands[0], strict=True))
-            else:
-                values[given[0]] = detail
-        return values[self.result]
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        positional = dict(zip(self.inputs, args, strict=False))
-        values = {**self.defaults, **positional, **kwargs}
-        if len(args) > len(self.inputs) or positional.keys() & kwargs.keys() or values.keys() != set(self.inputs):
-            raise TypeError(
-                f"forward takes {', '.join(self.inputs)}; got {len(args)} positional and {', '.join(kwargs)}"
-            )
-        return values
-
-
-def plain_module(script: ScriptModule) -> nn.Module:
-    """A plain module that does what ``script`` does, with the same names, on the same tensors."""
-    converted = _convert(script)
-    leaves = [m for m in converted.modules() if isinstance(m, ScriptLeaf)]
-    owners = Counter(storage for leaf in leaves for storage in _storages(leaf))
-    # Leaves are saved one by one: memory that two of them share would come apart.
-    return ScriptLeaf(script) if any(count > 1 for count in owners.values()) else converted
-
-
-def _storages(leaf: ScriptLeaf) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in leaf.state_dict().values()} - {0}
-
-
-def _convert(script: ScriptModule) -> nn.Module:
-    bare = not len(script._parameters) and not len(script._buffers)
-    if bare and not _has_forward(script):
-        module = nn.Module()
-    else:
-        calls = _read_calls(script) if bare else None
-        if calls is None:
-            return ScriptLeaf(script)
-        module = calls
-    module.training = getattr(script, "training", True)
-    for name, child in script._modules.items():
-        module.add_module(name, _convert(child))  # type: ignore[arg-type]
-    return module
-
-
-def _has_forward(script: ScriptModule) -> bool:
-    return bool(script._c._has_method("forward")) or any(n.startswith("forward") for n in script._c._method_names())
-
-
-def _read_calls(script: ScriptModule) -> ScriptCalls | None:
-    """The calls that forward consists of; ``None`` if it does anything else."""
-    if not script._c._has_method("forward") or script._c._get_forward_hooks() or script._c._get_forward_pre_hooks():
-        return None
-    graph = script.graph
-    paths = {next(graph.inputs()).debugName(): ""}
-    steps: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]] = []
-    for node in graph.nodes():
-        if node.kind() == "prim::GetAttr":
-            path = _child_path(script, paths.get(node.input().debugName()), node.s("name"))
-            if path is None:
-                return None
-            paths[node.output().debugName()] = path
-            continue
-        step = _read_step(script, node, paths)
-        if step is None or any(name in paths for name in step[2]):
-            return None
-        steps.append(step)
-    return _calls(script, graph, steps)
-
-
-def _calls(
-    script: ScriptModule, graph: Any, steps: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]]
-) -> ScriptCalls | None:
-    arguments = script._c._get_method("forward").schema.arguments[1:]
-    names = {v.debugName(): a.name for v, a in zip(list(graph.inputs())[1:], arguments, strict=True)}
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    (output,) = [v.debugName() for v in graph.outputs()]
-    produced = set(names) | {name for step in steps for name in step[3]}
-    if output not in produced or not all(_is_data(value) for value in defaults.values()):
-        return None
-    # Values get names of their own, so that none can be taken for an argument.
-    for step in steps:
-        names.update({name: f"%{name}" for name in step[3]})
-    return ScriptCalls(tuple(a.name for a in arguments), defaults, _with_ends(steps, names, output), names[output])
-
-
-def _with_ends(
-    steps: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]], names: dict[str, str], output: str
-) -> tuple[Step, ...]:
-    needed = {output}
-    done: list[Step] = []
-    for kind, detail, taken, given in reversed(steps):
-        spent = dict.fromkeys(names[n] for n in taken if n not in needed)
-        needed.update(taken)
-        done.insert(0, (kind, detail, tuple(names[n] for n in taken), tuple(names[n] for n in given), tuple(spent)))
-    return tuple(done)
-
-
-def _child_path(script: ScriptModule, parent: str | None, name: str) -> str | None:
-    """The path of a child; ``None`` if it is no module, or inside one that will be a leaf."""
-    if parent is None:
-        return None
-    owner: Any = script
-    for part in filter(None, parent.split(".")):
-        owner = owner._modules[part]
-    if parent and _has_forward(owner):
-        return None
-    return f"{parent}.{name}".lstrip(".") if name in owner._modules else None
-
-
-def _read_step(
-    script: ScriptModule, node: Any, paths: dict[str, str]
-) -> tuple[str, Any, tuple[str, ...], tuple[str, ...]] | None:
-    taken = tuple(v.debugName() for v in node.inputs())
-    given = tuple(v.debugName() for v in node.outputs())
-    kind = node.kind()
-    if kind == "prim::CallMethod" and node.s("name") == "forward" and paths.get(taken[0]):
-        return "call", paths[taken[0]], taken[1:], given
-    if kind == "prim::TupleConstruct" and node.output().type().kind() == "TupleType" and not _is_named(node):
-        return "tuple", None, taken, given
-    if kind == "prim::TupleUnpack":
-        return "unpack", None, taken, given
-    if kind == "prim::Constant" and _is_data(value := node.output().toIValue()):
-        return "constant", value, taken, given
-    return None
-
-
-def _is_named(node: Any) -> bool:
-    return not str(node.output().type()).startswith("Tuple[")
-
-
-def _is_data(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)

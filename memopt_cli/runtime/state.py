@@ -6,10 +6,14 @@ neuron membranes and counters advance once a step, however often forward runs.
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +56,30 @@ class _Drawing:
         return self.generator
 
 
+class GlobalGenerators:
+    """Where Python's and NumPy's global generators stand; PyTorch's checkpoint sees to its own."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy.random")
+        self._numpy = numpy.get_state(legacy=False) if numpy else None
+
+    def restore(self) -> None:
+        """Put them back there."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+    def moved(self) -> bool:
+        """Whether somebody has drawn from them since."""
+        now = GlobalGenerators()
+        return self._python != now._python or pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
+
+    def to_bytes(self) -> bytes:
+        """The positions in a form to compare."""
+        return pickle.dumps((self._python, self._numpy))
+
+
 @dataclass(frozen=True, slots=True)
 class _Forgotten:
     """Stands for a tensor that is no longer held, by its id."""
@@ -87,6 +115,51 @@ class ModuleState:
             yield from _tensors(list(held.values()))
 
 
+class _Parameters:
+    """The parameters with which a forward ran.
+
+    They are not copied, so they must not change before the recomputation; and ``torch.func.functional_call`` puts
+    others in their place for the time of one call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # A ScriptModule's cannot be exchanged.
+        held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
+        self._used = [(parameters, dict(parameters)) for parameters in held]
+        self._versions: dict[int, int] = {}
+
+    def settle(self) -> None:
+        """Forward has ended: from now on they stay as they are."""
+        self._versions = {id(p): p._version for _, used in self._used for p in used.values() if p is not None}
+
+    def check(self) -> None:
+        """Raises :class:`RuntimeError` if one was modified in place since."""
+        for _, used in self._used:
+            for name, p in used.items():
+                if _is_plain(p) and p._version != self._versions[id(p)]:
+                    raise RuntimeError(
+                        f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "
+                        f"backward (version {self._versions[id(p)]} -> {p._version}); recomputing with it would be "
+                        "wrong. Call backward before the optimizer's step."
+                    )
+
+    def exchange(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Put them where others are by now; returns what was there, as (dictionary, key, parameter)."""
+        there = []
+        for current, used in self._used:
+            for name, p in used.items():
+                # One of the two is sharded: FSDP gathers and frees it by hooks, in a recomputation too.
+                if current.get(name) is not p and _is_plain(p) and _is_plain(current.get(name)):
+                    there.append((current, name, current[name]))
+                    current[name] = p
+        return there
+
+
+def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
+    """Not sharded, nor any other tensor with a life of its own."""
+    return parameter is not None and type(parameter) in (Tensor, nn.Parameter)
+
+
 class StartingState:
     """The state in which a forward started, kept as long as its recomputation may need it.
 
@@ -98,6 +171,8 @@ class StartingState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._state = ModuleState(module)
+        self._parameters = _Parameters(module)
+        self._generators: GlobalGenerators | None = GlobalGenerators()
         self._versions = {id(t): (t, t._version) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, _) in self._versions.items()}
         self._lent: list[int] = []
@@ -117,13 +192,36 @@ class StartingState:
         self._copies = {key: copy for key, copy in self._copies.items() if key in changed}
         self._versions.clear()
         self._state.forget(self._lent)
+        self._parameters.settle()
+        if self._generators is not None and not self._generators.moved():
+            self._generators = None
 
-    def enter(self, lent: Sequence[Tensor] = ()) -> ModuleState:
-        """Put the module into the starting state; returns the state to :meth:`ModuleState.restore` afterwards."""
-        current = ModuleState(self._module)
+    def enter(self, lent: Sequence[Tensor] = ()) -> None:
+        """Put the module, and the generators if they have moved, into the starting state."""
         replaced = dict(zip(self._lent, lent, strict=True))
         self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
-        return current
+        if self._generators is not None:
+            self._generators.restore()
+
+    @contextmanager
+    def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The starting state within, the present one again afterwards.
+
+        Raises :class:`RuntimeError` if a parameter has changed, which cannot be undone.
+        """
+        self._parameters.check()
+        current = ModuleState(self._module)
+        generators = GlobalGenerators() if self._generators is not None else None
+        present = self._parameters.exchange()
+        self.enter(lent)
+        try:
+            yield
+        finally:
+            current.restore()
+            for parameters, name, p in present:
+                parameters[name] = p
+            if generators is not None:
+                generators.restore()
 
 
 def reset_hidden_state(module: nn.Module) -> None:

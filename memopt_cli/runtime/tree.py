@@ -32,18 +32,29 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in ``value``, in order, repeats included."""
-    return split_tensors(value)[0]
+    found: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(take, value)
+    return found
 
 
 def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of ``value`` in order, and ``value`` with a numbered slot in each one's place."""
+    """The tensors of ``value`` in order, each once, and ``value`` with a numbered slot in each one's place."""
+    slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        tensors.append(leaf)
-        return _Slot(len(tensors) - 1)
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
 
     return tensors, map_leaves(take, value)
 

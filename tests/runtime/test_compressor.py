@@ -47,7 +47,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     count = int(torch.Size(shape).numel())
-    element = draw(st.sampled_from([st.integers(0, 1), st.integers(0, 255), st.sampled_from(NASTY), None]))
+    two = st.sampled_from([0.0, draw(st.sampled_from(NASTY))])
+    element = draw(st.sampled_from([st.integers(0, 1), st.integers(0, 255), two, st.sampled_from(NASTY), None]))
     if element is None:  # any bits at all: NaN payloads, subnormals
         width = count * torch.empty((), dtype=dtype).element_size()
         bits = torch.tensor(list(draw(st.binary(min_size=width, max_size=width))), dtype=torch.uint8)
@@ -93,6 +94,13 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [lambda x: x, _permuted, _channels_l
 @example(x=torch.tensor([0.3, 1.0]))
 @example(x=torch.tensor([-1.0, 0.0]))
 @example(x=torch.tensor([300.0, 255.0]))
+@example(x=torch.tensor([0.0, 1.25, 1.25]))
+@example(x=torch.tensor([0.0, 1.25, -0.0]))
+@example(x=torch.tensor([0x7FC00001, 0, 0x7FC00001], dtype=torch.int32).view(torch.float32))
+@example(x=torch.tensor([0x7FC00001, 0, 0x7FC00002], dtype=torch.int32).view(torch.float32))
+@example(x=torch.tensor([-(2**63), 0, 2**63 - 1]))
+@example(x=torch.tensor([-(2**15), 0, 2**15 - 1], dtype=torch.int16).repeat(5))
+@example(x=torch.tensor([2**62, 2**62 + 255]))
 @example(x=torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool))
 @example(x=torch._neg_view(torch.tensor([0.0, -1.0])))
 @example(x=torch.ones(2, 2, dtype=torch.complex64).conj())
@@ -177,9 +185,33 @@ def test_what_is_held_has_no_graph(name: str, value: float) -> None:
     assert all(t.grad_fn is None for t in packed.data)
 
 
-@pytest.mark.parametrize("name", ["boolean", "uint8", "bit", "sparse"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=["plain", "permuted", "channels_last"])
+def test_one_bit_an_element_and_the_value(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
+    x = layout(torch.tensor([0, 1.25]).to(dtype).repeat(1050).view(5, 6, 7, 10))
+    packed = round_trip("two-valued", x)
+    assert not packed.raw
+    assert packed.nbytes == -(-2100 // 8) + x.element_size()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS[2:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=["plain", "permuted", "channels_last"])
+def test_one_byte_an_index_and_the_least(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
+    least = torch.iinfo(dtype).max - 255
+    packed = round_trip("index", layout((torch.arange(256) + least).to(dtype).view(2, 4, 8, 4)))
+    assert not packed.raw
+    assert packed.nbytes == 256 + packed.data[1].element_size()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS[2:], ids=str)
+def test_indices_further_apart_than_the_dtype_can_tell_are_raw(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    assert round_trip("index", torch.tensor([limits.min, 0, limits.max], dtype=dtype).repeat(9)).raw
+
+
+@pytest.mark.parametrize("name", ["boolean", "uint8", "bit", "sparse", "two-valued", "index"])
 def test_a_packed_tensor_is_independent_of_the_original(name: str) -> None:
-    x = torch.zeros(64)
+    x = torch.zeros(64, dtype=torch.int64 if name == "index" else torch.float32)
     x[5] = 1
     before = octets(x)
     packed = COMPRESSORS[name].compress(x)

@@ -30,6 +30,7 @@ from memopt_cli.runtime import (
     segment_of,
 )
 from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.trace import StorageLog
 
 PLAIN = SegmentConfig()
 Judge = Callable[..., nn.Module]
@@ -528,8 +529,17 @@ def test_sequences_that_cannot_be_cut() -> None:
         optimized(torch.randn(0, 4), torch.randn(0, 4), one, shift=one)
     with pytest.raises(ValueError, match="2 positional tensors of one length along axis 0"):
         optimized(torch.randn(3, 4), torch.randn(5, 4), one, shift=one)
-    with pytest.raises(ValueError, match="2 positional tensors"):
+    with pytest.raises(ValueError, match=r"2 positional tensors .* axis 0, and got \(3, 4\), NoneType"):
         optimized(torch.randn(3, 4), None, one, shift=one)
+
+
+@pytest.mark.parametrize("axis", [2, 7, -3])
+def test_an_axis_that_the_input_does_not_have(axis: int) -> None:
+    _, optimized = _pair(mlp(), chunks=2, axis=axis)
+    with pytest.raises(
+        ValueError, match=rf"along axis {axis}, and got \(6, 4\); change axis or seq_inputs in the plan"
+    ):
+        optimized(torch.randn(6, 4))
 
 
 def test_without_gradients_a_sequence_is_not_cut() -> None:
@@ -735,8 +745,10 @@ def test_no_reference_cycle(name: str, net: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize(("name", "net", "x"), list(_nets()), ids=lambda v: v if isinstance(v, str) else "")
 def test_memory_stays_flat(name: str, net: nn.Module, x: Tensor) -> None:
-    with _no_collector():
-        counts = []
+    """Bytes of live storages, those that autograd's nodes hold included, without the help of the garbage collector."""
+    log = StorageLog(str)
+    live = []
+    with _no_collector(), log:
         for step in range(200):
             loss = net(x).square().sum()
             if step % 3:
@@ -745,9 +757,8 @@ def test_memory_stays_flat(name: str, net: nn.Module, x: Tensor) -> None:
                 net.block.mem = net.block.mem.detach()
             net.zero_grad()
             del loss
-            if step % 50 == 5:
-                counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
-    assert len(set(counts)) == 1
+            live.append(log.live_bytes)
+    assert len(set(live[5:])) == 1
 
 
 def test_the_intermediates_are_gone_and_only_the_packed_input_stays() -> None:

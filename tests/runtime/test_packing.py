@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.runtime.compressor import SpikeCompressor
-from memopt_cli.runtime.packing import IndexCompressor, PackedSaves, TwoValuedCompressor, codec_for, recorded_answers
+from memopt_cli.runtime.compressor import IndexCompressor, SpikeCompressor, TwoValuedCompressor
+from memopt_cli.runtime.packing import PackedSaves, codec_for, recorded_answers
 
 SIZE = (8, 16, 16, 16)
 

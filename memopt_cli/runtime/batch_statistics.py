@@ -1,0 +1,254 @@
+"""Batch normalization in chunks with the statistics of the whole.
+
+The chunks run several times.  In the first pass each one breaks off at the first batch norm and gives the mean and
+variance of its input there; merged, inside autograd, they are the statistics of the whole (parallel variance, Chan et
+al. 1979).  With these as ordinary tensors the next pass gets by that norm, to the second or to the end.  Autograd does
+the rest: the gradient reaches the inputs through the normalized values and through the statistics.
+
+Norms are met where every class of them ends up, in calls of ``batch_norm``; what they do to their running statistics
+and counters happens in the first chunk of the last pass, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.runtime.state import SEGMENT_KEY, GlobalGenerators, ModuleState
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of the values of each channel."""
+
+    mean: Tensor
+    """Shape (C,), at least float32."""
+    variance: Tensor
+    """Shape (C,); the mean square of the deviations, not Bessel-corrected."""
+    count: int
+    """Values in each channel."""
+
+
+def statistics_refusal(module: nn.Module, chunks: int) -> str:
+    """Why ``module`` cannot run in chunks with the statistics of all of them; empty if it can."""
+    if chunks < 2:
+        return "batch statistics are gathered over chunks, and it runs in one"
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.SyncBatchNorm):
+            return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics are those of all processes"
+        if isinstance(inner, torch.jit.ScriptModule):
+            return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
+    return ""
+
+
+class BatchStatistics:
+    """The statistics of the norms in a module, gathered pass by pass."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """``forward``: the module's own.  Raises :class:`ValueError` if a norm lies in a segment within."""
+        _check_inner_segments(module)
+        self._module = module
+        self._forward = forward
+        self._found: tuple[Statistics, ...] = ()
+        self._start = _Start(module)
+
+    def forwards(self, chunks: int) -> list[Callable[..., Any]]:
+        """What runs in place of forward on each chunk of the next pass.
+
+        It returns the :class:`Statistics` of the first norm that none are known of; after the last, the output.
+        """
+        return [self._chunk(is_first=i == 0) for i in range(chunks)]
+
+    def merge(self, parts: Sequence[Statistics]) -> None:
+        """A pass has given ``parts``, one of each chunk; the module is put where it started from.
+
+        Raises :class:`RuntimeError` if that cannot be done.
+        """
+        self._found = (*self._found, merged(parts))
+        self._start.enter_again()
+
+    def _chunk(self, *, is_first: bool) -> Callable[..., Any]:
+        found = self._found
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            norms = _Norms(found, is_first)
+            try:
+                with norms, _counters_kept(self._module, kept=not is_first):
+                    output = self._forward(*args, **kwargs)
+            except _Unknown as unknown:
+                return unknown.statistics
+            if norms.broken_off:
+                raise RuntimeError(
+                    f"{type(self._module).__name__} catches the exception that breaks off a pass over its chunks; "
+                    "set batch_statistics to false and chunks to 1 in the plan"
+                )
+            return output
+
+        return run
+
+
+def merged(parts: Sequence[Statistics]) -> Statistics:
+    """The statistics of several sets of values taken together."""
+    count = sum(part.count for part in parts)
+    mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
+    shares = [(part.variance + (part.mean - mean).square()) * (part.count / count) for part in parts]
+    return Statistics(mean, torch.stack(shares).sum(0), count)
+
+
+class _Unknown(Exception):  # no BaseException: at these, modules do not call their hooks
+    """Forward has come to a norm whose statistics are not known."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+
+class _Norms(TorchFunctionMode):
+    """Batch norms that would use the statistics of a chunk get those of the whole."""
+
+    def __init__(self, found: tuple[Statistics, ...], updates: bool) -> None:
+        super().__init__()
+        self._unused = list(found)
+        self._updates = updates
+        self.broken_off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = _ARGUMENTS.get(func)
+        if arguments is None:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(arguments, args, strict=False)) | (kwargs or {})
+        if not given.get("training", False):
+            return func(*args, **(kwargs or {}))
+        return self._normalize(**{key: given[key] for key in given.keys() & _USED})
+
+    def _normalize(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not self._unused:
+            self.broken_off = True
+            raise _Unknown(_measured(input))
+        statistics = self._unused.pop(0)
+        if self._updates:
+            _update(running_mean, statistics.mean, momentum)
+            _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
+        return _normalized(input, statistics, weight, bias, eps)
+
+
+_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
+_OF_MODULES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_OF_OPERATORS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_ARGUMENTS = {
+    F.batch_norm: _OF_MODULES,
+    torch.batch_norm: _OF_OPERATORS,
+    torch.ops.aten.batch_norm: _OF_OPERATORS,
+    torch.ops.aten.batch_norm.default: _OF_OPERATORS,
+}
+"""The ways to ask for batch normalization, with the names of their positional arguments."""
+
+
+def _measured(x: Tensor) -> Statistics:
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(precise, [d for d in range(x.dim()) if d != 1], correction=0)
+    return Statistics(mean, variance, x.numel() // x.shape[1])
+
+
+def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` as one product and one sum, in the dtype of ``x``."""
+    if statistics.count == 1:
+        raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
+    scale = (statistics.variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    shift = -statistics.mean * scale
+    if bias is not None:
+        shift = shift + bias
+    channels = (1, -1) + (1,) * (x.dim() - 2)
+    return torch.addcmul(shift.view(channels), x.to(scale.dtype), scale.view(channels)).to(x.dtype)
+
+
+@torch.no_grad()
+def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    if running is not None:  # past the version, as batch norm itself writes it: its backward checks that
+        running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+
+
+@contextmanager
+def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
+    """Norms within do not count this call, if their counters are to be ``kept``."""
+    counters = [m.num_batches_tracked for m in module.modules() if isinstance(m, _BatchNorm)] if kept else []
+    copies = [(counter, counter.clone()) for counter in counters if counter is not None]
+    yield
+    for counter, copy in copies:
+        counter.data.copy_(copy)
+
+
+class _Start:
+    """Where a module and the random generators stand, to begin anew from there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+        self._state = ModuleState(module)
+        unique = {id(t): t for t in self._state.tensors()}
+        self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
+        self._generators = _Generators()
+
+    def enter_again(self) -> None:
+        """Raises :class:`RuntimeError` if random numbers were drawn, or a tensor with a graph was modified in place."""
+        if self._generators.moved():
+            raise RuntimeError(
+                f"{self._name} draws random numbers before a batch norm, others in chunks than as a whole; "
+                "set batch_statistics to false and chunks to 1 in the plan"
+            )
+        self._state.restore()
+        for tensor, version, copy in self._copies:
+            if tensor.requires_grad and tensor._version != version:
+                raise RuntimeError(
+                    f"{self._name} modifies its state in place before a batch norm, which cannot be undone for a "
+                    "second pass; set batch_statistics to false and chunks to 1 in the plan"
+                )
+            tensor.data.copy_(copy)
+
+
+class _Generators:
+    """Positions of PyTorch's, Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        self._others = GlobalGenerators()
+        self._torch = self._positions()
+
+    def moved(self) -> bool:
+        """Whether one of them has been drawn from since."""
+        return self._others.moved() or self._torch != self._positions()
+
+    @staticmethod
+    def _positions() -> list[bytes]:
+        with _disable_current_modes():  # a dry run's tensors have no values
+            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
+            return [bytes(state.tolist()) for state in states]
+
+
+def _check_inner_segments(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        is_inner = inner is not module and SEGMENT_KEY in vars(inner) and vars(inner)[SEGMENT_KEY].recompute
+        if is_inner and any(isinstance(m, _BatchNorm) for m in inner.modules()):
+            raise ValueError(
+                f"{type(module).__name__} gathers batch statistics over its chunks, and its {name}, which holds a "
+                "batch norm, is a segment of its own; remove one of the two from the plan"
+            )

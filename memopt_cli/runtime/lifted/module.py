@@ -1,0 +1,150 @@
+"""A module whose methods are generated from a stored program."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import linecache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.lifted.operators import FUNCTIONS
+from memopt_cli.runtime.lifted.program import BadProgram, check_program, nodes_of
+from memopt_cli.runtime.lifted.source import generate
+from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
+
+_CONSTANTS = "_constants"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class LiftedModule(nn.Module):
+    """Base of every lifted class; its subclasses are made from programs, one class each."""
+
+    _program: ClassVar[tuple[Any, ...]]
+    _constants: tuple[Tensor, ...]
+    """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
+    _device: torch.device | None
+    """Where the module was moved."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return restore_lifted, (self._program, vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiftedModule:
+        twin: LiftedModule = nn.Module.__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def _home(self, stored: str) -> torch.device:
+        """Where the module is; ``stored`` if it has no tensors and was never moved."""
+        tensors = itertools.chain(self.parameters(), self.buffers(), self._constants)
+        return next((t.device for t in tensors), self._device or torch.device(stored))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LiftedModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._device = fn(torch.empty(0)).device
+        moved = (fn(torch.empty(0, dtype=t.dtype, device=t.device)).device for t in self._constants)
+        self._constants = tuple(t.to(device) for t, device in zip(self._constants, moved, strict=True))
+        return self
+
+
+def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
+    """The class of a program, always the same one for the same program.
+
+    Raises :class:`BadProgram` before any code is made of data that is no program.
+    """
+    key = repr(program)  # 1, 1.0 and True are equal, but not the same program
+    if key not in _CLASSES:
+        check_program(program)
+        _CLASSES[key] = _make_class(program)
+    return _CLASSES[key]
+
+
+_CLASSES: dict[str, type[LiftedModule]] = {}
+
+
+def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
+    """A lifted module for an unpickler.  Saved models refer to this function: a file format.
+
+    ``program`` is described in :mod:`memopt_cli.runtime.lifted.program`; ``state`` are the module's attributes.
+    Raises :class:`BadProgram` unless both are data that such a module can have.
+    """
+    kind = lifted_class(program)
+    _check_state(program, state)
+    module = nn.Module.__new__(kind)
+    vars(module).update(state)
+    return module
+
+
+def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
+    """A module of a program's class, without parameters, buffers and children.  Raises :class:`BadProgram`."""
+    module = lifted_class(program)()
+    module._constants, module._device = constants, None
+    return module
+
+
+def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
+    text, names = generate(program)
+    _, name, methods, _ = program
+    file = f"<lifted {name} {len(_CLASSES)}>"
+    # PyTorch imports lazily, with the import of whoever runs; generated code itself cannot name it.
+    namespace: dict[str, Any] = {
+        "__builtins__": {"__import__": __import__},
+        "__name__": __name__,
+        **FUNCTIONS,
+        **names,
+    }
+    exec(compile(text, file, "exec"), namespace)
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
+    body = {method[0]: namespace[method[0]] for method in methods}
+    return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})
+
+
+def _check_state(program: tuple[Any, ...], state: Any) -> None:
+    """What a program calls must be modules, and what it reads data: then it can reach nothing but operators."""
+    if type(state) is not dict or not state.keys() >= _OF_EVERY_MODULE:
+        raise BadProgram("its state is not that of a module")
+    children = state["_modules"]
+    if not all(isinstance(child, nn.Module) for child in children.values()):
+        raise BadProgram("a lifted module holds a child that is no module")
+    registered = [(nn.Parameter, state["_parameters"]), (Tensor, state["_buffers"])]
+    if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
+        raise BadProgram("a parameter or buffer is no tensor")
+    shadowed = state.keys() & {*children, *state["_parameters"], *state["_buffers"]}
+    if shadowed:
+        raise BadProgram(f"the attribute {', '.join(shadowed)} hides another one")
+    for method in (*program[2], *program[3]):
+        for node in nodes_of(method[3]):
+            _check_path(node, state)
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return _is_data([*value, *value.values()])
+    return value is None or isinstance(value, bool | int | float | str | Tensor | torch.dtype | torch.device)
+
+
+def _check_path(node: tuple[Any, ...], state: dict[str, Any]) -> None:
+    """A program reaches into lifted modules only; of others it may call no method but forward."""
+    kind, detail = node[0], node[1]
+    if kind == "tensor" and detail >= len(state.get(_CONSTANTS, ())):
+        raise BadProgram("a constant tensor is missing")
+    if kind not in ("call", "get", "parameter", "set"):
+        return
+    path = detail[0] if kind == "call" else detail[:-1]
+    module: nn.Module | None = None
+    modules = state["_modules"]
+    for name in path:
+        module = modules.get(name)
+        if module is None:
+            raise BadProgram(f"there is no module {'.'.join(path)}")
+        modules = module._modules
+    if kind in ("get", "parameter") and not _is_data((vars(module) if module else state).get(detail[-1])):
+        raise BadProgram(f"the attribute {'.'.join(detail)} holds something other than data")
+    forward = kind == "call" and detail[1] == "forward"
+    if not forward and not isinstance(module, LiftedModule | ScriptLeaf | ScriptPart | None):
+        raise BadProgram(f"{'.'.join(path)} is not lifted, and more than its forward is used")

@@ -1,0 +1,318 @@
+"""What a lifted program may call: PyTorch's operators that only compute, and Python's own for numbers and containers.
+
+TorchScript's operators on numbers, strings, lists and dicts mean what Python's mean, so they become Python
+expressions; an operator that takes or gives tensors is called as it is (``torch.ops``), the same kernel that the
+original called.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+NAMESPACES: Final = frozenset(
+    {"aten", "quantized", "_quantized", "mkldnn", "mkldnn_prepacked", "onednn", "sparse", "prims", "torchvision"}
+)
+"""Operator libraries that only compute."""
+
+FILE_OPERATORS: Final = frozenset({"save", "load", "from_file", "read_file", "write_file"})
+"""Names of operators that read or write files, in any library."""
+_FILE_ARGUMENTS: Final = frozenset({"filename", "file", "path", "url"})
+
+
+def touches_files(operator: str) -> bool:
+    """Whether an operator, e.g. ``aten::from_file``, may read or write a file."""
+    if operator.partition("::")[2] in FILE_OPERATORS:
+        return True
+    schemas = torch._C._jit_get_schemas_for_operator(operator)
+    return any(a.name in _FILE_ARGUMENTS and str(a.type) == "str" for s in schemas for a in s.arguments)
+
+
+# ---------------------------------------------------------------------------------------------- Python's own
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """An operator as a Python expression; ``{0}``, ``{1}`` … stand for its operands."""
+
+    template: str
+    pure: bool = False
+    """It depends on nothing that can change: it may move to where its result is used."""
+    alias: bool = False
+    """A statement that changes its first operand, which is also its result."""
+
+
+def _overloads(name: str, overloads: str) -> list[str]:
+    return [f"{name}.{overload}" if overload != "-" else name for overload in overloads.split()]
+
+
+_NUMBERS: Final = "int float int_float float_int -"
+_EQUALS: Final = f"{_NUMBERS} str bool device int_list float_list bool_list str_list"
+_LISTS: Final = "t int_list float_list bool_list Tensor_list"
+_KEYS: Final = ("str", "int", "bool", "float", "Tensor")
+
+_PURE: Final = {
+    ("aten::add", f"{_NUMBERS} str"): "{0} + {1}",
+    ("aten::sub", _NUMBERS): "{0} - {1}",
+    ("aten::mul", _NUMBERS): "{0} * {1}",
+    ("aten::div", "int float -"): "{0} / {1}",
+    ("aten::floordiv", _NUMBERS): "{0} // {1}",
+    ("aten::remainder", _NUMBERS): "{0} % {1}",
+    ("aten::pow", "int float int_float float_int Scalar_Scalar"): "float({0}) ** {1}",
+    ("aten::pow", "int_to_int"): "{0} ** {1}",
+    ("aten::neg", "int float Scalar"): "-{0}",
+    ("aten::eq", f"{_EQUALS} enum"): "{0} == {1}",
+    ("aten::ne", f"{_EQUALS} enum"): "{0} != {1}",
+    ("aten::lt", f"{_NUMBERS} str"): "{0} < {1}",
+    ("aten::gt", f"{_NUMBERS} str"): "{0} > {1}",
+    ("aten::le", f"{_NUMBERS} str"): "{0} <= {1}",
+    ("aten::ge", f"{_NUMBERS} str"): "{0} >= {1}",
+    ("aten::__and__", "bool int"): "{0} & {1}",
+    ("aten::__or__", "bool int"): "{0} | {1}",
+    ("aten::__xor__", "bool int"): "{0} ^ {1}",
+    ("aten::__lshift__", "int"): "{0} << {1}",
+    ("aten::__rshift__", "int"): "{0} >> {1}",
+    ("aten::__not__", "-"): "not {0}",
+    ("aten::__is__", "-"): "{0} is {1}",
+    ("aten::__isnot__", "-"): "{0} is not {1}",
+    ("prim::min", _NUMBERS): "min({0}, {1})",
+    ("prim::max", _NUMBERS): "max({0}, {1})",
+    ("prim::abs", "int float Scalar -"): "abs({0})",
+    ("aten::Int", "float bool Scalar str"): "int({0})",
+    ("aten::Float", "int bool Scalar str"): "float({0})",
+    ("aten::Bool", "int float"): "bool({0})",
+    ("aten::sqrt", "int float"): "math.sqrt({0})",
+    ("aten::exp", "int float"): "math.exp({0})",
+    ("aten::log", "int float"): "math.log({0})",
+    ("aten::sin", "int float"): "math.sin({0})",
+    ("aten::cos", "int float"): "math.cos({0})",
+    ("aten::tanh", "int float"): "math.tanh({0})",
+    ("aten::ceil", "int float"): "math.ceil({0})",
+    ("aten::floor", "int float"): "math.floor({0})",
+    ("aten::isnan", "float"): "math.isnan({0})",
+    ("aten::isinf", "float"): "math.isinf({0})",
+    ("aten::gcd", "int"): "math.gcd({0}, {1})",
+    ("aten::__range_length", "-"): "len(range({0}, {1}, {2}))",
+    ("aten::__derive_index", "-"): "{1} + {0} * {2}",
+    ("aten::len", "str Tensor"): "len({0})",
+    ("aten::size", "-"): "list({0}.size())",
+    ("aten::size", "int"): "{0}.size({1})",
+    ("aten::dim", "-"): "{0}.dim()",
+    ("aten::numel", "-"): "{0}.numel()",
+    ("aten::stride", "int"): "{0}.stride({1})",
+    ("aten::is_floating_point", "-"): "{0}.is_floating_point()",
+    ("aten::is_complex", "-"): "{0}.is_complex()",
+    ("prim::requires_grad", "-"): "{0}.requires_grad",
+    ("prim::dtype", "-"): "dtype_code({0})",
+    ("prim::device", "-"): "{0}.device",
+    ("prim::layout", "-"): "layout_code({0})",
+    ("prim::is_cuda", "-"): "{0}.is_cuda",
+    ("prim::is_cpu", "-"): "{0}.is_cpu",
+    ("prim::is_sparse", "-"): "{0}.is_sparse",
+    ("prim::is_quantized", "-"): "{0}.is_quantized",
+    ("prim::is_nested", "-"): "{0}.is_nested",
+    ("prim::is_meta", "-"): "{0}.is_meta",
+    ("prim::type", "-"): "{0}.type",
+    ("prim::index", "-"): "{0}.index",
+    ("aten::device", "with_index -"): "device({...})",
+    ("prim::StringIndex", "-"): "{0}[{1}]",
+    ("aten::slice", "str"): "{0}[{1}:{2}:{3}]",
+    ("aten::str", "-"): "str({0})",
+    ("aten::format", "-"): "format_text({...})",
+    ("aten::lower", "-"): "{0}.lower()",
+    ("aten::upper", "-"): "{0}.upper()",
+    ("aten::strip", "-"): "{0}.strip({1})",
+    ("aten::startswith", "-"): "{0}.startswith({1}, {2}, {3})",
+    ("aten::endswith", "-"): "{0}.endswith({1}, {2}, {3})",
+    ("aten::replace", "-"): "{0}.replace({1}, {2}, {3})",
+    ("aten::find", "-"): "{0}.find({1}, {2}, {3})",
+    ("prim::NumToTensor", "Scalar bool"): "number_tensor({0})",
+}
+
+_READING: Final = {
+    ("aten::add", "t"): "{0} + {1}",
+    ("aten::mul", "left_t right_"): "{0} * {1}",
+    ("aten::len", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "len({0})",
+    ("aten::__getitem__", " ".join(["t", "str", *(f"Dict_{key}" for key in _KEYS)])): "{0}[{1}]",
+    ("aten::__contains__", " ".join(["int_list", "float_list", "str_list", *_KEYS])): "{1} in {0}",
+    ("aten::slice", "t"): "{0}[{1}:{2}:{3}]",
+    ("aten::list", "t -"): "list({0})",
+    ("aten::copy", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "{0}.copy()",
+    ("aten::join", "-"): "{0}.join({1})",
+    ("aten::split", "str"): "{0}.split({1}, {2})",
+    ("aten::keys", " ".join(_KEYS)): "list({0}.keys())",
+    ("aten::values", " ".join(_KEYS)): "list({0}.values())",
+    ("aten::items", " ".join(_KEYS)): "list({0}.items())",
+    ("aten::get", " ".join(_KEYS)): "{0}.get({1})",
+    ("aten::get", " ".join(f"default_{key}" for key in _KEYS)): "{0}.get({1}, {2})",
+    ("aten::index", "list_int list_float list_bool list_str"): "{0}.index({1})",
+    ("aten::count", "int float bool str"): "{0}.count({1})",
+    ("prim::min", "self_int self_float self_bool"): "min({0})",
+    ("prim::max", "self_int self_float self_bool"): "max({0})",
+    ("aten::sum", "int float bool"): "sum({0})",
+    ("aten::any", "str int float bool"): "any({0})",
+    ("aten::all", "int float bool"): "all({0})",
+    ("aten::Int", "Tensor"): "int({0})",
+    ("aten::Float", "Tensor"): "float({0})",
+    ("aten::Bool", "Tensor"): "bool({0})",
+    ("aten::IntImplicit", "-"): "int({0})",
+    ("aten::FloatImplicit", "-"): "float({0})",
+    ("aten::ScalarImplicit", "-"): "{0}.item()",
+    ("aten::item", "-"): "{0}.item()",
+    ("prim::data", "-"): "{0}.data",
+    ("prim::rangelist", "-"): "list(range({0}))",
+}
+
+_CHANGING: Final = {
+    ("aten::is_autocast_enabled", "-"): "is_autocast_enabled()",
+    ("aten::is_autocast_cpu_enabled", "-"): "is_autocast_enabled('cpu')",
+    ("aten::is_grad_enabled", "-"): "is_grad_enabled()",
+    ("aten::pop", "t"): "{0}.pop({1})",
+    ("aten::pop", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop({1})",
+    ("aten::pop", " ".join(f"Dict_default_{key}" for key in _KEYS)): "{0}.pop({1}, {2})",
+    ("aten::setdefault", " ".join(_KEYS)): "{0}.setdefault({1}, {2})",
+    ("aten::insert", "t"): "{0}.insert({1}, {2})",
+    ("aten::extend", "t"): "{0}.extend({1})",
+    ("aten::clear", " ".join(["t", *_KEYS])): "{0}.clear()",
+    ("aten::reverse", "t"): "{0}.reverse()",
+    ("aten::remove", "int float bool"): "{0}.remove({1})",
+    ("aten::sort", "int float bool str"): "{0}.sort(reverse={1})",
+    ("aten::update", " ".join(_KEYS)): "{0}.update({1})",
+    ("aten::Delete", "t"): "{0}.pop({1})",
+    ("aten::Delete", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop({1})",
+    ("aten::warn", "-"): "warn({0})",
+    ("prim::Print", "-"): "print({...})",
+    ("aten::tensor", "float int bool -"): "make_tensor({0}, {1}, {2}, {3})",
+}
+
+_ALIASING: Final = {
+    ("aten::append", "t"): "{0}.append({1})",
+    ("aten::_set_item", "t"): "{0}[{1}] = {2}",
+    ("aten::_set_item", " ".join(_KEYS)): "{0}[{1}] = {2}",
+    ("aten::add_", "t"): "{0}.extend({1})",
+}
+
+
+def _table() -> dict[str, Expression]:
+    groups = ((_PURE, True, False), (_READING, False, False), (_CHANGING, False, False), (_ALIASING, False, True))
+    return {
+        key: Expression(template, pure, alias)
+        for group, pure, alias in groups
+        for (names, overloads), template in group.items()
+        for name in names.split()
+        for key in _overloads(name, overloads)
+    }
+
+
+EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
+"""Operator with its overload (``aten::add.int``) -> the Python expression that computes it."""
+
+READING: Final = frozenset(
+    key for names, overloads in _READING for name in names.split() for key in _overloads(name, overloads)
+)
+"""Those that read what may change later: they move only past nothing."""
+
+
+# ---------------------------------------------------------------------------------------------- PyTorch's
+
+
+@functools.cache
+def find_operator(key: str) -> torch._ops.OpOverload | None:
+    """The operator on tensors named ``aten::add.Tensor`` or ``aten::relu``; ``None`` if there is none, or it is not
+    allowed."""
+    name, _, overload = key.partition(".")
+    namespace, _, operator = name.partition("::")
+    if namespace not in NAMESPACES or operator.startswith("__loader") or not key.replace("::", "").isprintable():
+        return None
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or touches_files(name):
+        return None
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) and _on_tensors(found) else None
+
+
+@functools.cache
+def _on_tensors(operator: torch._ops.OpOverload) -> bool:
+    schema = operator._schema
+    return any(
+        "Tensor" in str(item.type) or "Generator" in str(item.type) for item in (*schema.arguments, *schema.returns)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- small functions
+
+
+DTYPES: Final = (
+    *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
+)
+"""Names of dtypes by the number that TorchScript knows them by."""
+
+_DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
+_LAYOUTS: Final = {torch.strided: 0, torch.sparse_coo: 1, torch._mkldnn: 4}  # type: ignore[attr-defined]
+
+
+def dtype_code(tensor: Tensor) -> int:
+    """TorchScript's number of a tensor's dtype.  Raises :class:`KeyError` for one that it has no number for."""
+    return _DTYPE_CODES[tensor.dtype]
+
+
+def layout_code(tensor: Tensor) -> int:
+    """TorchScript's number of a tensor's layout.  Raises :class:`KeyError` for one that it has no number for."""
+    return _LAYOUTS[tensor.layout]
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """TorchScript's number of a dtype.  Raises :class:`KeyError` for one that it has no number for."""
+    return _DTYPE_CODES[dtype]
+
+
+def number_tensor(number: int | float | bool) -> Tensor:
+    """A number as a tensor without dimensions, as wide as a Python number is."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
+def make_tensor(data: Any, dtype: int | None, device: torch.device | None, requires_grad: bool) -> Tensor:
+    """``torch.tensor`` with TorchScript's number of a dtype."""
+    kind = None if dtype is None else getattr(torch, DTYPES[dtype])
+    return torch.tensor(data, dtype=kind, device=device, requires_grad=requires_grad)
+
+
+def format_text(pattern: str, *values: Any) -> str:
+    """Put the values in the places of ``{}``, and nothing more: ``str.format`` would read their attributes."""
+    first, *pieces = pattern.split("{}")
+    return first + "".join(f"{value}{piece}" for value, piece in zip(values, pieces, strict=False))
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter or buffer whose name is no identifier, as in a ``ParameterList``."""
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+class ScriptError(RuntimeError):
+    """A lifted program raised an exception."""
+
+
+FUNCTIONS: Final[Mapping[str, Any]] = {
+    **{f.__name__: f for f in (abs, all, any, bool, float, int, len, list, max, min, print, range, str, sum)},
+    **{f.__name__: f for f in (dtype_code, layout_code, number_tensor, make_tensor, format_text, parameter_of)},
+    "math": types.SimpleNamespace(
+        **{name: getattr(math, name) for name in "sqrt exp log sin cos tanh ceil floor isnan isinf gcd inf nan".split()}
+    ),
+    "device": torch.device,
+    "dtypes": types.SimpleNamespace(**{name: getattr(torch, name) for name in DTYPES}),
+    "warn": warnings.warn,
+    "ScriptError": ScriptError,
+    "is_autocast_enabled": torch.is_autocast_enabled,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "set_grad_enabled": torch.set_grad_enabled,
+}
+"""What generated code may name, besides its own variables and the operators that it uses."""

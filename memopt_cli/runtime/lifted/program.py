@@ -1,0 +1,280 @@
+"""The stored form of a lifted class: plain data in static single assignment, checked before anything is made of it.
+
+A *program* is ``(version, class name, methods, functions)``, all of it tuples, strings and numbers:
+
+* a method or function is ``(name, parameters, hints, block)``; ``parameters`` are ``(value, name, default)`` with
+  ``default`` either ``()`` or ``(constant,)``; ``hints[v]`` is ``(name, holds memory)`` of value ``v``, which is a
+  number.  A method's ``self`` is not among its parameters.
+* a *block* is ``(parameters, nodes, results)``: numbers of values, nodes, operands.
+* a *node* is ``(kind, detail, operands, outputs, blocks)``.
+* an *operand* is the number of a value, or ``(constant,)``: ``None``, a number, a string, or a tuple that stands for a
+  list of them.
+* a *path* is a tuple of attribute names that starts at ``self``.
+
+Kinds and their details: ``operator`` (its name with overload), ``call`` (path of a module, method), ``function``
+(name), ``get`` and ``set`` (path), ``parameter`` (path of an attribute that no program sets), ``tensor`` (index of a
+constant tensor), ``device`` (its name), ``home`` (the
+module's own device; its name when it was stored), ``tuple``, ``list``, ``dict`` (keys and values in turn), ``named``
+(name and fields of a named tuple), ``unpack``, ``item`` (index into a tuple), ``slice`` (first, last), ``raise``,
+``none`` (a value that is never read), ``if`` (operand: condition; blocks: then, else), ``loop`` (operands: most
+rounds, condition, values carried; its block takes the round and the values carried, and gives the condition and the
+values carried) and ``grad`` (whether gradients are recorded; one block).
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, NAMESPACES, find_operator
+
+VERSION: Final = 1
+"""Of the stored form; raised when it changes."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "training"}
+"""Names that mean something else on every module."""
+
+
+class BadProgram(ValueError):
+    """Stored data that is no program, or one that names what is not allowed; the message says what."""
+
+
+def is_name(text: Any) -> bool:
+    """Whether generated code may use a text as the name of an attribute, a method or an argument."""
+    return (
+        isinstance(text, str)
+        and _NAME.fullmatch(text) is not None
+        and not text.startswith("__")
+        and not keyword.iskeyword(text)
+    )
+
+
+def is_attribute(text: Any) -> bool:
+    """Whether a program may use a text as the name of a module's attribute.
+
+    That of a child or a parameter need not be an identifier: it is looked up by its name.
+    """
+    if not isinstance(text, str) or text in _OF_MODULES or text.startswith("__"):
+        return False
+    return is_name(text) or (bool(text) and text.isprintable() and "." not in text and not text.isidentifier())
+
+
+def is_method(text: Any) -> bool:
+    """Whether a program may use a text as the name of a method or a function."""
+    return is_name(text) and text not in _OF_MODULES
+
+
+def is_parameter(text: Any) -> bool:
+    """Whether a program may use a text as the name of an argument."""
+    return is_name(text) and text not in NAMESPACES and text != "self"
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a program may hold the value as a constant."""
+    if type(value) is tuple:
+        return all(is_constant(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def check_program(program: Any) -> None:
+    """Raise :class:`BadProgram` unless it has the form above and names only operators on the list."""
+    _require(_is_tuple(program, 4), "it is no program")
+    version, name, methods, functions = program
+    _require(version == VERSION, f"it has version {version!r}; this memopt reads version {VERSION}")
+    _require(is_name(name), f"{name!r} is no name of a class")
+    checker = _Checker(_names(methods), _names(functions))
+    _require(not checker.functions & FUNCTIONS.keys(), "a function has the name of a built-in")
+    for method in (*methods, *functions):
+        checker.check(*method)
+
+
+def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Every node of a block and of the blocks in it."""
+    for node in block[1]:
+        yield node
+        for inner in node[4]:
+            yield from nodes_of(inner)
+
+
+def free_values(blocks: Iterable[tuple[Any, ...]]) -> set[int]:
+    """Values that the blocks use and do not define."""
+    used: set[int] = set()
+    for parameters, nodes, results in blocks:
+        inside = values_of(results).union(*map(used_values, nodes))
+        used |= inside - set(parameters) - {value for node in nodes for value in node[3]}
+    return used
+
+
+def used_values(node: tuple[Any, ...]) -> set[int]:
+    """Values that a node uses, in its blocks too."""
+    return values_of(node[2]) | free_values(node[4])
+
+
+def values_of(operands: Iterable[Any]) -> set[int]:
+    """The operands that are values."""
+    return {operand for operand in operands if type(operand) is int}
+
+
+def is_pure(kind: str, detail: Any) -> bool:
+    """Whether a node of a kind does nothing but give its value."""
+    if kind == "operator":
+        return detail in EXPRESSIONS and EXPRESSIONS[detail].pure
+    return kind in ("get", "parameter", "tensor", "device", "home", "tuple", "list", "dict", "named", "item", "none")
+
+
+def without_unused(nodes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+    """The nodes of a block less those that only give what nobody uses."""
+    needed, kept = values_of(results), []
+    for node in reversed(nodes):
+        if not is_pure(node[0], node[1]) or needed & set(node[3]):
+            kept.append(node)
+            needed |= used_values(node)
+    return tuple(reversed(kept))
+
+
+# ---------------------------------------------------------------------------------------------- checking
+
+
+def _require(holds: object, complaint: str) -> None:
+    if not holds:
+        raise BadProgram(complaint)
+
+
+def _is_tuple(value: Any, length: int | None = None, kind: type | None = None) -> bool:
+    fits = type(value) is tuple and length in (None, len(value))
+    return fits and (kind is None or all(type(item) is kind for item in value))
+
+
+def _names(items: Any) -> frozenset[str]:
+    _require(_is_tuple(items, kind=tuple) and all(len(item) == 4 for item in items), "its methods are malformed")
+    names = [item[0] for item in items]
+    _require(all(map(is_method, names)), f"one of {', '.join(map(repr, names))} is no name of a method")
+    _require(len(set(names)) == len(names), "two methods have one name")
+    return frozenset(names)
+
+
+def _is_path(path: Any) -> bool:
+    return _is_tuple(path) and all(map(is_attribute, path))
+
+
+def _is_data_path(path: Any) -> bool:
+    return _is_path(path) and len(path) > 0 and path[-1] != "forward"
+
+
+def _is_settable(path: Any) -> bool:
+    return _is_data_path(path) and is_name(path[-1])
+
+
+def _is_operator(key: Any) -> bool:
+    return type(key) is str and (key in EXPRESSIONS or find_operator(key) is not None)
+
+
+def _is_named(detail: Any) -> bool:
+    if not _is_tuple(detail, 2) or not _is_tuple(detail[1], kind=str):
+        return False
+    names = (detail[0], *detail[1])
+    return all(is_name(n) and not n.startswith("_") for n in names) and len(set(detail[1])) == len(detail[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How many operands, outputs (``None``: any number) and blocks a kind of node has, and what its detail may be."""
+
+    operands: int | None
+    outputs: int | None
+    blocks: int
+    detail: Callable[[Any], bool] = lambda detail: detail is None
+
+
+_KINDS: Final = {
+    "operator": _Kind(None, None, 0, _is_operator),
+    "call": _Kind(None, None, 0, lambda d: _is_tuple(d, 2) and _is_path(d[0]) and is_method(d[1])),
+    "function": _Kind(None, None, 0, is_method),
+    "get": _Kind(0, 1, 0, _is_data_path),
+    "parameter": _Kind(0, 1, 0, _is_data_path),
+    "set": _Kind(1, 0, 0, _is_settable),
+    "tensor": _Kind(0, 1, 0, lambda d: type(d) is int and d >= 0),
+    "home": _Kind(0, 1, 0, lambda d: type(d) is str),
+    "device": _Kind(0, 1, 0, lambda d: type(d) is str),
+    "tuple": _Kind(None, 1, 0),
+    "list": _Kind(None, 1, 0),
+    "dict": _Kind(None, 1, 0),
+    "named": _Kind(None, 1, 0, _is_named),
+    "unpack": _Kind(1, None, 0),
+    "item": _Kind(1, 1, 0, lambda d: type(d) is int),
+    "slice": _Kind(1, 1, 0, lambda d: _is_tuple(d, 2, int)),
+    "raise": _Kind(1, 0, 0),
+    "none": _Kind(0, 1, 0),
+    "if": _Kind(1, None, 2),
+    "loop": _Kind(None, None, 1),
+    "grad": _Kind(0, None, 1, lambda d: type(d) is bool),
+}
+
+
+class _Checker:
+    def __init__(self, methods: frozenset[str], functions: frozenset[str]) -> None:
+        self.methods = methods
+        self.functions = functions
+        self._values = 0
+
+    def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
+        """One method or function."""
+        _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")
+        _require(all(_is_tuple(h, 2) and type(h[0]) is str and type(h[1]) is bool for h in hints), "a malformed hint")
+        self._values = len(hints)
+        _require(_is_tuple(parameters, kind=tuple) and all(len(p) == 3 for p in parameters), "malformed parameters")
+        _require(all(is_name(p[1]) and type(p[2]) is tuple and is_constant(p[2]) for p in parameters), "a parameter")
+        _require(all(is_parameter(p[1]) for p in parameters), f"{name} has a parameter whose name is taken")
+        _require(len({p[1] for p in parameters}) == len(parameters), f"{name} has two parameters of one name")
+        self._check_values(tuple(p[0] for p in parameters))
+        self._check_block(block, 0, None)
+        _require(len(block[2]) <= 1, f"{name} has several results")
+
+    def _check_block(self, block: Any, parameters: int, results: int | None) -> None:
+        _require(_is_tuple(block, 3) and _is_tuple(block[1], kind=tuple), "a block is malformed")
+        self._check_values(block[0], parameters)
+        self._check_operands(block[2])
+        _require(results in (None, len(block[2])), "a block has the wrong number of results")
+        for node in block[1]:
+            _require(len(node) == 5 and type(node[0]) is str, "a node is malformed")
+            self._check_node(*node)
+
+    def _check_node(self, kind: str, detail: Any, operands: Any, outputs: Any, blocks: Any) -> None:
+        expected = _KINDS.get(kind)
+        if expected is None:
+            raise BadProgram(f"{kind!r} is no kind of node")
+        allowed = f"the operator {detail} is not allowed" if kind == "operator" else f"{detail!r} in a node of {kind}"
+        _require(expected.detail(detail), allowed)
+        self._check_operands(operands)
+        self._check_values(outputs, expected.outputs)
+        _require(expected.operands in (None, len(operands)), f"{kind} has the wrong number of operands")
+        _require(_is_tuple(blocks, expected.blocks), f"{kind} has the wrong number of blocks")
+        self._check_name(kind, detail)
+        looping = int(kind == "loop")
+        _require(kind not in ("operator", "call", "function") or len(outputs) <= 1, f"{kind} has several outputs")
+        _require(kind != "dict" or len(operands) % 2 == 0, "a dict is malformed")
+        _require(not looping or len(operands) == len(outputs) + 2, "a loop is malformed")
+        for block in blocks:
+            self._check_block(block, (1 + len(outputs)) * looping, len(outputs) + looping)
+
+    def _check_name(self, kind: str, detail: Any) -> None:
+        if kind == "function":
+            _require(detail in self.functions, f"there is no function {detail}")
+        if kind == "call" and not detail[0]:
+            _require(detail[1] in self.methods, f"there is no method {detail[1]}")
+
+    def _check_values(self, values: Any, count: int | None = None) -> None:
+        _require(_is_tuple(values, count, int), "values are malformed")
+        _require(all(0 <= v < self._values for v in values), "a value has no hint")
+
+    def _check_operands(self, operands: Any) -> None:
+        _require(_is_tuple(operands), "operands are malformed")
+        constants = [operand for operand in operands if type(operand) is tuple]
+        _require(all(len(c) == 1 and is_constant(c) for c in constants), "a constant is malformed")
+        self._check_values(tuple(operand for operand in operands if type(operand) is not tuple))

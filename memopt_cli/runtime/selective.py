@@ -1,0 +1,257 @@
+"""Operators whose outputs a segment keeps instead of recomputing (selective checkpointing).
+
+The idea is PyTorch's ``create_selective_checkpoint_contexts``; what is done otherwise here:
+
+- A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
+  counters alone, and ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions, has one of its
+  own: an in-place activation behind it gives wrong gradients without a word.
+- An output counts for the innermost segment that makes it: kept by an outer one it would be recomputed all the same.
+- A second backward through the same graph recomputes what the first has used up.
+- Skipping an operator that draws leaves the generator where the operator left it.
+
+The running statistics of a norm that is kept or recomputed, and its counter, are the segment's business
+(:class:`~memopt_cli.runtime.state.StartingState`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+_thread = threading.local()
+
+
+def keep_refusal(names: Sequence[str]) -> str:
+    """Why the outputs of one of these operators (``aten::convolution``) cannot be kept; empty if they all can."""
+    return next((f"it is to keep the output of {name!r}: {why}" for name in names if (why := _unfit(name))), "")
+
+
+def _unfit(name: str) -> str:
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return "there is no operator of that name; names are like aten::convolution, without the overload"
+    overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
+        return "it consists of other operators; name those"
+    if overload._schema.is_mutable:
+        return "it writes in place"
+    if any(result.alias_info is not None for result in overload._schema.returns):
+        return "it returns a view, which takes no memory of its own"
+    if name == "aten::_to_copy":  # autocast keeps what it cast: forward and recomputation differ in how many run
+        return "autocast may run it in forward alone"
+    return ""
+
+
+@dataclass(slots=True)
+class _Output:
+    """What one call of an operator returned."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    given: tuple[Any, ...]
+    """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this."""
+    drawn: tuple[torch.Generator, Tensor] | None
+    """The generator that the call drew from, and where it left it."""
+    watched: list[tuple[Tensor, int]]
+    """Tensors through which the memory can be written, and their versions when forward ended."""
+
+
+class KeptOutputs:
+    """What one run of a segment keeps."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._outputs: dict[tuple[Any, int], _Output] = {}
+        self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forward runs within."""
+        with _innermost(self), _Recording(self):
+            yield
+        self._in_storage.clear()
+        for output in self._outputs.values():
+            output.watched = [(tensor, tensor._version) for tensor, _ in output.watched]
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """A recomputation runs within."""
+        with _innermost(self), _Replaying(self):
+            yield
+
+    def add(self, key: tuple[Any, int], given: tuple[Any, ...], result: Any, drawn: Any) -> None:
+        """Keep what a call has returned."""
+        leaves, spec = tree_flatten(result)
+        leaves = [_alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
+        for place, leaf in enumerate(leaves):
+            if _has_storage(leaf):
+                self._in_storage[leaf.untyped_storage()._cdata].append((output, place))
+
+    def copy_before_write(self, tensor: Any) -> None:
+        """``tensor`` is about to be modified in place."""
+        if not _has_storage(tensor):
+            return
+        key = tensor.untyped_storage()._cdata
+        for output, place in self._in_storage.pop(key, ()):
+            output.leaves[place] = output.leaves[place].clone()
+            output.watched = [(t, v) for t, v in output.watched if t.untyped_storage()._cdata != key]
+
+    def watch(self, tensor: Any) -> None:
+        """If ``tensor`` lies in the memory of a kept output, whoever modifies it later must be noticed."""
+        if _has_storage(tensor):
+            for output, _ in self._in_storage.get(tensor.untyped_storage()._cdata, ()):
+                output.watched.append((_alias(tensor), 0))
+
+    def take(self, key: tuple[Any, int], given: tuple[Any, ...]) -> _Output | None:
+        """What the same call returned in forward, once.
+
+        Raises :class:`RuntimeError` if it is another call, or if the output has been modified since forward ended.
+        """
+        output = self._outputs.pop(key, None)
+        if output is None:
+            return None
+        name = _name_of(key[0])
+        if output.given != given:
+            raise RuntimeError(
+                f"a recomputation calls {name} on {given} where forward called it on {output.given}; the module does "
+                "not compute the same twice. Do not keep this operator's outputs in the plan."
+            )
+        if any(tensor._version != version for tensor, version in output.watched):
+            raise RuntimeError(
+                f"an output of {name} that a segment keeps was modified in place after the segment's forward. "
+                "Do not keep this operator's outputs in the plan, or make the modification out of place."
+            )
+        return output
+
+    def wants(self, func: Any) -> bool:
+        """Whether the outputs of a call that is being made now are to be kept."""
+        return getattr(_thread, "innermost", None) is self and _name_of(func) in self._names
+
+
+class NothingKept(KeptOutputs):
+    """A segment that recomputes everything."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """No operator passes through Python for it."""
+        with _innermost(self):
+            yield
+
+    replaying = recording
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Numbers the calls of every operator whose outputs are wanted."""
+
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._calls: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def _key(self, func: Any) -> tuple[Any, int]:
+        self._calls[func] += 1
+        return func, self._calls[func]
+
+
+class _Recording(_Calls):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            self._kept.copy_before_write(tensor)
+        result = func(*args, **kwargs)
+        if self._kept.wants(func):
+            drawn = _position(func, kwargs, result)
+            self._kept.add(self._key(func), _given(args, kwargs), result, drawn)
+        for leaf in tree_leaves(result):
+            self._kept.watch(leaf)
+        return result
+
+
+class _Replaying(_Calls):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wanted = self._kept.wants(func)
+        output = self._kept.take(self._key(func), _given(args, kwargs)) if wanted else None
+        if output is None:
+            return func(*args, **kwargs)
+        if output.drawn is not None:
+            generator, position = output.drawn
+            generator.set_state(position)
+        return tree_unflatten(output.leaves, output.spec)
+
+
+@contextmanager
+def _innermost(kept: KeptOutputs) -> Iterator[None]:
+    outer = getattr(_thread, "innermost", None)
+    _thread.innermost = kept
+    try:
+        yield
+    finally:
+        _thread.innermost = outer
+
+
+def _name_of(func: Any) -> str:
+    name: str = func.name()
+    return name.partition(".")[0]
+
+
+def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator modifies."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    places = _written_arguments(func)
+    return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
+
+
+def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Generator, Tensor] | None:
+    """The generator that a call may have drawn from, and where it stands now."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = kwargs.get("generator")
+    if generator is None:
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not leaves or isinstance(leaves[0], FakeTensor):  # nothing is drawn without data
+            return None
+        device = leaves[0].device
+        on_cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+    return generator, generator.get_state()
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without autograd's part, but with the same version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

@@ -1,0 +1,377 @@
+"""Chunks with the statistics of the whole: in float64 the same as without chunks, running statistics included."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.runtime.batch_statistics import Statistics, _measured, merged
+from memopt_cli.step import Step
+from memopt_cli.trace import count
+from memopt_cli.trace.fake import FakeStep
+from sample_models.spiking_vgg import ConvBlock, MultiStep
+
+EXACT = SegmentConfig(chunks=3, batch_statistics=True)
+
+
+class Resetting(nn.Module):
+    """Neurons start every step from rest."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules():
+            if isinstance(module, MultiStep):
+                module.reset()
+        y: Tensor = self.blocks(x)
+        return y
+
+
+def leaf(*shape: int) -> Tensor:
+    """Not centered: statistics matter."""
+    return (torch.randn(shape) * 3 + 5).requires_grad_()
+
+
+def spikes(*shape: int) -> Tensor:
+    return (torch.rand(shape) < 0.4).to(torch.get_default_dtype()).requires_grad_()
+
+
+@pytest.fixture
+def exactly(judge: Any) -> Iterator[Any]:
+    """The judge for float64; gradients of inputs are judged as well."""
+    judge.tolerance = 1e-9
+    torch.set_default_dtype(torch.float64)
+    yield judge
+    torch.set_default_dtype(torch.float32)
+
+
+NORMS = [
+    *(nn.BatchNorm1d(3, affine=affine) for affine in (True, False)),
+    *(nn.BatchNorm1d(3, momentum=momentum) for momentum in (None, 0.3, 0.0)),
+    nn.BatchNorm1d(3, track_running_stats=False),
+    nn.BatchNorm1d(3, eps=0.1),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("dims", [0, 1, 2, 3])
+def test_every_norm(exactly: Any, norm: nn.BatchNorm1d, dims: int) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    other = kinds[dims](3, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    layer = layers[dims](2, 3, bias=False) if dims == 0 else layers[dims](2, 3, 2, bias=False)
+    x = leaf(7, 2, *(3,) * dims)
+    net = Resetting(nn.Sequential(layer, other, nn.Tanh()))
+    for chunks in (2, 7):
+        config = SegmentConfig(chunks=chunks, batch_statistics=True)
+        exactly(net, {"blocks.0": config}, x, steps=3)
+    assert exactly.recomputations == 3 * 2 * (2 + 7)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+@pytest.mark.parametrize("codec", ["null", "bit"])
+def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:
+    net = Resetting(ConvBlock(2, 4, pool=False), ConvBlock(4, 6, pool=True))
+    config = SegmentConfig(chunks=chunks, batch_statistics=True, compressor=codec)
+    x = spikes(5, 2, 2, 6, 6)
+    exactly(net, {"blocks.0": config, "blocks.1": config}, x, steps=3)
+    assert exactly.recomputations == 3 * 2 * 2 * chunks
+
+
+def test_state_before_the_norm_is_carried_too(exactly: Any) -> None:
+    net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), ConvBlock(4, 3, pool=False)))
+    exactly(net, {"blocks.0": EXACT}, spikes(5, 2, 2, 6, 6))
+    assert exactly.recomputations == 2 * 3 * 3  # two norms: three passes
+
+
+class Branches(nn.Module):
+    """Norms side by side, one after another, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.twice = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh() + self.b(self.inner(x))
+        z: Tensor = self.twice(self.inner(self.twice(y.sin())).sin())
+        return z
+
+
+def test_several_norms(exactly: Any) -> None:
+    optimized = exactly(Resetting(Branches()), {"blocks.0": EXACT}, leaf(8, 4))
+    assert optimized.blocks[0].twice.num_batches_tracked == 2 * 2
+    assert exactly.recomputations == 2 * 3 * 5
+
+
+def test_the_batch_axis_and_another(exactly: Any) -> None:
+    norm = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(4), nn.Sigmoid())
+    config = SegmentConfig(chunks=2, axis=-1, batch_statistics=True)
+    pointwise = nn.Sequential(nn.Conv1d(4, 4, 1, bias=False), nn.BatchNorm1d(4), nn.Sigmoid())
+    x = leaf(5, 4, 3)
+    exactly(Resetting(norm), {"blocks.0": EXACT}, x)
+    exactly(Resetting(pointwise), {"blocks.0": config}, x)
+
+
+class Functional(nn.Module):
+    """By every way to ask for batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        m, v, w = self.mean, self.variance, self.weight
+        x = F.batch_norm(x, m, v, weight=w, training=True, momentum=0.2).sin()
+        x = torch.batch_norm(x, w, None, m, v, True, 0.1, 1e-5, False).sin()
+        return torch.ops.aten.batch_norm(x, None, w, None, None, True, 0.1, 1e-5, False)
+
+
+def test_functional_norms(exactly: Any) -> None:
+    exactly(Resetting(Functional()), {"blocks.0": EXACT}, leaf(8, 4))
+    assert exactly.recomputations == 2 * 3 * 4
+
+
+class Elsewhere(nn.Module):
+    """Its norm also runs outside of the segment, where its backward checks that nobody has touched its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.block = nn.Sequential(nn.Linear(4, 4, bias=False), self.norm, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(self.norm(x))
+        return y
+
+
+def test_a_norm_shared_with_what_is_outside(exactly: Any) -> None:
+    x = leaf(8, 4)
+    optimized = exactly(Elsewhere(), {"block": EXACT}, x)
+    assert optimized.norm.num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("outer", [SegmentConfig(), SegmentConfig(chunks=2, axis=1)])
+def test_within_another_segment_and_around_one(exactly: Any, outer: SegmentConfig) -> None:
+    net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), nn.Tanh()))
+    paths = {"blocks.0": SegmentConfig(), "blocks.0.0": EXACT, "blocks.0.0.neuron": SegmentConfig(chunks=2)}
+    exactly(net, paths, spikes(5, 2, 2, 6, 6))
+    assert exactly.recomputations > 2 * (1 + 6)
+
+
+def test_kept_outputs(exactly: Any) -> None:
+    net = Resetting(nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(True)))
+    config = SegmentConfig(chunks=3, batch_statistics=True, keep=("aten::convolution",))
+    exactly(net, {"blocks.0": config}, leaf(7, 2, 5, 5))
+
+
+def test_eval_mode_and_frozen_norms_run_in_one_pass(exactly: Any) -> None:
+    net = Resetting(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh()))
+    x = leaf(7, 2, 5, 5)
+    exactly(net.eval(), {"blocks.0": EXACT}, x)
+    net.train().blocks[0][1].eval()
+    exactly(net, {"blocks.0": EXACT}, x)
+    assert exactly.recomputations == 2 * 2 * 3
+
+
+def test_without_gradients_it_runs_whole(exactly: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4))
+    x = torch.randn(7, 2, 5, 5)
+    with torch.no_grad():
+        exactly(net, {"": EXACT}, x)
+    exactly(net.requires_grad_(False), {"": EXACT}, x)
+    assert exactly.recomputations == 0
+
+
+def test_a_second_backward(exactly: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh())
+    optimized = copy.deepcopy(net)
+    install_segment(optimized, EXACT)
+    x = leaf(7, 2, 5, 5)
+    for model in (net, optimized):
+        output = model(x)
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+    pairs = zip(net.parameters(), optimized.parameters(), strict=True)
+    assert all(torch.allclose(a.grad, b.grad, rtol=1e-9) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_dtypes_and_the_precision_of_statistics(dtype: torch.dtype) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    optimized = copy.deepcopy(net)
+    install_segment(optimized, EXACT)
+    x = torch.randn(7, 2, 5, 5) + 3
+    outputs = []
+    for model in (net, optimized):
+        with torch.autocast("cpu", dtype):
+            outputs.append(model(x))
+        outputs[-1].float().square().sum().backward()
+    assert outputs[0].dtype == outputs[1].dtype
+    assert torch.allclose(outputs[0].float(), outputs[1].float(), atol=0.05)
+    assert torch.allclose(net[1].running_mean, optimized[1].running_mean, rtol=1e-5)
+    assert torch.allclose(net[1].running_var, optimized[1].running_var, rtol=1e-4)
+
+
+def test_less_memory_than_a_plain_segment() -> None:
+    """A dry run counts what a real step does, a few vectors of statistics apart."""
+    peaks = []
+    x = (torch.rand(8, 2, 2, 24, 24) < 0.3).float()
+    for config in (None, SegmentConfig(), SegmentConfig(chunks=4, batch_statistics=True)):
+        net = Resetting(ConvBlock(2, 32, pool=False))
+        if config is not None:
+            install_segment(net.blocks[0], config)
+        step = Step(model=net, args=(x,), kwargs={}, settings=StepSettings())
+        dry = FakeStep(step).count().tensor_peak_bytes
+        peaks.append(count(step).tensor_peak_bytes)
+        assert abs(dry - peaks[-1]) <= 0.005 * peaks[-1]
+    assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(-1e3, 1e3), st.integers(0, 2**31))
+def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(lengths), 3, 2, generator=drawn, dtype=torch.float64) + offset
+    whole: Statistics = _measured(x)
+    parts = merged([_measured(piece) for piece in x.split(lengths)])
+    assert parts.count == whole.count == 2 * sum(lengths)
+    assert torch.allclose(parts.mean, whole.mean, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(parts.variance, whole.variance, rtol=1e-9, atol=1e-12)
+
+
+def test_it_survives_copies_and_files(exactly: Any) -> None:
+    net = Resetting(nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)))
+    plan = Plan(level=3, segments=(SegmentPlan(path="blocks.0", chunks=3, batch_statistics=True),))
+    optimized = apply_plan(copy.deepcopy(net), plan)
+    for other in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        exactly.compare(copy.deepcopy(net), other, leaf(7, 4))
+    assert exactly.recomputations == 2 * 2 * 6
+
+
+# ---------------------------------------------------------------------------------------------- refused
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        return y, y.sum(0) if state is None else y.sum(0) + state
+
+
+class Careful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self.norm(x)
+        except Exception:
+            return x
+        return y
+
+
+class Accumulating(nn.Module):
+    """Modifies a state that has a graph before its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.state = nn.Linear(4, 4), nn.BatchNorm1d(4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.state * self.inner.weight[0]
+        y: Tensor = self.norm(x + self.state.add_(1))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("block", "chunks", "reason"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 1, "it runs in one"),
+        (nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), 2, "its 1 is a SyncBatchNorm"),
+        (nn.SyncBatchNorm(4), 2, "its norm is a SyncBatchNorm"),
+    ],
+)
+def test_refused_by_a_plan(block: nn.Module, chunks: int, reason: str) -> None:
+    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=chunks, batch_statistics=True),))
+    with pytest.raises(PlanError, match=reason):
+        apply_plan(block, plan)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_script_modules_are_refused() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4)))
+    with pytest.raises(ValueError, match="its 1 is a ScriptModule"):
+        install_segment(block, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)),
+            "draws random numbers before a batch norm",
+        ),
+        (Handing(), "hands its state over as an output"),
+        (Careful(), "catches the exception"),
+    ],
+)
+def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
+    install_segment(block, EXACT)
+    with pytest.raises((ValueError, RuntimeError), match=reason):
+        block(torch.randn(6, 4))
+
+
+def test_what_cannot_be_undone_is_refused() -> None:
+    block = Accumulating()
+    block(torch.randn(6, 4))
+    install_segment(block, EXACT)
+    block.state = block.state * 1
+    held = block.state
+
+    def modify(module: nn.Module, args: Any) -> None:
+        held.mul_(0.5)
+
+    block.norm.register_forward_pre_hook(modify)
+    with pytest.raises(RuntimeError, match="modifies its state in place"):
+        block(torch.randn(6, 4))
+
+
+def test_norms_in_a_segment_within() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))
+    install_segment(block, EXACT)
+    install_segment(block[1], SegmentConfig())
+    with pytest.raises(ValueError, match="its 1, which holds a batch norm, is a segment of its own"):
+        block(torch.randn(6, 4))
+
+
+def test_one_value_per_channel() -> None:
+    """As batch norm itself refuses it, but of the whole: a chunk may have one value."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    install_segment(block, SegmentConfig(chunks=6, batch_statistics=True))
+    block(torch.randn(6, 4)).sum().backward()
+    assert block[1].num_batches_tracked == 1
+    assert block[0].weight.grad is not None

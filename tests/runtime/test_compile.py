@@ -1,0 +1,141 @@
+"""``torch.compile`` of models with segments: captured whole, or left to a checkpoint that is not compiled."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+
+from memopt_cli.runtime import SegmentConfig, install_segment
+
+BIT = SegmentConfig(compressor="bit")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting(nn.Module):
+    """State in attributes, which the compiler cannot trace within a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.membrane, self.calls = nn.Linear(4, 4), torch.zeros(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.membrane = 0.5 * self.membrane.detach() + self.inner(x).mean(0)
+        self.calls += 1
+        return (x * self.membrane).sin() * self.calls
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def left_behind(model: nn.Module, x: Tensor) -> list[Any]:
+    """Outputs, gradients and state of two steps."""
+    found: list[Any] = []
+    for _ in range(2):
+        model.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        found += [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*found, *model.buffers(), *((m.membrane, m.calls) for m in model.modules() if isinstance(m, Counting))]
+
+
+def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same with ``block`` a segment."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), block)
+    optimized = copy.deepcopy(plain)
+    install_segment(optimized[1], config)
+    return plain, optimized
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "whole"),
+    [
+        (norm, BIT, True),
+        (norm, SegmentConfig(chunks=3), True),
+        (batch_norm, BIT, True),
+        (Counting, BIT, False),
+    ],
+)
+def test_the_same_step(make: Callable[[], nn.Module], config: SegmentConfig, whole: bool) -> None:
+    """``whole``: one graph, segment included.  Graphs are differentiated ahead of time, which needs no C++ compiler."""
+    plain, optimized = pair(make(), config)
+    x = torch.randn(6, 4)
+    expected = left_behind(plain, x)
+    found = left_behind(torch.compile(optimized, backend="aot_eager", fullgraph=whole), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    plain, optimized = pair(nn.Sequential(batch_norm(), Counting()), BIT)
+    x = torch.randn(6, 4)
+    expected = left_behind(plain, x)
+    torch.testing.assert_close(left_behind(torch.compile(optimized), x), expected)
+
+
+def test_dropout_keeps_its_mask() -> None:
+    _, optimized = pair(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)), BIT)
+    compiled = torch.compile(optimized[1], backend="aot_eager")
+    x = torch.ones(1000, requires_grad=True)
+    output = compiled(x)
+    output.sum().backward()
+    assert torch.equal(output == 0, x.grad == 0)
+
+
+def test_the_segment_is_not_dropped() -> None:
+    """What a compiled step keeps for backward is what a segment keeps."""
+    plain = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+    )
+    optimized = copy.deepcopy(plain)
+    for block in optimized:
+        install_segment(block, SegmentConfig())
+    kept = []
+    for model in (plain, optimized):
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+        kept.append(_kept_bytes(compiled, torch.randn(100, 64)))
+    parameters_and_inputs = sum(p.nbytes for p in plain.parameters()) + 3 * 100 * 64 * 4
+    assert kept[1] <= parameters_and_inputs < kept[0]
+
+
+def _kept_bytes(model: Any, x: Tensor) -> int:
+    sizes = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(sizes)
+
+
+def test_compiled_autograd() -> None:
+    """Backward alone is compiled: segments that ran in eager mode are recomputed there, and keep nothing before."""
+    plain, optimized = pair(nn.Sequential(norm(), Counting()), BIT)
+    x = torch.randn(6, 4)
+    plain(x).square().sum().backward()
+    output = optimized(x)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        output.square().sum().backward()
+    for a, b in zip(plain.parameters(), optimized.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert optimized[1][1].calls == 1

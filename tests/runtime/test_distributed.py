@@ -1,0 +1,301 @@
+"""Segments under data parallelism: two processes on the CPU, joined by gloo, started once for all tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
+from memopt_cli.runtime.container import _Run
+
+WORLD = 2
+BIT = SegmentConfig(compressor="bit")
+Gradients = dict[str, Tensor]
+
+
+class Shared(nn.Module):
+    """Two blocks with one weight between them, each a segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class SyncNorm(nn.Module):
+    """Batch norm over the samples of every process, as ``SyncBatchNorm`` is, which needs GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.reductions = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        self.mean.mul_(0.9).add_(mean / WORLD, alpha=0.1)
+        self.reductions += 1
+        return (x - mean / WORLD).sigmoid() * x.tanh()
+
+
+class Counting(nn.Module):
+    """Hidden state in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.membrane = nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.membrane = 0.5 * self.membrane.detach() + self.inner(x).mean(0)
+        return (x * self.membrane).sin()
+
+
+def shared() -> nn.Module:
+    return Shared()
+
+
+def synchronized() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), SyncNorm(), nn.Linear(4, 4)))
+
+
+def stateful() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4))
+
+
+def optimized(net: nn.Module, *paths: str, config: SegmentConfig = BIT) -> nn.Module:
+    for path in paths:
+        install_segment(net.get_submodule(path), config)
+    return net
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(net: nn.Module, rank: int, steps: int = 2) -> dict[str, Tensor]:
+    """Everything that a few steps leave behind on this process, whole tensors in place of shards."""
+    found: dict[str, Tensor] = {}
+    for step in range(steps):
+        net.zero_grad()
+        net(inputs(rank, step)).square().mean().backward()
+        for name, p in net.named_parameters():
+            gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            found[f"{step} gradient of {name.removeprefix('module.')}"] = gradient.clone()
+        for name, b in net.named_buffers():
+            found[f"{step} buffer {name.removeprefix('module.')}"] = b.clone()
+    return found
+
+
+def assert_alike(net: nn.Module, reference: nn.Module, rank: int) -> None:
+    torch.testing.assert_close(trained(net, rank), trained(reference, rank))
+
+
+# ---------------------------------------------------------------------------------------------- in the processes
+
+
+def ddp(rank: int, **settings: Any) -> None:
+    net = shared()
+    plain = DistributedDataParallel(copy.deepcopy(net), **settings)
+    assert_alike(DistributedDataParallel(optimized(net, "blocks.0", "blocks.1", "blocks.2"), **settings), plain, rank)
+
+
+def ddp_default(rank: int) -> None:
+    ddp(rank)
+
+
+def ddp_looking_for_unused(rank: int) -> None:
+    ddp(rank, find_unused_parameters=True)
+
+
+def ddp_static_graph(rank: int) -> None:
+    ddp(rank, static_graph=True)
+
+
+def ddp_first(rank: int) -> None:
+    net = DistributedDataParallel(shared())
+    plain = copy.deepcopy(net)
+    assert_alike(optimized(net, "module.blocks.0", "module.blocks.1"), plain, rank)
+
+
+def ddp_chunks(rank: int) -> None:
+    net = shared().double()
+    plain = DistributedDataParallel(copy.deepcopy(net))
+    chunks = SegmentConfig(chunks=3)
+    other = DistributedDataParallel(optimized(net, "blocks.0", "blocks.1", config=chunks))
+    x = inputs(rank, 0).double()
+    for model in (plain, other):
+        model(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def ddp_accumulating(rank: int) -> None:
+    net = shared()
+    plain, other = DistributedDataParallel(copy.deepcopy(net)), DistributedDataParallel(optimized(net, "blocks.0"))
+    for model in (plain, other):
+        with model.no_sync():
+            model(inputs(rank, 0)).square().mean().backward()
+        model(inputs(rank, 1)).square().mean().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def ddp_state(rank: int) -> None:
+    net = stateful()
+    plain, other = DistributedDataParallel(copy.deepcopy(net)), DistributedDataParallel(optimized(net, "1"))
+    assert_alike(other, plain, rank)
+    torch.testing.assert_close(other.module[1].membrane, plain.module[1].membrane)
+
+
+def ddp_synchronized_norm(rank: int) -> None:
+    net = synchronized()
+    plain = DistributedDataParallel(copy.deepcopy(net), broadcast_buffers=False)
+    other = DistributedDataParallel(optimized(net, "1"), broadcast_buffers=False)
+    assert_alike(other, plain, rank)
+    assert other.module[1][1].reductions == 2
+    assert len({tuple(net.module[1][1].mean.tolist()) for net in (plain, other)}) == 1
+
+
+def ddp_compiled(rank: int) -> None:
+    torch._dynamo.reset()
+    net = shared()
+    plain = DistributedDataParallel(copy.deepcopy(net))
+    other = DistributedDataParallel(optimized(net, "blocks.0", "blocks.1", "blocks.2"))
+    compiled = torch.compile(other, backend="aot_eager")
+    for model in (plain, compiled):
+        model(inputs(rank, 0)).square().mean().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def _sharded(net: nn.Module, *paths: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for path in paths:
+        fully_shard(net.get_submodule(path), mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def _blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)) for _ in range(3)))
+
+
+def fsdp_after(rank: int) -> None:
+    net = _blocks()
+    plain = _sharded(copy.deepcopy(net), "0", "1", "2")
+    other = _sharded(optimized(net, "0", "1"), "0", "1", "2")
+    assert_alike(other, plain, rank)
+
+
+def fsdp_before(rank: int) -> None:
+    net = _blocks()
+    plain = _sharded(copy.deepcopy(net), "0", "1", "2")
+    other = optimized(_sharded(net, "0", "1", "2"), "0", "1")
+    assert_alike(other, plain, rank)
+
+
+def fsdp_inside(rank: int) -> None:
+    """The children of a segment are sharded, not the segment itself."""
+    net = _blocks()
+    plain = _sharded(copy.deepcopy(net), "0.0", "0.2", "1.0")
+    other = _sharded(optimized(net, "0", "1"), "0.0", "0.2", "1.0")
+    assert_alike(other, plain, rank)
+
+
+def fsdp_removal(rank: int) -> None:
+    net = _blocks()
+    plain = _sharded(copy.deepcopy(net), "0", "1", "2")
+    other = _sharded(optimized(net, "0", "1"), "0", "1", "2")
+    trained(other, rank, steps=1)
+    for path in ("0", "1"):
+        block = other.get_submodule(path)
+        remove_segment(block)
+        assert isinstance(block, FSDPModule)
+        assert not isinstance(block, GCContainer)
+        assert segment_of(block) is None
+    trained(plain, rank, steps=1)
+    assert_alike(other, plain, rank)
+
+
+CASES: tuple[Callable[[int], None], ...] = (
+    ddp_default,
+    ddp_looking_for_unused,
+    ddp_static_graph,
+    ddp_first,
+    ddp_chunks,
+    ddp_accumulating,
+    ddp_state,
+    ddp_synchronized_norm,
+    ddp_compiled,
+    fsdp_after,
+    fsdp_before,
+    fsdp_inside,
+    fsdp_removal,
+)
+
+
+def _counted_recomputations() -> Callable[[], int]:
+    recompute, runs = _Run._recompute, []
+
+    def counted(run: _Run, given: Any) -> Any:
+        runs.append(run)
+        return recompute(run, given)
+
+    _Run._recompute = counted  # type: ignore[method-assign]
+    return lambda: len(runs)
+
+
+def _process(rank: int, folder: str) -> None:
+    """Run every case, and write down what failed."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    # A process that failed leaves the other waiting: that ends.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(minutes=2))
+    recomputations = _counted_recomputations()
+    failures = {}
+    for case in CASES:
+        torch.manual_seed(0)
+        before = recomputations()
+        try:
+            case(rank)
+            assert recomputations() > before or case is ddp_compiled, "nothing was recomputed"
+        except Exception as error:  # reported by the test of that name
+            failures[case.__name__] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    torch.save(failures, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Name of each case that failed -> what either process said."""
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(_process, (str(folder),), nprocs=WORLD)
+    found: dict[str, list[str]] = {}
+    for rank in range(WORLD):
+        for name, said in torch.load(folder / f"{rank}.pt").items():
+            found.setdefault(name, []).append(said)
+    return found
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_distributed(case: str, failures: dict[str, list[str]]) -> None:
+    assert failures.get(case, []) == []
