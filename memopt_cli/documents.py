@@ -21,6 +21,21 @@ class _PlainLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"an alias at line {self.peek_event().start_mark.line + 1} is not accepted")  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.YAMLError(f"a key of the mapping at line {node.start_mark.line + 1} is given twice")
+        return mapping
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        value = self.construct_yaml_int(node)
+        if abs(value) >= 2**63:
+            raise yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
+        return int(value)
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_whole_number)
+
 
 class _ExactDumper(yaml.SafeDumper):
     """Safe YAML whose text reads back as it was: line breaks of any kind only in double quotes, as escapes."""
@@ -62,6 +77,11 @@ def yaml_text(data: Any) -> str:
 def json_text(data: Any) -> str:
     """Plain values -> indented JSON that any reader accepts: a number that is not finite becomes ``null``."""
     return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey, such as escape sequences, spelled out."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def _finite(data: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 
 class Progress:
@@ -22,20 +22,16 @@ class Progress:
         """The job is over, however it ended."""
 
 
-class WantedGlobal(Protocol):
-    """A class or function that a model file wants to import."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedGlobal:
+    """A class or function that a model file wants to import and that is not allowed without asking."""
 
-    @property
-    def name(self) -> str:
-        """Qualified name."""
-
-    @property
-    def package(self) -> str:
-        """Top-level package it comes from."""
-
-    @property
-    def reason(self) -> str:
-        """Why it is not allowed without asking."""
+    name: str
+    """Qualified name, e.g. ``mymodels.net.Net``."""
+    package: str
+    """Top-level package, e.g. ``mymodels``."""
+    reason: str
+    """Why it is not allowed, for people."""
 
 
 Ask = Callable[[Sequence[WantedGlobal]], bool]

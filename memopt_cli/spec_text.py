@@ -1,4 +1,5 @@
-"""Input specs and dimensions as text: ``[name:]SHAPE[@dtype][=values]``, and ``SYMBOL=SIZE``.
+"""What users type: inputs ``[name:]SHAPE[@dtype][=values]``, ``SYMBOL=SIZE``, ``METRIC:LIMIT`` and
+``package.module:callable``.
 
 :func:`parse_tensor` and :func:`format_tensor` are exact inverses.
 """
@@ -9,7 +10,8 @@ import re
 from collections.abc import Iterable
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import TensorSpec
+from memopt_cli.records import METRICS, Limit, TensorSpec
+from memopt_cli.units import parse_bytes
 
 _INTEGER_RANGES = {
     "bool": range(2),
@@ -27,6 +29,9 @@ _SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
 _BOUNDS = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
 _RATE = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
+_FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 _EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
 
 
@@ -76,6 +81,31 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
     return dims
+
+
+def parse_limit(text: str) -> Limit:
+    """``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"`` -> how much a metric may grow.
+
+    Raises :class:`UsageError` for anything else.
+    """
+    name, _, amount = text.replace(" ", "").partition(":")
+    metric = next((metric for metric in METRICS if metric == name), None)
+    if metric is None:
+        raise UsageError(f"'{text}': '{name}' is not a known metric", hint=f"Known metrics: {', '.join(METRICS)}.")
+    percent, time = _PERCENT.fullmatch(amount), _TIME.fullmatch(amount)
+    if percent:
+        return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
+    if metric != "step":
+        return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
+    if not time:
+        raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write for example step:20% or step:50ms.")
+    return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
+
+
+def parse_factory(text: str) -> tuple[str, str] | None:
+    """``"package.module:callable"`` -> the module and the name in it; ``None`` if the text is of another form."""
+    match = _FACTORY.fullmatch(text)
+    return (match[1], match[2]) if match else None
 
 
 def parse_shape(text: str) -> tuple[int | str, ...]:

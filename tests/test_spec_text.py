@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import TensorSpec
-from memopt_cli.spec_text import DTYPES, format_tensor, parse_dims, parse_tensor
+from memopt_cli.records import Limit, TensorSpec
+from memopt_cli.spec_text import DTYPES, format_tensor, parse_dims, parse_factory, parse_limit, parse_tensor
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,24 @@ def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
     assert parse_tensor(format_tensor(spec)) == spec
 
 
+@settings(deadline=None)
+@given(st.lists(st.text(st.sampled_from("BS=x0129 -_é²"), max_size=8) | st.text(max_size=8), max_size=3))
+def test_any_dimensions_are_sizes_or_a_usage_error(texts: list[str]) -> None:
+    try:
+        dims = parse_dims(texts)
+    except UsageError:
+        return
+    assert all(size > 0 for size in dims.values())
+    assert parse_dims(f"{name}={size}" for name, size in dims.items()) == dims
+
+
+@settings(deadline=None)
+@given(st.text(max_size=20) | st.from_regex(r"[a-z.]{0,5}:[a-z.]{0,5}"))
+def test_any_text_names_a_factory_or_none(text: str) -> None:
+    found = parse_factory(text)
+    assert found is None or ":".join(found) == text
+
+
 def test_dims() -> None:
     assert parse_dims(["B=8", "S = 128", "batch=2", "B=8"]) == {"B": 8, "S": 128, "batch": 2}
 
@@ -114,3 +132,30 @@ def test_bad_dim(text: str) -> None:
 def test_two_sizes_for_one_dim() -> None:
     with pytest.raises(UsageError, match="8 and 9"):
         parse_dims(["B=8", "B=9"])
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "amount", "relative"),
+    [
+        ("peak:0", "peak", 0, False),
+        ("peak:5%", "peak", 5, True),
+        ("allocated: 64 MiB", "allocated", 64 * 2**20, False),
+        ("activations:0.5%", "activations", 0.5, True),
+        ("step:20%", "step", 20, True),
+        ("step:1.5s", "step", 1.5, False),
+        ("step:250ms", "step", 0.25, False),
+    ],
+)
+def test_limits(text: str, metric: str, amount: float, relative: bool) -> None:
+    limit = parse_limit(text)
+    assert (limit.text, limit.metric, limit.amount, limit.relative) == (text, metric, amount, relative)
+    assert isinstance(limit, Limit)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "peak", "peak:", "peak:-1", "peak:5 %%", "peak:50ms", "peaks:0", "step:0", "step:1MiB", "5%", "peak:x"]
+)
+def test_no_limits(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_limit(text)
+    assert caught.value.hint

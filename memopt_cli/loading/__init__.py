@@ -9,17 +9,22 @@ from typing import Final
 
 from torch import nn
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill, is_factory
-from memopt_cli.loading.interface import Ask, Format, GlobalRequest, ModelFile
+from memopt_cli.loading.interface import Format, Loaded, ModelFile
 from memopt_cli.loading.module_pickle import ModulePickle
+from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
+from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
+from memopt_cli.progress import Ask
 from memopt_cli.records import LoadedModel, ModelSource, Trust
 
-__all__ = ["GlobalRequest", "load", "load_model"]
+__all__ = ["load", "load_model", "read_file"]
 
-_FORMATS: Final[tuple[Format, ...]] = (TorchScript(), ModulePickle())
+_FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(), ModulePickle())
 """Tried in this order; the last one takes every file."""
 
 
@@ -34,15 +39,22 @@ def load_model(source: ModelSource, ask: Ask | None = None) -> LoadedModel:
     notes = ("Loaded without any check of its code (--trust-pickle).",) if source.trust.pickle else ()
     if is_factory(source.location):
         UserCode(source.trust.code_paths)
-        module, kind, sha256, notes = build(source.location), "factory", None, ()
+        loaded, kind, sha256, notes = Loaded(module=build(source.location)), "factory", None, ()
     else:
-        file = _read(source.location)
-        module, kind = _load_file(file, source.trust, ask)
+        file = read_file(source.location)
+        loaded, kind = _load_file(file, source.trust, ask)
         sha256 = hashlib.sha256(file.data).hexdigest()
     if source.weights is not None:
-        weights = _read(source.weights)
-        fill(module, weights.path, weights.data)
-    return LoadedModel(module=module, source=source, format=kind, sha256=sha256, notes=notes)
+        weights = read_file(source.weights)
+        fill(loaded.module, weights.path, weights.data)
+    return LoadedModel(
+        module=loaded.module,
+        source=source,
+        format=kind,
+        sha256=sha256,
+        notes=(*notes, *loaded.notes),
+        example_spec=loaded.example_spec,
+    )
 
 
 def load(path: str | os.PathLike[str], *, trust: Trust = Trust()) -> nn.Module:
@@ -51,15 +63,24 @@ def load(path: str | os.PathLike[str], *, trust: Trust = Trust()) -> nn.Module:
     ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
     ``Trust(packages=("mymodels",))``.  Raises as :func:`load_model` does.
     """
-    return _load_file(_read(os.fspath(path)), trust, None)[0]
+    try:
+        return _load_file(read_file(os.fspath(path)), trust, None)[0].module
+    except Unvouched as err:
+        if err.remedy == Trust():
+            raise
+        hint = f"If you trust where it came from: load(path, trust={as_python(together((trust, err.remedy)))})"
+        raise UnsafeFileError(err.message, hint=hint) from err
 
 
-def _load_file(file: ModelFile, trust: Trust, ask: Ask | None) -> tuple[nn.Module, str]:
+def _load_file(file: ModelFile, trust: Trust, ask: Ask | None) -> tuple[Loaded, str]:
+    if file.data.startswith(b"PK") and not trust.pickle:
+        check_archive(file.data, file.path)
     format_ = next(f for f in _FORMATS if f.recognizes(file))
     return format_.load(file, trust, ask), format_.name
 
 
-def _read(path: str) -> ModelFile:
+def read_file(path: str) -> ModelFile:
+    """The bytes of a file.  Raises :class:`UsageError`, which says why, if there are none to be had."""
     try:
         return ModelFile(path=path, data=Path(path).read_bytes())
     except IsADirectoryError as err:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, UsageError
+from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
+from memopt_cli.spec_text import parse_factory
 
-_FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_SHOWN = 3
+"""Names of weights that an error lists, of each kind."""
 
 
 def is_factory(location: str) -> bool:
     """Whether a location names code rather than a file."""
-    return _FACTORY.fullmatch(location) is not None and not Path(location).exists()
+    return parse_factory(location) is not None and not Path(location).exists()
 
 
 def build(location: str) -> nn.Module:
@@ -33,7 +35,7 @@ def build(location: str) -> nn.Module:
         factory: Any = importlib.import_module(module)
     except Exception as err:  # the user's code may raise anything
         raise FileFormatError(
-            f"{location}: importing {module} failed: {type(err).__name__}: {err}",
+            f"{location}: importing {module} failed: {first_line(err)}",
             hint="Run memopt from the folder that holds it, or add --code-path FOLDER.",
         ) from err
     for part in name.split("."):
@@ -48,7 +50,7 @@ def build(location: str) -> nn.Module:
             model = factory()
     except Exception as err:
         raise FileFormatError(
-            f"{location}() failed: {type(err).__name__}: {err}", hint="It is called without arguments."
+            f"{location}() failed: {first_line(err)}", hint="It is called without arguments."
         ) from err
     if not isinstance(model, nn.Module):
         raise FileFormatError(f"{location}() returned a {type(model).__name__}, not an nn.Module")
@@ -57,23 +59,44 @@ def build(location: str) -> nn.Module:
 
 def fill(model: nn.Module, path: str, data: bytes) -> None:
     """Load a state dict into the model, strictly.  Raises :class:`FileFormatError` if they do not fit."""
-    weights = read_safetensors(data, path) if path.endswith(".safetensors") else load_tensors(data, path)
+    weights = read_safetensors(data, path) if is_safetensors(data) else load_tensors(data, path)
     if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise FileFormatError(f"{path} is no state dict", hint="Save one with torch.save(model.state_dict(), path).")
+        raise FileFormatError(
+            f"{path} is no state dict{_inner(weights)}", hint="Save one with torch.save(model.state_dict(), path)."
+        )
     try:
         model.load_state_dict(weights, strict=True)
-    except RuntimeError as err:
-        raise FileFormatError(f"{path} does not fit {type(model).__name__}: {err}") from err
+    except Exception as err:  # the model's own hooks run here
+        reason = _mismatch(model.state_dict(), weights) or first_line(err)
+        raise FileFormatError(
+            f"{path} does not fit {type(model).__name__}: {reason}",
+            hint="Give the weights of the model that the callable builds.",
+        ) from err
 
 
-def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.  Raises :class:`FileFormatError`; :class:`UsageError` without the package."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-    except ImportError as err:
-        raise UsageError(f"{path} needs the package safetensors", hint="pip install safetensors") from err
-    try:
-        return load(data)
-    except SafetensorError as err:
-        raise FileFormatError(f"{path} is no safetensors file: {err}") from err
+def _inner(value: Any) -> str:
+    """Where in a checkpoint the state dict may be."""
+    keys = [key for key, item in value.items() if isinstance(item, Mapping)] if isinstance(value, Mapping) else []
+    return f"; it holds dictionaries under {', '.join(map(repr, keys[:_SHOWN]))}" if keys else ""
+
+
+def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
+    """What a strict load misses, the first few names of each kind; empty if the names and shapes agree."""
+    missing = [str(name) for name in own if name not in weights]
+    unexpected = [str(name) for name in weights if name not in own]
+    other = [
+        f"{name} is {_shape(weights[name])}, not {_shape(tensor)}"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other}
+    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
+    return ", ".join(parts)
+
+
+def _first_few(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"

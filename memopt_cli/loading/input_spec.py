@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, UsageError
-from memopt_cli.loading.factory import is_factory, read_safetensors
+from memopt_cli.documents import read_yaml
+from memopt_cli.errors import FileFormatError, UsageError, first_line
+from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.factory import is_factory
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.spec_text import (
@@ -50,8 +52,11 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 # ---------------------------------------------------------------------------------------------- finding a spec
 
 
-def find_spec(source: ModelSource, module: nn.Module, given: InputSpec | None) -> InputSpec:
-    """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else a guess from its layers.
+def find_spec(
+    source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
+) -> InputSpec:
+    """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else the one that
+    the model file carries; else a guess from its layers.
 
     A given spec of dimensions alone sets them in the one that is found.
     Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
@@ -59,7 +64,7 @@ def find_spec(source: ModelSource, module: nn.Module, given: InputSpec | None) -
     if given is not None and (given.tensors or given.data_file or given.script):
         spec = given
     else:
-        spec = _beside(source) or _guess(source, module)
+        spec = _beside(source) or carried or _guess(source, module)
         spec = replace(spec, dims=spec.dims | (given.dims if given else {}))
     unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
     if unbound:
@@ -76,10 +81,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
     Raises :class:`UsageError` that names the file for a key that is unknown or missing and for a value that is wrong.
     """
     path = Path(path)
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise UsageError(f"{path} cannot be read: {err}") from err
+    data = read_yaml(path)
     try:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
@@ -227,11 +229,14 @@ def _read_data(path: str) -> Any:
 def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
     import numpy as np
 
+    check_archive(data, path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except Exception as err:  # a damaged archive can make NumPy raise anything
-        raise FileFormatError(f"{path} is no .npz file of plain arrays: {err}") from err
+        raise FileFormatError(
+            f"{path} is no .npz file of plain arrays: {first_line(err)}", hint="Save it with numpy.savez(path, x=...)."
+        ) from err
 
 
 def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
@@ -253,7 +258,7 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
         try:
             return function(**arguments)
         except Exception as err:  # the user's code may raise anything
-            raise UsageError(f"--input-script {script} failed: {type(err).__name__}: {err}") from err
+            raise UsageError(f"--input-script {script} failed: {first_line(err)}") from err
 
 
 # ---------------------------------------------------------------------------------------------- the batch

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
-from memopt_cli.records import Trust
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalRequest:
-    """A global that the pickle wants and that is not allowed."""
-
-    name: str
-    """Qualified name, e.g. ``mymodels.net.Net``."""
-    package: str
-    """Top-level package, e.g. ``mymodels``."""
-    reason: str
-    """Why it is not allowed, for people."""
-
-
-Ask = Callable[[Sequence[GlobalRequest]], bool]
-"""Shows the user what a file wants; ``True``: load it anyway."""
+from memopt_cli.errors import FileFormatError
+from memopt_cli.progress import Ask as Ask
+from memopt_cli.records import InputSpec, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +18,17 @@ class ModelFile:
 
     path: str
     data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model as a file gives it."""
+
+    module: nn.Module
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
+    example_spec: InputSpec | None = None
+    """The inputs that the file carries."""
 
 
 class Format(Protocol):
@@ -44,9 +40,17 @@ class Format(Protocol):
     def recognizes(self, file: ModelFile) -> bool:
         """Whether the bytes look like this format; reads, never runs."""
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> nn.Module:
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
         """The model, on the CPU.
 
         Raises :class:`UnsafeFileError` before anything runs that is not allowed, and :class:`FileFormatError` if the
         bytes are damaged or hold no model.
         """
+
+
+def no_model(file: ModelFile, tensors: int) -> FileFormatError:
+    """The error for a file of weights alone; ``tensors``: how many there are."""
+    return FileFormatError(
+        f"{file.path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
+        hint=f"Name the code that builds the model: package.module:callable --weights {file.path}",
+    )

@@ -15,11 +15,25 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.interface import Ask, GlobalRequest, ModelFile
+from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.interface import Loaded, ModelFile, no_model
 from memopt_cli.loading.pickle_scan import Global, PickleScan, scan_pickle
-from memopt_cli.loading.trust import RESTORE_SEGMENT, Allowed, Missing, Refused, Verdict, verdict
+from memopt_cli.loading.pickled_tensors import check_tensors
+from memopt_cli.loading.trust import (
+    RESTORE_SEGMENT,
+    Allowed,
+    Denied,
+    Missing,
+    Unvouched,
+    Verdict,
+    as_flags,
+    is_attack,
+    together,
+    verdict,
+)
 from memopt_cli.loading.user_code import UserCode
+from memopt_cli.progress import Ask, WantedGlobal
 from memopt_cli.records import Trust
 from memopt_cli.runtime.container import segment_classes
 from memopt_cli.runtime.script import UnsafeScript
@@ -37,17 +51,16 @@ class ModulePickle:
     def recognizes(self, file: ModelFile) -> bool:
         return True
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> nn.Module:
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
         loaded = _load_trusted(file, trust) if trust.pickle else _load_checked(file, trust, ask)
         if isinstance(loaded, nn.Module):
-            return loaded
+            return Loaded(module=loaded)
         tensors = _count_tensors(loaded)
         if tensors:
-            raise FileFormatError(
-                f"{file.path} holds {tensors} tensor{'s' if tensors > 1 else ''} but no model",
-                hint=f"Name the code that builds the model: package.module:callable --weights {file.path}",
-            )
-        raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model")
+            raise no_model(file, tensors)
+        raise FileFormatError(
+            f"{file.path} holds a {type(loaded).__name__}, not a model", hint="Save one with torch.save(model, path)."
+        )
 
 
 def load_tensors(data: bytes, path: str) -> Any:
@@ -55,8 +68,11 @@ def load_tensors(data: bytes, path: str) -> Any:
 
     Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
     """
-    file = ModelFile(path=path, data=data)
-    return _load_checked(file, Trust(), None)
+    try:
+        return _load_checked(ModelFile(path=path, data=data), Trust(), None)
+    except (UnsafeFileError, FileFormatError) as err:
+        kind = UnsafeFileError if isinstance(err, UnsafeFileError) else FileFormatError
+        raise kind(err.message, hint="Save tensors in plain lists and dicts, with torch.save(tensors, path).") from err
 
 
 def class_of_note(tag: str, original: type, file: str, source: str) -> type:
@@ -74,7 +90,7 @@ def _load_trusted(file: ModelFile, trust: Trust) -> Any:
 
 
 def _load_checked(file: ModelFile, trust: Trust, ask: Ask | None) -> Any:
-    scan = _scan(file)
+    scan = scan_file(file)
     allowed = _check(file, scan, trust, ask)
     data = _without_notes(file.data, scan) if scan.class_notes else file.data
     with _allowing(_restricted(allowed, scan)):
@@ -87,28 +103,34 @@ def _read(file: ModelFile, data: bytes, *, weights_only: bool) -> Any:
     except UnsafeScript as err:
         raise UnsafeFileError(f"{file.path} was not loaded: its TorchScript part uses {err}") from err
     except Exception as err:  # a damaged file can make the unpickler raise anything
-        reason = str(err).splitlines()[0] if str(err) else ""
         if "Unsupported operand" in str(err):
             hint = "It was pickled with a protocol above 2: save it again with torch.save(model, path)."
         else:
             hint = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
-        raise FileFormatError(f"{file.path} cannot be read: {type(err).__name__}: {_plain(reason)}", hint=hint) from err
+        raise FileFormatError(f"{file.path} cannot be read: {_plain(err)}", hint=hint) from err
 
 
-def _plain(reason: str) -> str:
+def _plain(err: Exception) -> str:
     """PyTorch's first line ends before its advice to turn its check off."""
-    return reason.partition(" In PyTorch 2.6")[0].removeprefix("Weights only load failed.").strip() or "damaged"
+    return first_line(err).partition(" In PyTorch 2.6")[0].replace("Weights only load failed.", "damaged")
 
 
-def _scan(file: ModelFile) -> PickleScan:
+def scan_file(file: ModelFile) -> PickleScan:
+    """What the file says, of either format, read without running any of it.
+
+    Raises :class:`FileFormatError` if it is damaged or no pickle, and as :func:`check_archive`.
+    """
     if not file.data:
         raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
-    scan = PickleScan()
+    scan = PickleScan(size=len(file.data))
     try:
         if file.data.startswith(b"PK"):
-            scan_pickle(io.BytesIO(_zip_record(file.data)), scan)
+            records = check_archive(file.data, file.path)
+            scan.root = scan_pickle(io.BytesIO(_zip_record(file.data)), scan)
+            check_tensors(scan.built, {name.partition("/data/")[2]: size for name, size in records.items()}, 0)
         else:
             _scan_legacy(file.data, scan)
+            check_tensors(scan.built, None, len(file.data))
     except ValueError as err:
         raise FileFormatError(
             f"{file.path} is no model saved by torch.save ({err})",
@@ -128,13 +150,14 @@ def _zip_record(data: bytes) -> bytes:
 
 
 def _scan_legacy(data: bytes, scan: PickleScan) -> None:
-    stream = io.BytesIO(data)
+    stream, values = io.BytesIO(data), []
     try:
         for _ in range(_LEGACY_PICKLES):
-            scan_pickle(stream, scan)
+            values.append(scan_pickle(stream, scan))
+            scan.root = values[-1] if len(values) < _LEGACY_PICKLES else values[-2]
     except ValueError:
         # A single pickle that wants something is reported as that, not as a damaged file.
-        if not scan.wanted:
+        if not scan.wanted or scan.is_costly:
             raise
 
 
@@ -160,45 +183,53 @@ def _without_notes(data: bytes, scan: PickleScan) -> bytes:
 def _check(file: ModelFile, scan: PickleScan, trust: Trust, ask: Ask | None) -> dict[Global, Allowed]:
     """The object of every global wanted; raises if one is refused or missing."""
     verdicts = _verdicts(scan, trust)
-    refused = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Refused)}
-    if refused and ask is not None and ask(_requests(refused)):
-        vouched = replace(trust, globals=(*trust.globals, *map(str, refused)))
+    denied = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Denied)}
+    if denied and ask is not None and all(map(_can_be_asked, denied.values())) and ask(_requests(denied)):
+        vouched = replace(trust, globals=(*trust.globals, *map(str, denied)))
         verdicts = _verdicts(scan, vouched)
-        refused = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Refused)}
-    if refused:
-        raise _refusal(file, refused)
+        denied = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Denied)}
+    if denied:
+        raise _refusal(file, denied)
     for wanted, v in verdicts.items():
         if isinstance(v, Missing):
             raise FileFormatError(
                 f"{file.path} needs {wanted}, which cannot be imported: {v.reason}",
-                hint=f"Install {wanted.package}, or add --code-path FOLDER with the folder that holds it.",
+                hint=f"Install {wanted.package}, or add the folder that holds it: --code-path FOLDER.",
             )
     return {wanted: v for wanted, v in verdicts.items() if isinstance(v, Allowed)}
 
 
 def _verdicts(scan: PickleScan, trust: Trust) -> dict[Global, Verdict]:
-    code = UserCode(trust.code_paths)
-    ordered = sorted(scan.wanted, key=str)
-    return {wanted: verdict(wanted, called=wanted in scan.called, trust=trust, code=code) for wanted in ordered}
+    """Of every global wanted; one that no model needs is the last, since a verdict may import a library."""
+    code, verdicts = UserCode(trust.code_paths), dict[Global, Verdict]()
+    for wanted in sorted(scan.wanted, key=lambda wanted: (not is_attack(wanted), str(wanted))):
+        verdicts[wanted] = verdict(wanted, called=wanted in scan.called, trust=trust, code=code)
+        if is_attack(wanted):
+            break
+    return verdicts
 
 
-def _requests(refused: Mapping[Global, Refused]) -> list[GlobalRequest]:
+def _can_be_asked(denied: Denied) -> bool:
+    """A yes would help: it can neither excuse an attack nor find a script."""
+    return denied.remedy is not None and not denied.remedy.code_paths
+
+
+def _requests(denied: Mapping[Global, Denied]) -> list[WantedGlobal]:
     return [
-        GlobalRequest(name=str(wanted), package=wanted.package, reason=verdict.reason)
-        for wanted, verdict in refused.items()
+        WantedGlobal(name=str(wanted), package=wanted.package, reason=verdict.reason)
+        for wanted, verdict in denied.items()
     ]
 
 
-def _refusal(file: ModelFile, refused: Mapping[Global, Refused]) -> UnsafeFileError:
-    listed = "; ".join(f"{wanted} {verdict.reason}" for wanted, verdict in refused.items())
-    flags = list(dict.fromkeys(verdict.flag for verdict in refused.values() if verdict.flag))
-    never = [str(wanted) for wanted, verdict in refused.items() if not verdict.flag]
-    hints = [f"If you trust where it came from, add: {' '.join(flags)}"] if flags else []
+def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
+    listed = "; ".join(f"{wanted} {verdict.reason}" for wanted, verdict in denied.items())
+    never = ", ".join(str(wanted) for wanted, verdict in denied.items() if verdict.remedy is None)
+    remedy = together(verdict.remedy for verdict in denied.values() if verdict.remedy is not None)
     if never:
-        hints.append(
-            f"No model needs {', '.join(never)}: the file is likely an attack (--trust-pickle turns the check off)."
-        )
-    return UnsafeFileError(f"{file.path} was not loaded: {listed}", hint="\n".join(hints))
+        hint = f"No model needs {never}: the file is likely an attack (--trust-pickle turns the check off)."
+    else:
+        hint = f"If you trust where it came from, add: {as_flags(remedy)}"
+    return Unvouched(f"{file.path} was not loaded: {listed}", hint=hint, remedy=Trust() if never else remedy)
 
 
 # ---------------------------------------------------------------------------------------------- allowing
@@ -226,10 +257,12 @@ def _allowing(pairs: Iterable[tuple[Any, str]]) -> Iterator[None]:
 
 
 def _count_tensors(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return 1
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return 0
-    return sum(_count_tensors(item) for item in value)
+    """How many there are in nested containers, each container visited once."""
+    pending, seen, count = [value], set[int](), 0
+    while pending:
+        item = pending.pop()
+        count += isinstance(item, Tensor)
+        if isinstance(item, Mapping | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            pending.extend(item.values() if isinstance(item, Mapping) else item)
+    return count

@@ -1,16 +1,23 @@
-"""TorchScript archives (``torch.jit.save``): code, therefore checked before it is loaded."""
+"""TorchScript archives (``torch.jit.save``): code, therefore checked before it is loaded, then lifted."""
 
 from __future__ import annotations
 
 import io
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.jit import ScriptModule
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.interface import Ask, ModelFile
+from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.loading.fixed_mode import mode_notes
+from memopt_cli.loading.interface import Ask, Loaded, ModelFile
+from memopt_cli.loading.script_graph import ScriptClass, calls_of, find_module, lift_class, set_attributes
 from memopt_cli.records import Trust
-from memopt_cli.runtime.script import UnsafeScript, check_script, plain_module
+from memopt_cli.runtime.lifted.module import LiftedModule, make_module
+from memopt_cli.runtime.script import ScriptLeaf, UnsafeScript, check_script
 
 
 class TorchScript:
@@ -26,17 +33,20 @@ class TorchScript:
         except (RuntimeError, UnicodeDecodeError):
             return False
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> nn.Module:
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
         if not trust.pickle:
             _check(file)
         try:
-            script = torch.jit.load(io.BytesIO(file.data), map_location="cpu")  # type: ignore[no-untyped-call]
+            unit = torch._C.CompilationUnit()
+            # What torch.jit.load does, keeping hold of the free functions too; PyTorch's stubs are of another version.
+            read: Any = torch._C.import_ir_module_from_buffer
+            archive = read(unit, file.data, torch.device("cpu"), {}, False)
+            script: ScriptModule = torch.jit._recursive.wrap_cpp_module(archive)  # type: ignore[no-untyped-call]
         except Exception as err:  # a damaged archive can make the compiler raise anything
-            first = str(err).strip().partition("\n")[0]
             raise FileFormatError(
-                f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first}"
+                f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}"
             ) from err
-        return plain_module(script)
+        return lift_script(script, unit)
 
 
 def _check(file: ModelFile) -> None:
@@ -48,5 +58,121 @@ def _check(file: ModelFile) -> None:
             hint="If you trust where it came from, add --trust-pickle.",
         ) from err
     except (RuntimeError, UnicodeDecodeError) as err:
-        first = str(err).partition("\n")[0]
-        raise FileFormatError(f"{file.path} is a damaged TorchScript archive: {first}") from err
+        raise FileFormatError(f"{file.path} is a damaged TorchScript archive: {first_line(err)}") from err
+
+
+# ---------------------------------------------------------------------------------------------- lifting
+
+
+def lift_script(script: ScriptModule, unit: Any) -> Loaded:
+    """A plain module that does what ``script`` does, with the same names, on the same tensors.
+
+    ``unit`` is the compilation unit that holds the script's code.  A module that cannot be lifted stays a script inside
+    a :class:`ScriptLeaf`; a note says why.
+    """
+    lifting = _Lifting(script, unit)
+    lifted = lifting.convert(script, "")
+    leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
+    owners = Counter(storage for part in (*leaves, lifted) for storage in _storages(part, leaves))
+    if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
+        # Leaves are saved one by one: memory that one shares with another module would come apart.
+        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
+    return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
+
+
+_SHARED = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
+
+
+def _storages(part: nn.Module, leaves: list[ScriptLeaf]) -> set[int]:
+    """Addresses of the memory of a leaf, or of everything outside of all leaves."""
+    inside = {id(m) for leaf in leaves if leaf is not part for m in leaf.modules()}
+    tensors = (
+        t for m in part.modules() if id(m) not in inside for t in (*m._parameters.values(), *m._buffers.values())
+    )
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0}
+
+
+class _Lifting:
+    """Lifts a tree of scripts."""
+
+    def __init__(self, root: ScriptModule, unit: Any) -> None:
+        self.notes: list[str] = []
+        self._unit = unit
+        self._mutable = set_attributes(function.graph for function in unit.get_functions())
+        self._classes: dict[str, ScriptClass] = {}
+        self._reasons: dict[str, str] = {}
+        self._called = {("", "")}
+        self._modules: dict[Any, nn.Module] = {}
+        for module in root.modules():
+            self._note_calls(module)
+
+    def programs(self) -> Iterator[tuple[Any, ...]]:
+        """Those of all classes."""
+        return (lifted.program for lifted in self._classes.values())
+
+    def convert(self, script: Any, path: str) -> nn.Module:
+        """The script as a plain module; the same one for a script that stands in two places."""
+        known = self._modules.get(script._c)
+        if known is not None:
+            return known
+        reason = self._reason(script)
+        if reason:
+            self.notes.append(f"{path or 'The model'} stays TorchScript: {reason}.")
+            module: nn.Module = ScriptLeaf(script)
+        else:
+            module = self._lift(script, path)
+        self._modules[script._c] = module
+        return module
+
+    def _lift(self, script: Any, path: str) -> LiftedModule:
+        lifted = self._class(script)
+        module = make_module(lifted.program, lifted.constants)
+        module.training = getattr(script, "training", True)
+        for name, tensor in script._parameters.items():
+            module._parameters[name] = as_parameter(tensor)
+        module._buffers.update(script._buffers.items())
+        for name in sorted(lifted.attributes - {"training"}):
+            if not any(name in held for held in (script._parameters, script._buffers, script._modules)):
+                setattr(module, name, script._c.getattr(name))
+        for name, child in script._modules.items():
+            module._modules[name] = self.convert(child, f"{path}.{name}".lstrip("."))
+        return module
+
+    def _class(self, script: Any) -> ScriptClass:
+        name = script._c.qualified_name
+        if name not in self._classes:
+            self._classes[name] = lift_class(script, self._unit, self._mutable)
+        return self._classes[name]
+
+    def _note_calls(self, script: Any) -> None:
+        for path, method in calls_of(self._class(script).program):
+            owner = find_module(script, path)
+            if owner is not None:
+                self._called.add((owner._c.qualified_name, method))
+
+    def _reason(self, script: Any) -> str:
+        """Why a script cannot be lifted; empty if it can."""
+        name = script._c.qualified_name
+        if name not in self._reasons:
+            self._reasons[name] = next(self._obstacles(script), "")
+        return self._reasons[name]
+
+    def _obstacles(self, script: Any) -> Iterator[str]:
+        lifted = self._class(script)
+        called = {method for owner, method in self._called if owner == script._c.qualified_name}
+        for method, failure in lifted.failures.items():
+            if method == "forward" or method in called:
+                yield failure
+        if script._c._has_method("forward") and (script._c._get_forward_hooks() or script._c._get_forward_pre_hooks()):
+            yield "it has hooks"
+        for path, method in calls_of(lifted.program):
+            within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
+            if any(owner is not None and self._reason(owner) for owner in within):
+                yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
+
+
+def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
+    """The same tensor as a parameter; in place: a script may hold it elsewhere too, as an LSTM does."""
+    if tensor is not None and type(tensor) is Tensor:
+        tensor.__class__ = nn.Parameter
+    return tensor  # type: ignore[return-value]

@@ -7,15 +7,18 @@ constructor may do anything with its arguments (a saved module never needs that)
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import _weights_only_unpickler, nn
 
+from memopt_cli.errors import UnsafeFileError, first_line
 from memopt_cli.loading.pickle_scan import COMPUTED, Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import Trust
@@ -25,6 +28,7 @@ LIBRARIES = ("torch.nn", "torchvision", "timm", "transformers", "snntorch", "spi
 
 RUNTIME = "memopt_cli.runtime"
 RESTORE_SEGMENT = Global(f"{RUNTIME}.container", "restore_segment")
+RESTORE_LIFTED = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
 
 CONFIGURATIONS = frozenset(
     {
@@ -54,6 +58,18 @@ _CONTAINERS = {
     "functools": ("partial",),
 }
 
+_NEVER_CALLED = ("int", "float", "bool", "str")
+"""Plain types that a saved module refers to and does not call: ``str(x)`` runs code of ``x``."""
+
+_TOO_WIDE = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
+"""Packages that cannot be vouched for as a whole, since some of their functions run what they are given."""
+
+_RUN_CODE = frozenset(
+    "runpy subprocess importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest ctypes _ctypes "
+    "multiprocessing socket pickle _pickle marshal types webbrowser asyncio torch.hub torch.utils.cpp_extension".split()
+)
+"""Modules, and packages, that no error suggests to allow: that is for people who know it by name."""
+
 _NEVER_BY_NAME = ("os", "posix", "nt", "sys")
 """Modules that PyTorch's restricted unpickler refuses whatever it is told."""
 
@@ -67,12 +83,12 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Denied:
     """Not allowed, for this reason."""
 
     reason: str
-    flag: str = ""
-    """What to add to the command line to allow it; empty if nothing should be suggested."""
+    remedy: Trust | None = None
+    """The trust that would allow it; ``None`` if nothing should be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +98,55 @@ class Missing:
     reason: str
 
 
-Verdict = Allowed | Refused | Missing
+Verdict = Allowed | Denied | Missing
+
+_NEEDS_SCRIPT = Denied("was defined in the script that saved the file", Trust(code_paths=("SCRIPT.py",)))
+
+
+class Unvouched(UnsafeFileError):
+    """A file that wants globals which nobody vouched for; ``remedy`` is the trust that would allow it, if any."""
+
+    def __init__(self, message: str, *, hint: str, remedy: Trust) -> None:
+        super().__init__(message, hint=hint)
+        self.remedy = remedy
+
+
+def as_flags(trust: Trust) -> str:
+    """``--allow-package mymodels --code-path train.py``."""
+    flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
+    return " ".join(f"{flag} {value}" for flag, values in flags.items() for value in values)
+
+
+def as_python(trust: Trust) -> str:
+    """``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
+    given = {f.name: getattr(trust, f.name) for f in fields(trust) if getattr(trust, f.name) != f.default}
+    return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def together(trusts: Iterable[Trust]) -> Trust:
+    """What any of them vouches for."""
+    all_of = tuple(trusts)
+    return Trust(
+        packages=tuple(dict.fromkeys(name for trust in all_of for name in trust.packages)),
+        globals=tuple(dict.fromkeys(name for trust in all_of for name in trust.globals)),
+        code_paths=tuple(dict.fromkeys(path for trust in all_of for path in trust.code_paths)),
+        pickle=any(trust.pickle for trust in all_of),
+    )
 
 
 def verdict(wanted: Global, *, called: bool, trust: Trust, code: UserCode) -> Verdict:
     """Whether ``wanted`` may be used; ``called`` says that the pickle calls it."""
     if str(wanted) in _weights_only_unpickler._get_allowed_globals():
         return Allowed(None, native=True)
-    if wanted == COMPUTED:
-        return Refused("computes what it calls while it is read, so it cannot be checked")
-    if wanted.module in _NEVER_BY_NAME:
-        return Refused("reaches the operating system")
-    if str(wanted) in trust.globals or wanted.package in trust.packages:
-        return _vouched(wanted, trust, code)
+    if is_attack(wanted):
+        computed = "computes what it calls while it is read, so it cannot be checked"
+        return Denied(computed if wanted == COMPUTED else "reaches the operating system")
+    if str(wanted) in trust.globals or (wanted.package in trust.packages and wanted.package not in _TOO_WIDE):
+        return _vouched(wanted, trust, code, called=called)
     if code.defines(wanted.module):
         return _user_class(wanted, code, called=called)
     if wanted.module == "__main__":
-        return Refused("was defined in the script that saved the file", "--code-path SCRIPT.py")
+        return _NEEDS_SCRIPT
     if _is_plain(wanted):
         return _plain(wanted, called=called)
     if _within(wanted.module, RUNTIME):
@@ -106,35 +154,56 @@ def verdict(wanted: Global, *, called: bool, trust: Trust, code: UserCode) -> Ve
     library = next((name for name in LIBRARIES if _within(wanted.module, name)), None)
     if library and "__main__" not in wanted.module:
         return _library_class(wanted, library, called=called)
-    return _unknown(wanted)
+    return _unknown(wanted, called=called)
+
+
+def is_attack(wanted: Global) -> bool:
+    """No model needs it, and no trust in it but ``Trust(pickle=True)`` helps."""
+    return wanted == COMPUTED or wanted.module in _NEVER_BY_NAME
 
 
 def _within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def _unknown(wanted: Global) -> Refused | Missing:
-    if wanted.package in (*sys.stdlib_module_names, "torch", "memopt_cli"):
-        return Refused("is not on memopt's list", f"--allow-global {wanted}")
+def _by_name(wanted: Global) -> Trust:
+    return Trust(globals=(str(wanted),))
+
+
+def _unknown(wanted: Global, *, called: bool) -> Denied | Missing:
+    if wanted.package in _RUN_CODE or wanted.module in _RUN_CODE or _is_builtin_function(wanted):
+        return Denied("runs code, or reaches out of this process")
+    if wanted.package in _TOO_WIDE:
+        return Denied("is not on memopt's list", _by_name(wanted))
     if not _installed(wanted.package):
         return Missing(f"no package {wanted.package} is installed")
-    return Refused("comes from a package that memopt does not know", f"--allow-package {wanted.package}")
+    remedy = _by_name(wanted) if called else Trust(packages=(wanted.package,))
+    return Denied("comes from a package that memopt does not know", remedy)
 
 
-def _vouched(wanted: Global, trust: Trust, code: UserCode) -> Verdict:
+def _is_builtin_function(wanted: Global) -> bool:
+    return wanted.module == "builtins" and not isinstance(getattr(builtins, wanted.name, None), type)
+
+
+def _vouched(wanted: Global, trust: Trust, code: UserCode, *, called: bool) -> Verdict:
+    """A package vouches for its classes, and for functions that the file does not itself call."""
     found = Allowed(code.find(wanted)) if code.defines(wanted.module) else _resolve(wanted)
-    if isinstance(found, Missing) or str(wanted) in trust.globals:
+    if isinstance(found, Missing):
+        return _NEEDS_SCRIPT if wanted.module == "__main__" else found
+    if str(wanted) in trust.globals:
         return found
     home = str(getattr(found.value, "__module__", "")).partition(".")[0]
-    if home in trust.packages:
-        return found
-    return Refused(f"is not defined in {wanted.package} but in {home or 'no package'}", f"--allow-global {wanted}")
+    if home not in trust.packages:
+        return Denied(f"is not defined in {wanted.package} but in {home or 'no package'}", _by_name(wanted))
+    if called and not isinstance(found.value, type):
+        return Denied("is a function that is called with arguments from the file", _by_name(wanted))
+    return found
 
 
 def _user_class(wanted: Global, code: UserCode, *, called: bool) -> Verdict:
     value = code.find(wanted)
     if called or not (isinstance(value, type) and issubclass(value, nn.Module)):
-        return Refused(_why_not(value, called=called), f"--allow-global {wanted}")
+        return Denied(_why_not(value, called=called), _by_name(wanted))
     return Allowed(value)
 
 
@@ -144,18 +213,18 @@ def _library_class(wanted: Global, library: str, *, called: bool) -> Verdict:
         return found
     value = found.value
     if called or not isinstance(value, type) or not _is_module_or_configuration(value):
-        return Refused(_why_not(value, called=called), f"--allow-global {wanted}")
+        return Denied(_why_not(value, called=called), _by_name(wanted))
     if not any(_within(value.__module__, name) for name in LIBRARIES):
-        return Refused(f"is not defined in {library} but in {value.__module__}", f"--allow-global {wanted}")
+        return Denied(f"is not defined in {library} but in {value.__module__}", _by_name(wanted))
     return found
 
 
 def _runtime(wanted: Global, *, called: bool) -> Verdict:
     found = _resolve(wanted)
-    if isinstance(found, Missing) or wanted == RESTORE_SEGMENT:
+    if isinstance(found, Missing) or wanted in (RESTORE_SEGMENT, RESTORE_LIFTED):
         return found
     ours = isinstance(found.value, type) and _within(found.value.__module__, RUNTIME)
-    return found if ours and not called else Refused("is no part of the format of memopt's files")
+    return found if ours and not called else Denied("is no part of the format of memopt's files")
 
 
 def _is_module_or_configuration(value: type) -> bool:
@@ -182,8 +251,8 @@ def _is_tensor_function(wanted: Global) -> bool:
 def _plain(wanted: Global, *, called: bool) -> Verdict:
     if wanted == _GETATTR:
         return Allowed(_tensor_function)
-    if called and (_is_tensor_function(wanted) or wanted == _TENSOR_FUNCTION_OWNER):
-        return Refused("is called with arguments from the file", f"--allow-global {wanted}")
+    if called and (_is_tensor_function(wanted) or wanted == _TENSOR_FUNCTION_OWNER or wanted.name in _NEVER_CALLED):
+        return Denied("is called with arguments from the file", _by_name(wanted))
     return _resolve(wanted)
 
 
@@ -199,7 +268,7 @@ def _resolve(wanted: Global) -> Allowed | Missing:
         module = importlib.import_module(wanted.module)
         return Allowed(functools.reduce(getattr, wanted.name.split("."), module))
     except Exception as err:  # importing runs the package's code, which may raise anything
-        return Missing(f"{type(err).__name__}: {err}")
+        return Missing(first_line(err))
 
 
 def _installed(package: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from memopt_cli.errors import FileFormatError, UsageError
+from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickle_scan import Global
 
 
@@ -74,7 +74,7 @@ class UserCode:
         try:
             module = importlib.import_module(name)
         except Exception as err:  # the user's module may raise anything
-            raise FileFormatError(f"importing {path} failed: {type(err).__name__}: {err}") from err
+            raise FileFormatError(f"importing {path} failed: {first_line(err)}") from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of --code-path is hidden by {getattr(module, '__file__', 'a built-in module')}",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, first_line
 
 
 def user_function(reference: str, flag: str) -> Callable[..., Any]:
@@ -25,7 +25,7 @@ def user_function(reference: str, flag: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"{flag} {reference}: running {path} failed: {type(err).__name__}: {err}") from err
+        raise UsageError(f"{flag} {reference}: running {path} failed: {first_line(err)}") from err
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{flag} {reference}: {path} has no function {name}", hint="Write file.py:function.")

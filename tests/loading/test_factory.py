@@ -57,16 +57,42 @@ def test_weights_fill_it(folder: Path, ending: str) -> None:
     assert torch.equal(module.state_dict()["weight"], weights["weight"])
 
 
-def test_weights_that_do_not_fit(folder: Path) -> None:
-    torch.save(nn.Linear(2, 4).state_dict(), folder / "weights.pt")
-    with pytest.raises(FileFormatError, match="does not fit Linear"):
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, "1 of another shape (weight is 4x2, not 3x2)"),
+        ({"weight": torch.ones(3, 2)}, "1 missing (bias)"),
+        ({"bias": torch.ones(3), "w": torch.ones(1)}, "1 missing (weight), 1 unexpected (w)"),
+        ({f"module.{i}": torch.ones(1) for i in range(5)}, "5 unexpected (module.0, module.1, module.2, …)"),
+    ],
+)
+def test_weights_that_do_not_fit(folder: Path, weights: dict[str, torch.Tensor], reason: str) -> None:
+    torch.save(weights, folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="does not fit Linear") as error:
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert reason in error.value.message
+
+
+def test_a_checkpoint_says_where_its_weights_may_be(folder: Path) -> None:
+    torch.save({"epoch": 3, "state": nn.Linear(2, 3).state_dict()}, folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="dictionaries under 'state'") as error:
+        load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert "torch.save(model.state_dict(), path)" in error.value.hint
+
+
+def test_weights_given_as_the_model_say_what_to_type(folder: Path) -> None:
+    pytest.importorskip("safetensors.torch").save_file(nn.Linear(2, 3).state_dict(), "weights.safetensors")
+    with pytest.raises(FileFormatError, match="holds 2 tensors but no model") as error:
+        load_model(ModelSource(location="weights.safetensors"))
+    assert "package.module:callable --weights weights.safetensors" in error.value.hint
 
 
 def test_weights_are_data_only(folder: Path) -> None:
     torch.save({"a": nn.Sequential, "b": print}, folder / "weights.pt")
-    with pytest.raises(UnsafeFileError, match="print"):
+    with pytest.raises(UnsafeFileError, match="print") as error:
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert "--allow" not in error.value.hint  # it would not be heeded
+    assert "torch.save(tensors, path)" in error.value.hint
 
 
 def test_weights_that_are_no_state_dict(folder: Path) -> None:

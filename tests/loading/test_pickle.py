@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, UsageError
-from memopt_cli.loading import GlobalRequest, load, load_model
+from memopt_cli.loading import load, load_model
 from memopt_cli.loading.pickle_scan import Global, PickleScan, scan_pickle
+from memopt_cli.progress import WantedGlobal
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
+from tests.loading.hostile import archive
 
 
 def small_model() -> nn.Module:
@@ -143,7 +145,7 @@ def test_getattr_reaches_nothing_but_tensor_functions(tmp_path: Path) -> None:
 
 def test_a_global_called_by_way_of_the_memo_is_seen() -> None:
     code = b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x940" + b"0h\x00h\x01\x93\x940h\x02\x8c\x04true\x85R."
-    scan = PickleScan()
+    scan = PickleScan(size=len(code))
     scan_pickle(io.BytesIO(code), scan)
     assert scan.called == {Global("posix", "system")}
 
@@ -166,7 +168,7 @@ def test_our_scan_agrees_with_pytorchs(tmp_path: Path) -> None:
     torch.save(small_model(), buffer)
     buffer.seek(0)
     theirs = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    scan = PickleScan()
+    scan = PickleScan(size=0)
     reader = torch._C.PyTorchFileReader(io.BytesIO(buffer.getvalue()))
     scan_pickle(io.BytesIO(reader.get_record("data.pkl")), scan)
     assert set(theirs) <= {str(wanted) for wanted in scan.wanted}
@@ -227,7 +229,7 @@ def test_vouched_names_load_and_only_these(foreign: Path) -> None:
 
 
 def test_the_question_is_asked_once_for_all(foreign: Path) -> None:
-    asked: list[list[GlobalRequest]] = []
+    asked: list[list[WantedGlobal]] = []
 
     def yes(wanted: Any) -> bool:
         asked.append(list(wanted))
@@ -245,6 +247,36 @@ def test_a_vouched_package_does_not_vouch_for_what_it_imports(foreign: Path) -> 
     bad.write_bytes(b"\x80\x02cforeign_models\nsubprocess.call\n(lX\x04\x00\x00\x00true" + b"a\x85R.")
     with pytest.raises(UnsafeFileError, match="not defined in foreign_models"):
         load_model(source(bad, packages=("foreign_models",)))
+
+
+def test_a_vouched_package_does_not_vouch_for_calls_of_its_functions(foreign: Path) -> None:
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text(init.read_text() + "\ndef run(text):\n    return Net()\n")
+    path = foreign.parent / "called.pt"
+    path.write_bytes(archive({"data.pkl": b"\x80\x02cforeign_models\nrun\nX\x04\x00\x00\x00true\x85R."}))
+    with pytest.raises(UnsafeFileError, match="called with arguments from the file") as error:
+        load_model(source(path, packages=("foreign_models",)))
+    assert error.value.hint.endswith("--allow-global foreign_models.run")
+    trust = {"packages": ("foreign_models",), "globals": ("foreign_models.run",)}
+    assert type(load_model(source(path, **trust)).module).__name__ == "Net"
+
+
+@pytest.mark.parametrize("name", ["operator.attrgetter", "torch.save", "memopt_cli.loading.load"])
+def test_some_packages_cannot_be_vouched_for_as_a_whole(tmp_path: Path, name: str) -> None:
+    module, _, function = name.rpartition(".")
+    path = tmp_path / "model.pt"
+    path.write_bytes(archive({"data.pkl": f"c{module}\n{function}\n)R.".encode()}))
+    with pytest.raises(UnsafeFileError, match=name) as error:
+        load_model(source(path, packages=(module.partition(".")[0],)))
+    assert f"--allow-global {name}" in error.value.hint
+
+
+def test_in_python_the_hint_is_python(foreign: Path) -> None:
+    with pytest.raises(UnsafeFileError) as error:
+        load(foreign, trust=Trust(globals=("foreign_models.Net",)))
+    expression = error.value.hint.partition("load(path, trust=")[2].removesuffix(")")
+    assert "--" not in error.value.hint
+    assert load(foreign, trust=eval(expression))
 
 
 def test_trust_pickle_loads_anything_and_says_so(foreign: Path) -> None:
@@ -341,9 +373,24 @@ def test_a_class_of_the_training_script_needs_the_script(trained: Path) -> None:
     assert "--code-path SCRIPT.py" in error.value.hint
 
 
+def test_vouching_for_the_class_alone_still_needs_the_script(trained: Path) -> None:
+    for trust in ({"globals": ("__main__.Net",)}, {"packages": ("__main__",)}):
+        with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
+            load_model(source(trained / "model.pt", **trust))
+        assert "--code-path SCRIPT.py" in error.value.hint
+        with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
+            load(trained / "model.pt", trust=Trust(**trust))
+        assert "code_paths=('SCRIPT.py',)" in error.value.hint
+
+
+def test_a_yes_cannot_find_the_script(trained: Path) -> None:
+    with pytest.raises(UnsafeFileError, match="the script that saved the file"):
+        load_model(source(trained / "model.pt"), lambda wanted: pytest.fail("asked in vain"))
+
+
 def test_of_the_users_code_only_module_classes_are_trusted(trained: Path) -> None:
     done = run(trained, "use.py", "train.py", "odd.pt")
-    assert "UnsafeFileError" in done.stderr
+    assert "Unvouched" in done.stderr
     assert "--allow-global __main__.Plain" in done.stderr
 
 

@@ -1,0 +1,18 @@
+"""``memopt inspect``: what is in a model file."""
+
+from __future__ import annotations
+
+import sys
+
+from memopt_cli.cli import options
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def inspect(model: options.Model, *, json: options.Json = False, verbose: options.Verbose = False) -> None:
+    """Tell what is in a model file: format, modules, parameters, and what loading it would import; runs none of it."""
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    report: Report = JsonReport() if json else TextReport()
+    report.inspected(pipeline.inspect(model), sys.stdout)

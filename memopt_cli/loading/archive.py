@@ -1,0 +1,118 @@
+"""Zip archives, checked before any record of them is read: by whatever reader, the same bytes, and not too many."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from memopt_cli.errors import FileFormatError, UnsafeFileError
+from memopt_cli.units import format_bytes
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_LONG = 1000
+_EXPANSION, _ALLOWANCE = 16, 16 << 20
+"""Records may unpack to 16 times the archive's size and 16 MiB: PyTorch compresses source code only, eight to one."""
+
+
+_HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
+
+
+class Archive:
+    """The records of a checked zip archive, named without the folder that all of them are in.
+
+    Raises as :func:`check_archive`.
+    """
+
+    def __init__(self, data: bytes, path: str) -> None:
+        sizes = check_archive(data, path)
+        self._path = path
+        self._folder = next(iter(sizes), "").partition("/")[0] + "/"
+        self._zip = zipfile.ZipFile(io.BytesIO(data))
+        self.sizes = {name.removeprefix(self._folder): size for name, size in sizes.items()}
+        """Bytes of each record."""
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a record.  Raises :class:`FileFormatError` if it is missing or damaged."""
+        try:
+            return self._zip.read(self._folder + name)
+        except Exception as err:
+            raise FileFormatError(f"{self._path} cannot be read: its record {name} is missing or damaged") from err
+
+    def text(self, name: str) -> str:
+        """A short record as text; empty if there is none."""
+        return self.read(name).decode(errors="replace").strip() if self.sizes.get(name, _LONG) < _LONG else ""
+
+
+class _HostileArchive(Exception):
+    """Nothing that saves models writes such a file."""
+
+
+def check_archive(data: bytes, path: str) -> dict[str, int]:
+    """The records of a zip archive and what each unpacks to, in bytes.
+
+    Makes sure that every reader finds the same records, and that reading them all is harmless: readers differ where an
+    archive is ambiguous (bytes after its end, two directories, two records of one name).
+    Raises :class:`UnsafeFileError` for names that leave the folder they are unpacked in, for records that unpack to
+    far more than the archive's size or share their bytes, and :class:`FileFormatError` if it is damaged.
+    """
+    try:
+        return _records(data)
+    except _HostileArchive as err:
+        raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
+    except Exception as err:  # the directory is whatever the file says
+        reason = str(err) if type(err) is ValueError else "the archive is damaged"
+        raise FileFormatError(
+            f"{path} cannot be read: {reason}", hint="It may be truncated: download it or save it again."
+        ) from err
+
+
+def _records(data: bytes) -> dict[str, int]:
+    count = _count_records(data)
+    records = zipfile.ZipFile(io.BytesIO(data)).infolist()
+    if len(records) != count:
+        raise ValueError("the archive is damaged, its directory is ambiguous")
+    _check_names(record.orig_filename for record in records)
+    for record in records:
+        stored = record.compress_type == zipfile.ZIP_STORED
+        if record.flag_bits & 1 or not (stored or record.compress_type == zipfile.ZIP_DEFLATED):
+            raise ValueError("the archive is encrypted, or compressed in an unknown way")
+        if stored and record.file_size != record.compress_size:
+            raise ValueError("the archive is damaged, a record has two sizes")
+    if sum(record.compress_size for record in records) > len(data):
+        raise _HostileArchive("its records overlap")
+    unpacked = sum(record.file_size for record in records)
+    if unpacked > _EXPANSION * len(data) + _ALLOWANCE:
+        raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
+    return {record.orig_filename: record.file_size for record in records}
+
+
+def _count_records(data: bytes) -> int:
+    """How many the archive's end says there are, if the directory lies where every reader looks for it."""
+    end = len(data) - _END.size
+    signature, _, _, _, count, size, start, comment = _END.unpack_from(data, end)
+    locator = end - _LOCATOR64.size
+    if locator >= _END64.size and data[locator : locator + 4] == b"PK\x06\x07":
+        end = locator - _END64.size
+        _, _, position, _ = _LOCATOR64.unpack_from(data, locator)
+        signature64, *_, count, size, start = _END64.unpack_from(data, end)
+        if position != end or signature64 != b"PK\x06\x06":
+            raise ValueError("the archive is damaged, it has two ends")
+    if signature != b"PK\x05\x06" or comment or start + size != end:
+        raise ValueError("the archive is damaged, its end is not where it should be")
+    return int(count)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen = set()
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not name.isprintable() or "\\" in name or name[1:2] == ":":
+            raise _HostileArchive(f"it has a record named {name!r}")
+        if name.lower() in seen:  # PyTorch's reader does not tell case
+            raise _HostileArchive(f"it has two records named {name}")
+        seen.add(name.lower())

@@ -1,0 +1,223 @@
+"""The modules and tensors in a model file, told from what the file says: no class is imported, nothing is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from memopt_cli.documents import printable
+from memopt_cli.loading.pickle_scan import Built, Global, Tuple, pairs
+from memopt_cli.loading.pickled_tensors import LARGEST, PickledTensor, tensor_of
+from memopt_cli.loading.trust import RESTORE_SEGMENT
+from memopt_cli.records import StoredModule, StoredTensor, TensorKind
+
+Registered = Mapping[str, Mapping[str, TensorKind]]
+"""Class of a script -> attribute -> what it is registered as."""
+
+_SCRIPT: Final = "__torch__"
+_RECONSTRUCTORS: Final = (str(RESTORE_SEGMENT), "copyreg._reconstructor")
+_DEEPEST, _MOST_PLACES, _LONGEST_NAME = 100, 1_000_000, 200
+"""Bounds against files made to exhaust whoever reads them."""
+_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
+"""Called with a container and its type in TorchScript."""
+_SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
+
+
+@dataclass(slots=True)
+class Contents:
+    """What was found, in the order of the file."""
+
+    modules: list[StoredModule] = field(default_factory=list)
+    tensors: list[StoredTensor] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
+    """For each tensor the position of its module in ``modules``; -1 for one outside of modules."""
+    parents: list[int] = field(default_factory=list)
+    """For each module the position of the one that holds it; -1 for a root."""
+    memory: list[Any] = field(default_factory=list)
+    """For each tensor what is equal exactly for those that are the same memory."""
+
+    def add_tensor(self, tensor: StoredTensor, *, home: int, memory: Any) -> None:
+        self.tensors.append(tensor)
+        self.homes.append(home)
+        self.memory.append(memory)
+
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Names of tensors that are one and the same memory."""
+        groups: dict[Any, list[str]] = {}
+        for tensor, memory in zip(self.tensors, self.memory, strict=True):
+            if tensor.size_bytes:
+                groups.setdefault(memory, []).append(tensor.name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+    def distinct(self) -> Iterator[tuple[StoredTensor, int]]:
+        """Each tensor once, however often it is shared, with the position of its first module."""
+        seen = set()
+        for tensor, home, memory in zip(self.tensors, self.homes, self.memory, strict=True):
+            if memory not in seen:
+                seen.add(memory)
+                yield tensor, home
+
+    def counted_modules(self) -> tuple[StoredModule, ...]:
+        """The modules with the parameters and bytes of all that is in them."""
+        items, sizes = [0] * len(self.modules), [0] * len(self.modules)
+        for tensor, home in self.distinct():
+            if tensor.kind in ("parameter", "buffer"):
+                while home >= 0:
+                    items[home] += count_items(tensor) if tensor.kind == "parameter" else 0
+                    sizes[home] += tensor.size_bytes
+                    home = self.parents[home]
+        return tuple(
+            replace(module, parameters=count, size_bytes=size)
+            for module, count, size in zip(self.modules, items, sizes, strict=True)
+        )
+
+
+def count_items(tensor: StoredTensor) -> int:
+    """Items of a tensor whose sizes are all known."""
+    return min(math.prod(size for size in tensor.shape if isinstance(size, int)), LARGEST)
+
+
+def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
+    """The modules and tensors in what :func:`memopt_cli.loading.pickle_scan.scan_pickle` returned.
+
+    ``registered`` is what the code of a TorchScript archive says of its attributes; tensors outside of modules are
+    listed as ``loose``.  Raises :class:`ValueError` for modules nested deeper than any model's.
+    """
+    return _Walk(registered or {}, loose).all_of(root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A value that is still to be looked at, and where it stands."""
+
+    path: str
+    value: Any
+    kind: TensorKind
+    home: int
+    depth: int
+
+
+class _Walk:
+    def __init__(self, registered: Registered, loose: TensorKind) -> None:
+        self._registered = registered
+        self._loose = loose
+        self._found = Contents()
+        self._seen: set[int] = set()
+
+    def all_of(self, root: Any) -> Contents:
+        pending, looked = [_Place("", root, self._loose, -1, 0)], 0
+        while pending:
+            place, looked = pending.pop(), looked + 1
+            if place.depth > _DEEPEST:
+                raise ValueError(f"it is nested deeper than {_DEEPEST} modules or containers")
+            if looked > _MOST_PLACES:
+                raise ValueError(f"it names more than {_MOST_PLACES} modules and tensors")
+            pending.extend(reversed(list(self._look(place))))
+        return self._found
+
+    def _look(self, place: _Place) -> Iterator[_Place]:
+        """Take in the value at a place; yields the places in it."""
+        tensor = tensor_of(place.value)
+        if tensor is not None:
+            self._add_tensor(place, tensor)
+        elif id(place.value) not in self._seen:
+            self._seen.add(id(place.value))
+            attributes = self._attributes(place.value)
+            if "_modules" in attributes and "_parameters" in attributes:
+                yield from self._inside_module(place, attributes)
+            elif _class_of(place.value).startswith(f"{_SCRIPT}."):
+                yield from self._inside_script(place, attributes)
+            elif place.home < 0:  # what a module keeps besides is its own business
+                yield from _inside_container(place)
+
+    def _attributes(self, value: Any) -> dict[str, Any]:
+        """The instance dictionary that an object is given; it is the object's own, no other's."""
+        state = value.state if isinstance(value, Built) else None
+        if isinstance(state, Tuple) and state.items:  # with slots: the dictionary, then theirs
+            state = state.items[0]
+        if id(state) in self._seen:
+            return {}
+        self._seen.add(id(state))
+        return {name: item for name, item in pairs(state) if isinstance(name, str)}
+
+    def _add_tensor(self, place: _Place, tensor: PickledTensor) -> None:
+        storage = tensor.storage
+        memory = (storage.key, tensor.offset, tensor.shape, tensor.stride) if storage else id(place.value)
+        stored = StoredTensor(
+            name=place.path,
+            kind=place.kind,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            size_bytes=tensor.size_bytes,
+            trainable=tensor.trainable,
+        )
+        self._found.add_tensor(stored, home=place.home, memory=memory)
+
+    def _add_module(self, place: _Place) -> int:
+        segment = isinstance(place.value, Built) and place.value.callee == RESTORE_SEGMENT
+        self._found.modules.append(
+            StoredModule(
+                path=place.path,
+                class_name=_plain_name(_class_of(place.value)),
+                parameters=0,
+                size_bytes=0,
+                segment=segment,
+            )
+        )
+        self._found.parents.append(place.home)
+        return len(self._found.modules) - 1
+
+    def _inside_module(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
+        home = self._add_module(place)
+        registers: dict[str, TensorKind] = {"_parameters": "parameter", "_buffers": "buffer"}
+        for register, kind in registers.items():
+            for name, value in pairs(attributes.get(register)):
+                yield _Place(_join(place.path, name), value, kind, home, place.depth + 1)
+        for name, value in attributes.items():
+            if tensor_of(value) is not None:
+                yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
+        for name, value in pairs(attributes["_modules"]):
+            yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
+
+    def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
+        home = self._add_module(place)
+        kinds = self._registered.get(_class_of(place.value), {})
+        for name, value in attributes.items():
+            yield _Place(_join(place.path, name), value, kinds.get(name, "attribute"), home, place.depth + 1)
+
+
+def _inside_container(place: _Place) -> Iterator[_Place]:
+    value = place.value
+    if _class_of(value) == _TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
+        value = value.arguments.items[0]
+    if isinstance(value, Tuple):
+        named: Iterable[tuple[Any, Any]] = enumerate(value.items)
+    elif isinstance(value, Built) and str(value.callee) in _SEQUENCES:
+        named = enumerate(value.items)
+    else:
+        named = pairs(value)
+    for name, item in named:
+        if isinstance(item, Built | Tuple) and isinstance(name, str | int):
+            yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)
+
+
+def _class_of(value: Any) -> str:
+    if not isinstance(value, Built):
+        return ""
+    made = value.arguments.items if isinstance(value.arguments, Tuple) else ()
+    if str(value.callee) in _RECONSTRUCTORS and made and isinstance(made[0], Global):
+        return str(made[0])
+    return str(value.callee) if isinstance(value.callee, Global) else ""
+
+
+def _plain_name(class_name: str) -> str:
+    """As the source code spells it: ``__torch__.models.___torch_mangle_3.Net`` was ``models.Net``."""
+    parts = class_name.removeprefix(f"{_SCRIPT}.").split(".")
+    return ".".join(part for part in parts if not part.startswith("___torch_mangle_"))
+
+
+def _join(path: str, name: Any) -> str:
+    own = printable(str(name)[:_LONGEST_NAME])
+    return f"{path}.{own}" if path else own

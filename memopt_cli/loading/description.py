@@ -1,0 +1,177 @@
+"""What is in a model file of any format, told without running or building any of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from memopt_cli.documents import printable
+from memopt_cli.errors import FileFormatError
+from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.contents import Contents, contents_of, count_items
+from memopt_cli.loading.exported_contents import PROGRAMS, read_exported
+from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.module_pickle import scan_file
+from memopt_cli.loading.pickle_scan import PickleScan, scan_pickle
+from memopt_cli.loading.safetensors_file import is_safetensors, read_header
+from memopt_cli.loading.trust import Allowed, Denied, Missing, as_flags, verdict
+from memopt_cli.loading.user_code import UserCode
+from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
+from memopt_cli.runtime.script import UnsafeScript, check_script
+
+_REGISTERS = re.compile(
+    r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
+)
+_LONG = 200
+"""Characters of a remark that are shown."""
+_QUOTED = re.compile(r'"([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What one format's reader found."""
+
+    format: str
+    contents: Contents
+    versions: dict[str, str] = field(default_factory=dict)
+    globals: tuple[GlobalVerdict, ...] = ()
+    inputs: tuple[StoredTensor, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def describe(file: ModelFile) -> Inspection:
+    """What is in the file.
+
+    Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
+    that harms whoever unpacks it.  A global that is refused is part of the answer.
+    """
+    try:
+        found = _reader(file)(file)
+        contents = found.contents
+        kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
+    except (ValueError, RecursionError) as err:
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged or truncated.") from err
+    counted = ("parameter",) if contents.modules else ("parameter", "tensor")
+    return Inspection(
+        path=file.path,
+        format=found.format,
+        size_bytes=len(file.data),
+        sha256=hashlib.sha256(file.data).hexdigest(),
+        versions={printable(what)[:_LONG]: printable(text)[:_LONG] for what, text in found.versions.items()},
+        modules=contents.counted_modules(),
+        tensors=tuple(contents.tensors),
+        tied=contents.tied(),
+        globals=found.globals,
+        inputs=found.inputs,
+        notes=found.notes,
+        parameters=sum(items for kind, items, _ in kinds if kind in counted),
+        parameter_bytes=sum(size for kind, _, size in kinds if kind in counted),
+        buffer_bytes=sum(size for kind, _, size in kinds if kind == "buffer"),
+    )
+
+
+def _reader(file: ModelFile) -> Callable[[ModelFile], _Found]:
+    if is_safetensors(file.data):
+        return _safetensors
+    records = Archive(file.data, file.path).sizes if file.data.startswith(b"PK") else {}
+    if any(program in records for program in PROGRAMS):
+        return _exported
+    return _script if "constants.pkl" in records else _pickle
+
+
+def _pickle(file: ModelFile) -> _Found:
+    scan = scan_file(file)
+    contents = contents_of(scan.root)
+    zipped = file.data.startswith(b"PK")
+    what = "module" if contents.modules else "state dict" if contents.tensors else "something else"
+    return _Found(
+        format=f"pickled {what} ({'zip' if zipped else 'legacy'})",
+        contents=contents,
+        versions=_versions(Archive(file.data, file.path)) if zipped else {},
+        globals=tuple(_verdicts(scan)),
+    )
+
+
+def _verdicts(scan: PickleScan) -> Iterator[GlobalVerdict]:
+    """What loading without any trust would say."""
+    for wanted in sorted(scan.wanted, key=str):
+        match verdict(wanted, called=wanted in scan.called, trust=Trust(), code=UserCode(())):
+            case Allowed():
+                yield GlobalVerdict(name=str(wanted), verdict="allowed")
+            case Missing(reason=reason):
+                yield GlobalVerdict(name=str(wanted), verdict="missing", reason=reason)
+            case Denied(reason=reason, remedy=None):
+                yield GlobalVerdict(name=str(wanted), verdict="refused", reason=reason)
+            case Denied(reason=reason, remedy=Trust() as remedy):
+                yield GlobalVerdict(name=str(wanted), verdict="needs trust", reason=reason, flag=as_flags(remedy))
+
+
+def _script(file: ModelFile) -> _Found:
+    archive = Archive(file.data, file.path)
+    registered = dict(_registered(archive))
+    inputs = "traced_inputs.pkl" in archive.sizes
+    traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
+    try:
+        check_script(file.data)
+        note = "Every operator in its code is known to be harmless."
+    except UnsafeScript as err:
+        note = f"Its code uses {err}, which is not known to be harmless: loading it takes --trust-pickle."
+    except (RuntimeError, UnicodeDecodeError) as err:
+        raise ValueError("its code is damaged") from err
+    return _Found(
+        format=f"TorchScript ({'traced' if inputs else 'scripted'})",
+        contents=contents_of(_unpickled(archive, "data.pkl"), registered=registered),
+        versions=_versions(archive),
+        inputs=tuple(traced),
+        notes=(note,),
+    )
+
+
+def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
+    for record in archive.sizes:
+        if record.startswith("code/") and record.endswith(".py"):
+            module = record.removeprefix("code/").removesuffix(".py").replace("/", ".")
+            for name, parameters, buffers in _REGISTERS.findall(archive.read(record).decode(errors="replace")):
+                kinds: dict[str, TensorKind] = dict.fromkeys(_QUOTED.findall(parameters), "parameter")
+                yield f"{module}.{name}", kinds | dict.fromkeys(_QUOTED.findall(buffers), "buffer")
+
+
+def _unpickled(archive: Archive, record: str) -> Any:
+    data = archive.read(record)
+    return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values())))
+
+
+def _safetensors(file: ModelFile) -> _Found:
+    entries, remarks = read_header(file.data, file.path)
+    contents = Contents()
+    for name, entry in entries.items():
+        dtype, size = str(entry.dtype).removeprefix("torch."), entry.end - entry.start
+        stored = StoredTensor(name=printable(name), kind="tensor", shape=entry.shape, dtype=dtype, size_bytes=size)
+        contents.add_tensor(stored, home=-1, memory=name)
+    return _Found(format="safetensors", contents=contents, versions=remarks)
+
+
+def _exported(file: ModelFile) -> _Found:
+    archive = Archive(file.data, file.path)
+    try:
+        exported = read_exported(archive)
+    except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as err:
+        raise ValueError("its description of the program is not what torch.export writes") from err
+    return _Found(
+        format="exported program (torch.export)",
+        contents=exported.contents,
+        versions=_versions(archive) | exported.versions,
+        inputs=exported.inputs,
+    )
+
+
+def _versions(archive: Archive) -> dict[str, str]:
+    """What an archive of PyTorch says of itself."""
+    records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
+    found = {what: archive.text(record) for what, record in records.items()}
+    return {what: text for what, text in found.items() if text}

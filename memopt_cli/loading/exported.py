@@ -1,0 +1,436 @@
+"""``.pt2`` archives (``torch.export.save``): read as the data they are, JSON and bytes; PyTorch's loader is not used.
+
+That loader evaluates expressions, imports modules by name and unpickles whatever is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
+from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.exported_graph import (
+    DTYPE_CODES,
+    Builder,
+    GraphReader,
+    Method,
+    NotAllowed,
+    Op,
+    Operand,
+    Scope,
+    size_text,
+)
+from memopt_cli.loading.fixed_mode import mode_notes
+from memopt_cli.loading.interface import Ask, Loaded, ModelFile
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.records import InputSpec, TensorSpec, Trust
+from memopt_cli.runtime.lifted.module import LiftedModule, make_module
+from memopt_cli.runtime.lifted.operators import DTYPES
+from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
+from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
+
+_PROGRAM: Final = "models/model.json"
+_OLD_PROGRAM: Final = "serialized_exported_program.json"
+_SCHEMA: Final = 8
+"""Major version of the program's JSON: since PyTorch 2.6."""
+_SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
+_CONTAINERS: Final = ("builtins.tuple", "builtins.list", "builtins.dict")
+
+
+class Exported:
+    """The format of ``torch.export.save``; see :class:`memopt_cli.loading.interface.Format`."""
+
+    name = "exported"
+
+    def recognizes(self, file: ModelFile) -> bool:
+        if not file.data.startswith(b"PK"):
+            return False
+        try:
+            return bool({_PROGRAM, _OLD_PROGRAM} & Archive(file.data, file.path).sizes.keys())
+        except MemoptError:
+            return False
+
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+        archive = Archive(file.data, file.path)
+        if _PROGRAM not in archive.sizes:
+            raise FileFormatError(
+                f"{file.path} was exported by a PyTorch before 2.8",
+                hint="Save it again with a newer one: torch.export.save(torch.export.load(path), path).",
+            )
+        try:
+            return _Program(archive, file.path).lift()
+        except NotAllowed as err:
+            raise UnsafeFileError(
+                f"{file.path} was not loaded: it uses {err}, which is not on memopt's list",
+                hint="Save the model itself with torch.save(model, path), or as TorchScript.",
+            ) from err
+        except BadProgram as err:
+            raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
+        except MemoptError:
+            raise
+        except Exception as err:  # the program is whatever the file says
+            raise FileFormatError(
+                f"{file.path} holds no exported program that can be read ({type(err).__name__}: {err})",
+                hint="Export the model again: torch.export.save(torch.export.export(model, inputs), path).",
+            ) from err
+
+
+class _Program:
+    """One exported program."""
+
+    def __init__(self, archive: Archive, path: str) -> None:
+        self._archive = archive
+        self._path = path
+        program = json.loads(archive.read(_PROGRAM))
+        if program["schema_version"]["major"] != _SCHEMA:
+            raise FileFormatError(
+                f"{path} has version {program['schema_version']['major']} of the format; memopt reads {_SCHEMA}",
+                hint="Export the model again with the PyTorch that is installed.",
+            )
+        self._graph = program["graph_module"]["graph"]
+        self._signature = program["graph_module"]["signature"]
+        (call, *_) = program["graph_module"]["module_call_graph"]
+        self._call = call["signature"]
+        self._names: dict[str, tuple[str, str]] = {}
+        """Name of an input of the graph -> what it is and its name in the model."""
+        for spec in self._signature["input_specs"]:
+            for kind in ("parameter", "buffer", "tensor_constant"):
+                if kind in spec:
+                    self._names[spec[kind]["arg"]["name"]] = kind, spec[kind][f"{kind}_name"]
+        self._tensors = self._read_tensors()
+
+    def lift(self) -> Loaded:
+        """The model.  Raises :class:`NotAllowed` and :class:`BadProgram`, and anything for what is no program."""
+        reader = GraphReader()
+        ops, results = reader.read(self._graph)
+        constants = frozenset(name for name, (kind, _) in self._names.items() if kind == "tensor_constant")
+        builder = Builder(reader, self._places(), constants)
+        root = builder.scope((), self._class_name())
+        arguments = self._arguments()
+        mutations, results = self._mutations(results)
+        tree = _read_tree(json.loads(self._call["out_spec"])[1])
+        root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
+        module = self._assemble(builder.scopes)
+        spec, notes = _example_spec(self._examples(), arguments, self._graph["tensor_values"])
+        lost = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
+        modes = mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
+        notes = (*lost, *modes, *_container_notes(tree), *notes)
+        return Loaded(module=module, notes=notes, example_spec=spec)
+
+    # ------------------------------------------------------------------------------------------ tensors
+
+    def _read_tensors(self) -> dict[str, Tensor]:
+        """Parameters, buffers and constants by their names; those that share memory in the file are one."""
+        read: dict[str, Tensor] = {}
+        for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
+            record = f"data/{folder}/model_{config}.json"
+            entries = json.loads(self._archive.read(record))["config"] if record in self._archive.sizes else {}
+            shared: dict[str, Tensor] = {}
+            for name, entry in entries.items():
+                key = f"{entry['path_name']} {entry['tensor_meta']}"
+                if key not in shared:
+                    data = self._archive.read(f"data/{folder}/{entry['path_name']}")
+                    shared[key] = self._tensor(data, entry)
+                read[name] = shared[key]
+        return read
+
+    def _tensor(self, data: bytes, entry: Any) -> Tensor:
+        meta = entry["tensor_meta"]
+        if entry.get("use_pickle"):
+            tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{entry['path_name']} is no tensor")
+        else:
+            dtype = getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]])
+            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            sizes, strides = ([int(size_text(s)) for s in meta[key]] for key in ("sizes", "strides"))
+            tensor = torch.as_strided(flat, sizes, strides, int(size_text(meta["storage_offset"])))
+        if entry["is_param"]:
+            return nn.Parameter(tensor, requires_grad=bool(meta["requires_grad"]))
+        return tensor
+
+    def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Name of an input of the graph -> every path that leads to its tensor, its own first."""
+        places: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for name, (kind, target) in self._names.items():
+            if kind == "tensor_constant":
+                continue
+            others = [n for n, t in self._tensors.items() if t is self._tensors[target] and n != target]
+            places[name] = tuple(tuple(n.split(".")) for n in (target, *others))
+        return places
+
+    # ------------------------------------------------------------------------------------------ modules
+
+    def _class_name(self) -> str:
+        for node in self._graph["nodes"]:
+            stack = node.get("metadata", {}).get("nn_module_stack", "")
+            _, path, class_name = [*stack.partition(";")[0].split(",", 2), "", "", ""][:3]
+            if path == "" and class_name:
+                return str(class_name)
+        return "Exported"
+
+    def _assemble(self, scopes: dict[tuple[str, ...], Scope]) -> LiftedModule:
+        modules: dict[tuple[str, ...], LiftedModule] = {}
+
+        def module_at(path: tuple[str, ...]) -> LiftedModule:
+            if path not in modules:
+                scope = scopes.get(path)
+                program = scope.program() if scope else (VERSION, "Module", (), ())
+                values = tuple(self._tensors[self._names[n][1]] for n in scope.constants) if scope else ()
+                modules[path] = make_module(program, values)
+                if path:
+                    module_at(path[:-1])._modules[path[-1]] = modules[path]
+            return modules[path]
+
+        kinds = {target: kind for kind, target in self._names.values()}
+        persistent = {
+            s["buffer"]["buffer_name"]: s["buffer"]["persistent"]
+            for s in self._signature["input_specs"]
+            if "buffer" in s
+        }
+        for name, tensor in self._tensors.items():
+            path = tuple(name.split("."))
+            if not all(map(is_attribute, path)):
+                raise ValueError(f"a tensor is named {name}")
+            if isinstance(tensor, nn.Parameter):
+                module_at(path[:-1])._parameters[path[-1]] = tensor
+            elif kinds.get(name) != "tensor_constant":
+                module_at(path[:-1]).register_buffer(path[-1], tensor, persistent=persistent.get(name, True))
+        for path in scopes:
+            module_at(path)
+        return module_at(())
+
+    # ------------------------------------------------------------------------------------------ arguments and results
+
+    def _arguments(self) -> list[_Argument]:
+        """The arguments of the model in order."""
+        positional, named = _read_tree(json.loads(self._call["in_spec"])[1]).children
+        names = self._call.get("forward_arg_names") or []
+        names = [*names, *(f"input_{i}" for i in range(len(names), len(positional.children)))]
+        trees = [*zip(names, positional.children, strict=False), *zip(named.keys, named.children, strict=True)]
+        leaves = iter([s for s in self._signature["input_specs"] if "user_input" in s or "constant_input" in s])
+        arguments = []
+        for index, (name, tree) in enumerate(trees):
+            if not is_parameter(name):
+                raise ValueError(f"an argument is named {name!r}")
+            inputs = tuple(_leaf(next(leaves)) for _ in range(tree.leaves()))
+            arguments.append(_Argument(name, tree, inputs, keyword=index >= len(positional.children)))
+        return arguments
+
+    def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
+        """Operators that write what the graph returns back to where it belongs, and the results besides."""
+        names = {target: name for name, (_, target) in self._names.items()}
+        ops, returned = [], []
+        for spec, result in zip(self._signature["output_specs"], results, strict=True):
+            ((kind, detail),) = spec.items()
+            if kind in ("buffer_mutation", "parameter_mutation", "user_input_mutation"):
+                target = detail.get("user_input_name") or names[detail.get("buffer_name") or detail["parameter_name"]]
+                ops.append(Op(kind="operator", detail="aten::copy_", operands=(target, result, (False,))))
+            elif kind in ("user_output", "loss_output"):
+                returned.append(result)
+            else:
+                raise ValueError(f"an output of kind {kind}")
+        return ops, returned
+
+    def _examples(self) -> Any:
+        record = "data/sample_inputs/model.pt"
+        if record not in self._archive.sizes:
+            return None
+        return load_tensors(self._archive.read(record), f"{self._path} ({record})")
+
+
+# ---------------------------------------------------------------------------------------------- arguments and results
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """How values are nested: a container of trees, or a single value."""
+
+    kind: str | None
+    keys: tuple[Any, ...]
+    children: tuple[_Tree, ...]
+
+    def leaves(self) -> int:
+        """How many single values there are."""
+        return 1 if self.kind is None else sum(child.leaves() for child in self.children)
+
+
+def _read_tree(data: Any) -> _Tree:
+    children = tuple(map(_read_tree, data["children_spec"]))
+    context = data["context"]
+    keys = json.loads(context) if isinstance(context, str) and context.startswith("[") else []
+    return _Tree(data["type"], tuple(keys) if len(keys) == len(children) else (), children)
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """One argument of the model."""
+
+    name: str
+    tree: _Tree
+    leaves: tuple[Operand, ...]
+    """For each single value in it the name of the graph's input, or the constant that it was."""
+    keyword: bool
+
+    def is_constant(self) -> bool:
+        """Whether export kept only its value."""
+        return all(type(leaf) is tuple for leaf in self.leaves)
+
+
+def _leaf(spec: Any) -> Operand:
+    if "constant_input" in spec:
+        ((kind, value),) = spec["constant_input"]["value"].items()
+        return (None if kind == "as_none" else value,)
+    ((_, value),) = spec["user_input"]["arg"].items()
+    return str(value.get("name", value.get("as_name")))
+
+
+def _root_method(
+    method: Method, ops: tuple[Op, ...], results: list[Operand], arguments: list[_Argument], tree: _Tree
+) -> tuple[Any, ...]:
+    """The model's own forward."""
+    parameters: list[tuple[Any, ...]] = []
+    optional = False
+    for argument in arguments:
+        optional = optional or argument.is_constant()
+        whole = argument.leaves[0] if argument.tree.kind is None else argument
+        value = method.value(whole if type(whole) is str else f"*{argument.name}", argument.name)
+        constant = argument.leaves[0] if argument.tree.kind is None and argument.is_constant() else (None,)
+        parameters.append((value, argument.name, constant if optional else ()))
+        if argument.tree.kind is not None:
+            _unpack(method, value, argument.tree, iter(argument.leaves))
+    method.sequence(ops, 0, {result for result in results if type(result) is str})
+    hints, block = method.finish([_pack(method, tree, iter(results))])
+    return "forward", tuple(parameters), hints, block
+
+
+def _unpack(method: Method, whole: int, tree: _Tree, leaves: Iterator[Operand]) -> None:
+    """Take an argument apart, down to the graph's inputs."""
+    names = [next(leaves) if child.kind is None else "*part" for child in tree.children]
+    values = [method.value(name if type(name) is str else "*constant", "") for name in names]
+    if tree.keys:
+        for key, value in zip(tree.keys, values, strict=True):
+            method.nodes.append(("operator", "aten::__getitem__.Dict_str", (whole, (key,)), (value,), ()))
+    elif values:
+        method.nodes.append(("unpack", None, (whole,), tuple(values), ()))
+    for child, value in zip(tree.children, values, strict=True):
+        if child.kind is not None:
+            _unpack(method, value, child, leaves)
+
+
+def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
+    """The stored operand of a result in its containers; one that is not Python's own becomes a dict or a tuple."""
+    if tree.kind is None:
+        return method.operand(next(results))
+    items = [_pack(method, child, results) for child in tree.children]
+    kind = "dict" if tree.keys else "list" if tree.kind == "builtins.list" else "tuple"
+    pairs = (
+        [operand for key, item in zip(tree.keys, items, strict=True) for operand in ((key,), item)]
+        if tree.keys
+        else items
+    )
+    value = method.value("*packed", "outputs")
+    method.nodes.append((kind, None, tuple(pairs), (value,), ()))
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- what to say of it
+
+
+def _container_notes(tree: _Tree) -> Iterator[str]:
+    if tree.kind not in (None, *_CONTAINERS):
+        yield f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now."
+
+
+def _example_spec(
+    examples: Any, arguments: Sequence[_Argument], shapes: Mapping[str, Any]
+) -> tuple[InputSpec | None, tuple[str, ...]]:
+    """The inputs that the program was exported with, and notes."""
+    inputs = [a for a in arguments if not a.is_constant()]
+    if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
+        return None, ("Its example inputs are nested or no tensors: describe the inputs with --input-script.",)
+    metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
+    symbols = _symbols(list(metas.values()))
+    tensors, by_name = [], False
+    for argument in arguments:
+        by_name = by_name or argument.keyword or argument.is_constant()
+        if not argument.is_constant():
+            example = _example(examples, argument, arguments)
+            tensors.append(_tensor_spec(argument.name if by_name else None, metas[argument.name], symbols, example))
+    dims = {symbols[text]: hint for meta in metas.values() for text, hint in _hints(meta) if text in symbols}
+    spec = InputSpec(tensors=tuple(tensors), dims=dims, source="the example inputs in the file")
+    fixed = () if dims else ("torch.export fixed every size: the model takes inputs of these sizes only.",)
+    return spec, fixed
+
+
+def _example(examples: Any, argument: _Argument, arguments: Sequence[_Argument]) -> Tensor | None:
+    positional = [a for a in arguments if not a.keyword]
+    try:
+        args, kwargs = examples
+        value = kwargs[argument.name] if argument.keyword else args[positional.index(argument)]
+    except (TypeError, ValueError, LookupError):
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], example: Tensor | None) -> TensorSpec:
+    dtype = DTYPES[DTYPE_CODES[meta["dtype"]]]
+    if dtype not in INPUT_DTYPES:
+        raise ValueError(f"an input has dtype {dtype}")
+    shape = tuple(symbols.get(text, hint) for text, hint in _hints(meta))
+    return TensorSpec(name=name, shape=shape, dtype=dtype, values=_values(dtype, example))
+
+
+def _values(dtype: str, example: Tensor | None) -> str:
+    """Random values like those of the example."""
+    floating = getattr(torch, dtype).is_floating_point
+    if example is None or not example.numel():
+        return "normal" if floating else "0..2"
+    low, high = float(example.min()), float(example.max())
+    if low == high and low in (0, 1):
+        return "ones" if low else "zeros"
+    if not floating:
+        return f"{min(int(low), 0)}..{max(int(high), 1) + 1}"
+    if bool(((example == 0) | (example == 1)).all()):
+        return f"spikes:{float(example.double().mean()):.4f}"
+    return "normal"
+
+
+def _hints(meta: Any) -> Iterator[tuple[str, int]]:
+    """The name of each dimension, or its size, and its size in the example."""
+    for size in meta["sizes"]:
+        if "as_int" in size:
+            yield "", int(size["as_int"])
+        else:
+            symbol = _SYMBOL.fullmatch(size["as_expr"]["expr_str"])
+            yield symbol[1] if symbol else "", int(size["as_expr"]["hint"]["as_int"])
+
+
+def _symbols(metas: Sequence[Any]) -> dict[str, str]:
+    """Names of dimensions in the program -> the usual ones where their place tells, else their own in capitals.
+
+    A first dimension that varies is the batch; beside a second one it is so for tokens ``[B, S]``, and for images over
+    time ``[T, B, C, H, W]`` the second is.
+    """
+    symbols: dict[str, str] = {}
+    for meta in metas:
+        names = [text for text, _ in _hints(meta)]
+        integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
+        varying = [bool(name) for name in names[:2]]
+        if varying == [True, True]:
+            usual = ("B", "S") if integer else ("T", "B") if len(names) == 5 else ()
+        else:
+            usual = ("B", "B")
+        for name, short in zip(names, usual, strict=False):
+            if name and short not in symbols.values():
+                symbols.setdefault(name, short)
+        for name in filter(None, names):
+            symbols.setdefault(name, name[0].upper() + name[1:])
+    return symbols

@@ -1,0 +1,161 @@
+"""What is in a ``.pt2`` archive (``torch.export.save``), told from the JSON in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from memopt_cli.documents import printable
+from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.contents import Contents
+from memopt_cli.loading.pickled_tensors import LARGEST, item_bytes
+from memopt_cli.records import StoredModule, StoredTensor, TensorKind
+
+_DTYPES: Final = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float16",
+    7: "float32",
+    8: "float64",
+    9: "complex32",
+    10: "complex64",
+    11: "complex128",
+    12: "bool",
+    13: "bfloat16",
+    28: "uint16",
+    29: "float8_e4m3fn",
+    30: "float8_e5m2",
+}
+"""The numbers that an exported program has for dtypes."""
+_SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
+PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
+"""Records of the program: since PyTorch 2.8, and before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An exported program, as far as it describes a model."""
+
+    contents: Contents
+    versions: dict[str, str]
+    inputs: tuple[StoredTensor, ...]
+
+
+def read_exported(archive: Archive) -> Exported:
+    """The modules, tensors and inputs of the program.
+
+    Raises what a wrong description runs into: :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`,
+    :class:`IndexError` or :class:`ValueError`.
+    """
+    record = next((name for name in PROGRAMS if name in archive.sizes), None)
+    if record is None:
+        raise ValueError("it holds no exported program")
+    program = json.loads(archive.read(record))
+    graph, signature = program["graph_module"]["graph"], program["graph_module"]["signature"]
+    values = graph["tensor_values"]
+    schema = program.get("schema_version", {})
+    return Exported(
+        contents=_contents(graph, signature, values, _records(archive)),
+        versions={
+            "torch": str(program.get("torch_version", "")),
+            "export schema": f"{schema.get('major', '?')}.{schema.get('minor', '?')}",
+        },
+        inputs=tuple(_inputs(signature, values)),
+    )
+
+
+def _records(archive: Archive) -> dict[str, str]:
+    """Name of each weight -> where its bytes are, which is the same for tied weights."""
+    config = "data/weights/model_weights_config.json"
+    weights = json.loads(archive.read(config))["config"] if config in archive.sizes else {}
+    return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in weights.items()}
+
+
+def _contents(graph: Any, signature: Any, values: Any, records: dict[str, str]) -> Contents:
+    contents = Contents()
+    tensors = list(_tensors(signature, values))
+    classes = _classes(graph["nodes"])
+    for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
+        classes.setdefault(path, "?")  # a module whose tensors are used and whose forward is not called
+    places: dict[str, int] = {}
+    for path in sorted(_with_parents(classes), key=_natural):
+        places[path] = len(places)
+        contents.modules.append(StoredModule(path=path, class_name=classes.get(path, "?"), parameters=0, size_bytes=0))
+        contents.parents.append(places[path.rpartition(".")[0]] if path else -1)
+    for tensor in tensors:
+        contents.add_tensor(
+            tensor, home=places[tensor.name.rpartition(".")[0]], memory=records.get(tensor.name, tensor.name)
+        )
+    return contents
+
+
+def _tensors(signature: Any, values: Any) -> Iterator[StoredTensor]:
+    kinds: dict[str, tuple[str, TensorKind]] = {
+        "parameter": ("parameter_name", "parameter"),
+        "buffer": ("buffer_name", "buffer"),
+        "tensor_constant": ("tensor_constant_name", "attribute"),
+    }
+    for spec in signature["input_specs"]:
+        for what, (key, kind) in kinds.items():
+            if what in spec:
+                yield _tensor(str(spec[what][key]), kind, values[spec[what]["arg"]["name"]])
+
+
+def _inputs(signature: Any, values: Any) -> Iterator[StoredTensor]:
+    for spec in signature["input_specs"]:
+        name = spec.get("user_input", {}).get("arg", {}).get("as_tensor", {}).get("name")
+        if name is not None:
+            yield _tensor(str(name), "input", values[name])
+
+
+def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
+    sizes = [_size(size) for size in meta["sizes"]]
+    dtype = _DTYPES.get(meta["dtype"], f"dtype {meta['dtype']}")
+    return StoredTensor(
+        name=printable(name),
+        kind=kind,
+        shape=tuple(shown for shown, _ in sizes),
+        dtype=dtype,
+        size_bytes=min(math.prod(hint for _, hint in sizes) * item_bytes(dtype), LARGEST),
+        trainable=kind == "parameter" and meta.get("requires_grad") is True,
+    )
+
+
+def _size(size: Any) -> tuple[int | str, int]:
+    """How a size is shown, and what it was in the example."""
+    if "as_int" in size:
+        return int(size["as_int"]), int(size["as_int"])
+    expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
+    return _SYMBOL.sub(r"\1", expression).partition(",")[0], int(hint.get("as_int", 1))
+
+
+def _classes(nodes: Any) -> dict[str, str]:
+    """Path of each module that was called -> its class: ``key,path,class;key,path,class`` on every operator."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
+            _, path, class_name = entry.split(",", 2)
+            found.setdefault(path, class_name)
+    return found
+
+
+def _with_parents(paths: Any) -> set[str]:
+    found = {""}
+    for path in paths:
+        while path and path not in found:
+            found.add(path)
+            path = path.rpartition(".")[0]
+    return found
+
+
+def _natural(path: str) -> list[tuple[bool, int, str]]:
+    """Sorts ``layers.10`` behind ``layers.9``, and parents before children."""
+    parts = path.split(".") if path else []
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

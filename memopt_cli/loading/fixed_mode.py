@@ -1,0 +1,28 @@
+"""What tracing and exporting make of ``train()`` and ``eval()``: nothing, for most operators keep the mode they saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from memopt_cli.runtime.lifted.operators import EXPRESSIONS, find_operator
+from memopt_cli.runtime.lifted.program import nodes_of
+
+
+def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]:
+    """One note if operators of the programs were told once and for all whether they train; ``who`` told them."""
+    modes = {mode for program in programs for method in (*program[2], *program[3]) for mode in _modes(method[3])}
+    if not modes:
+        return ()
+    mode = "a mixed" if len(modes) > 1 else "training" if modes == {True} else "evaluation"
+    return (f"{who} kept {mode} mode: dropout and normalization do not change with train() and eval().",)
+
+
+def _modes(block: tuple[Any, ...]) -> set[bool]:
+    modes = set()
+    for kind, key, operands, _, _ in nodes_of(block):
+        operator = find_operator(key) if kind == "operator" and key not in EXPRESSIONS else None
+        for argument, operand in zip(operator._schema.arguments if operator else (), operands, strict=False):
+            if argument.name in ("train", "training") and type(operand) is tuple:
+                modes.add(bool(operand[0]))
+    return modes

@@ -1,0 +1,167 @@
+"""The tensors that a pickle describes, told from its opcodes: shapes, dtypes and which storage each is a view of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memopt_cli.loading.pickle_scan import PERSISTENT, Built, Global, Tuple
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "QUInt8Storage": "quint8",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": "uint8",
+}
+
+
+LARGEST = 2**63 - 1
+"""Items or bytes that any tensor has at most, whatever a file says."""
+_MOST_WRAPPERS = 8
+"""A parameter of a subclass of a tensor …: nobody wraps deeper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledStorage:
+    """Bytes beside the pickle."""
+
+    key: str
+    """Name of the record that holds them."""
+    dtype: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledTensor:
+    """A tensor, mostly a view of a storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    """Items before its first one in the storage."""
+    storage: PickledStorage | None = None
+    """``None``: it is made in another way, such as a sparse tensor."""
+    trainable: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its items, were it dense."""
+        return min(math.prod(self.shape) * item_bytes(self.dtype), LARGEST)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one item of a dtype, 0 if it is not known here."""
+    known = getattr(torch, dtype, None)
+    return known.itemsize if isinstance(known, torch.dtype) else 0
+
+
+def storage_of(value: Any) -> PickledStorage | None:
+    """The storage that a stand-in stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
+        return None
+    match value.arguments.items:
+        case ("storage", Global(name=kind), str(key), _, int(count), *_) if kind in _STORAGE_DTYPES and count >= 0:
+            dtype = _STORAGE_DTYPES[kind]
+            return PickledStorage(key=key, dtype=dtype, size_bytes=count * item_bytes(dtype))
+    return None
+
+
+def tensor_of(value: Any) -> PickledTensor | None:
+    """The tensor that a stand-in stands for; ``None`` if it stands for something else."""
+    trainable: bool | None = None
+    for _ in range(_MOST_WRAPPERS):
+        if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
+            return None
+        match str(value.callee).rpartition(".")[2], value.arguments.items:
+            case "_rebuild_parameter" | "_rebuild_parameter_with_state", (value, flag, *_):
+                trainable = flag is True if trainable is None else trainable
+            case "_rebuild_from_type_v2", (function, _, arguments, *_):
+                value = Built(function, arguments)
+            case name, items:
+                found = _plain_tensor(name, items)
+                return replace(found, trainable=trainable) if found and trainable is not None else found
+    return None
+
+
+def check_tensors(built: Iterable[Built], sizes: dict[str, int] | None, total_bytes: int) -> None:
+    """Make sure that storages are as large as their records, and that no tensor reaches beyond its storage.
+
+    ``sizes``: bytes of each record of a zip archive by its key; ``None``: there are ``total_bytes`` for all of them.
+    Raises :class:`ValueError`.
+    """
+    storages = {}
+    for value in built:
+        storage, tensor = storage_of(value), tensor_of(value)
+        if storage is not None:
+            storages[storage.key] = storage.size_bytes
+            if sizes is not None and sizes.get(storage.key) != storage.size_bytes:
+                raise ValueError(f"its storage {storage.key} has not the size that the pickle says")
+        if tensor is not None and tensor.storage is not None:
+            _check_view(tensor, tensor.storage)
+    if sizes is None and sum(storages.values()) > total_bytes:
+        raise ValueError("its storages are cut off")
+
+
+def _check_view(tensor: PickledTensor, storage: PickledStorage) -> None:
+    if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
+        raise ValueError(f"a tensor has the shape {tensor.shape}, strides {tensor.stride} and offset {tensor.offset}")
+    last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    if math.prod(tensor.shape) and (last + 1) * item_bytes(tensor.dtype) > storage.size_bytes:
+        raise ValueError(f"a tensor of the shape {tensor.shape} reaches beyond its storage")
+
+
+def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
+    match function, items:
+        case "_rebuild_meta_tensor_no_storage", (Global(name=dtype), size, *_):
+            shape = _sizes(size)
+            return None if shape is None else PickledTensor(dtype=dtype, shape=shape)
+        case "_rebuild_sparse_tensor", (_, Tuple(items=(_, Built(arguments=Tuple(items=values)), size, *_))):
+            stored, shape = _view("_rebuild_tensor_v2", values), _sizes(size)
+            return None if stored is None or shape is None else PickledTensor(dtype=stored.dtype, shape=shape)
+        case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_qtensor", _:
+            return _view(function, items)
+    return None
+
+
+def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
+    match items:
+        case stored, int(offset), size, stride, *rest:
+            storage, shape, strides = storage_of(stored), _sizes(size), _sizes(stride)
+            if storage is None or shape is None or strides is None:
+                return None
+            typed = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
+            return PickledTensor(
+                dtype=rest[2].name if typed else storage.dtype,
+                shape=shape,
+                stride=strides,
+                offset=offset,
+                storage=storage,
+                trainable=bool(rest) and rest[0] is True,
+            )
+    return None
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Built) and str(value.callee) == "torch.Size" and isinstance(value.arguments, Tuple):
+        value = value.arguments.items[0] if value.arguments.items else None
+    known = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
+    return tuple(value.items) if known else None

@@ -1,0 +1,122 @@
+"""``*.safetensors``: tensors by name, without any code; the header is checked before a byte of data is used.
+
+The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtype, shape, data_offsets}``; the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.errors import FileFormatError
+from memopt_cli.loading.interface import Loaded, ModelFile, no_model
+from memopt_cli.progress import Ask
+from memopt_cli.records import Trust
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_LENGTH, _LONGEST_HEADER = 8, 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Position of its first byte in the file."""
+    end: int
+
+
+class SafeTensors:
+    """A format without models; see :class:`memopt_cli.loading.interface.Format`."""
+
+    name = "safetensors"
+
+    def recognizes(self, file: ModelFile) -> bool:
+        return is_safetensors(file.data)
+
+    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+        raise no_model(file, len(read_header(file.data, file.path)[0]))
+
+
+def is_safetensors(data: bytes) -> bool:
+    """Whether the bytes start as this format does."""
+    return data[_LENGTH : _LENGTH + 1] == b"{" and int.from_bytes(data[:_LENGTH], "little") <= _LONGEST_HEADER
+
+
+def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
+    """The tensors, on the CPU.  Raises :class:`FileFormatError`."""
+    entries, _ = read_header(data, path)
+    return {name: _tensor(data, entry) for name, entry in entries.items()}
+
+
+def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors by name, in the order of their bytes, and the file's own remarks (``__metadata__``).
+
+    Raises :class:`FileFormatError` unless the header is complete and each byte of data belongs to exactly one tensor.
+    """
+    try:
+        start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+        if not is_safetensors(data) or start > len(data):
+            raise ValueError(f"its header of {start - _LENGTH} bytes does not fit")
+        header = json.loads(data[_LENGTH:start], object_pairs_hook=_unique)
+        remarks = header.pop("__metadata__", {})
+        named = ((str(name), _entry(item, start)) for name, item in header.items())
+        entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
+        for entry in entries.values():
+            if entry.start != start:
+                raise ValueError("its tensors overlap, or leave a gap")
+            start = entry.end
+        if start != len(data):
+            raise ValueError(f"it holds {len(data)} bytes, its tensors end at {start}")
+        return entries, {str(key): str(value) for key, value in remarks.items()}
+    except Exception as err:  # the header is whatever the file says; deeply nested, too
+        reason = str(err) if type(err) is ValueError else "its header is broken"
+        raise FileFormatError(
+            f"{path} is no complete safetensors file: {reason}",
+            hint="It may be truncated: download it or save it again.",
+        ) from err
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("its header names something twice")
+    return dict(pairs)
+
+
+def _entry(item: Any, start: int) -> Entry:
+    dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
+    if not all(type(size) is int and 0 <= size < 2**63 for size in (*shape, begin, end)):
+        raise ValueError("a size or a position in its header is no whole number")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes are not {shape} of {item['dtype']}")
+    return Entry(dtype=dtype, shape=tuple(shape), start=start + begin, end=start + end)
+
+
+def _tensor(data: bytes, entry: Entry) -> Tensor:
+    if entry.start == entry.end:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=entry.dtype).reshape(entry.shape)

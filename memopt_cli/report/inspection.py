@@ -1,0 +1,165 @@
+"""``memopt inspect`` for people: the module tree with like parts folded, and what loading the file would import."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
+from memopt_cli.units import format_bytes
+
+_SHOWN = 12
+"""Groups of tied tensors that are listed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A module in the tree."""
+
+    name: str
+    module: StoredModule
+    tensors: list[StoredTensor] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+    likeness: int = 0
+    """Equal for modules of the same classes and shapes."""
+    lines: int = 1
+
+
+def headline(found: Inspection) -> Iterator[str]:
+    """What the file is."""
+    yield f"{found.path}: {found.format}, {format_bytes(found.size_bytes)}"
+    yield f"sha256 {found.sha256}"
+    if found.versions:
+        yield ", ".join(f"{what} {version}" for what, version in found.versions.items())
+
+
+def contents_table(found: Inspection) -> Table | None:
+    """The module tree, or the tensors of a file of weights alone; ``None`` if there are neither."""
+    if found.modules:
+        return _tree_table(found)
+    return _tensor_table(found.tensors) if found.tensors else None
+
+
+def remarks(found: Inspection) -> Iterator[str]:
+    """Sums, shared memory, example inputs and notes."""
+    if not found.modules and not found.tensors:
+        yield "no model and no tensors in it"
+    elif found.modules:
+        buffers = f", buffers {format_bytes(found.buffer_bytes)}" if found.buffer_bytes else ""
+        yield f"{found.parameters:,} parameters, {format_bytes(found.parameter_bytes)}{buffers}"
+    else:
+        yield f"{len(found.tensors)} tensors, {found.parameters:,} items, {format_bytes(found.parameter_bytes)}"
+    dtypes = Counter(tensor.dtype for tensor in found.tensors)
+    if dtypes:
+        yield "dtypes: " + ", ".join(f"{dtype} ({count})" for dtype, count in dtypes.most_common())
+    for names in found.tied[:_SHOWN]:
+        yield f"tied: {' = '.join(names)}"
+    if len(found.tied) > _SHOWN:
+        yield f"tied: … {len(found.tied) - _SHOWN} more"
+    for tensor in found.inputs:
+        yield f"example input {_shaped(tensor)} {tensor.dtype}"
+    yield from found.notes
+
+
+def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
+    """Each global with its verdict; those that need attention first."""
+    table = _table("it would import", "verdict", "why", "to allow it")
+    order = ("refused", "needs trust", "missing", "allowed")
+    for item in sorted(verdicts, key=lambda item: order.index(item.verdict)):
+        style = {"refused": "bold red", "needs trust": "yellow", "missing": "yellow"}.get(item.verdict, "")
+        table.add_row(Text(item.name), Text(item.verdict, style=style), Text(item.reason), Text(item.flag))
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
+    table = _table("tensor", "shape", "dtype")
+    table.add_column("size", justify="right", no_wrap=True)
+    for tensor in tensors:
+        table.add_row(Text(tensor.name), _shape(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
+    return table
+
+
+def _tree_table(found: Inspection) -> Table:
+    table = _table("module")
+    for heading in ("parameters", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("own tensors", no_wrap=True, overflow="ellipsis")
+    for root in _roots(found):
+        for label, node in _lines(root, "", ""):
+            if node is None:
+                table.add_row(Text(label, style="dim"), "", "", "")
+            else:
+                size = format_bytes(node.module.size_bytes) if node.module.size_bytes else "–"
+                table.add_row(Text(label), f"{node.module.parameters:,}", size, Text(_own(node.tensors)))
+    return table
+
+
+def _roots(found: Inspection) -> list[_Node]:
+    nodes: dict[str, _Node] = {}
+    roots: list[_Node] = []
+    for module in found.modules:
+        parent, name = _parent(module.path, nodes)
+        nodes[module.path] = _Node(name, module)
+        (parent.children if parent else roots).append(nodes[module.path])
+    for tensor in found.tensors:
+        parent, name = _parent(tensor.name, nodes)
+        if parent:
+            parent.tensors.append(tensor)
+    kinds: dict[object, int] = {}
+    for node in reversed(nodes.values()):  # children before parents
+        own = tuple((t.name.rpartition(".")[2], t.kind, t.shape, t.dtype) for t in node.tensors)
+        kind = (node.module.class_name, node.module.segment, own, tuple(child.likeness for child in node.children))
+        node.likeness = kinds.setdefault(kind, len(kinds))
+        node.lines = 1 + sum(child.lines for child in node.children)
+    return roots
+
+
+def _parent(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
+    """The module that holds what has this path, and its name there."""
+    above, _, name = path.rpartition(".")
+    return (nodes.get(above), name) if path else (None, "")
+
+
+def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | None]]:
+    """The tree from ``node`` on; a line without a node stands for several that are folded."""
+    segment = " (segment)" if node.module.segment else ""
+    class_name = node.module.class_name.rpartition(".")[2]
+    yield f"{lead}{node.name} {class_name}{segment}" if node.name else f"{lead}{class_name}{segment}", node
+    groups = [list(group) for _, group in groupby(node.children, key=lambda child: child.likeness)]
+    for position, group in enumerate(groups):
+        last = position == len(groups) - 1
+        folded = (len(group) - 1) * group[0].lines > 1
+        shown = group[:1] if folded else group
+        for child in shown:
+            end = last and not folded and child is shown[-1]
+            yield from _lines(child, below + ("└── " if end else "├── "), below + ("    " if end else "│   "))
+        if folded:
+            names = f"{group[1].name} … {group[-1].name}" if len(group) > 2 else group[1].name
+            yield f"{below}{'└── ' if last else '├── '}… {len(group) - 1} more like it: {names}", None
+
+
+def _own(tensors: Sequence[StoredTensor]) -> str:
+    """``weight 64×3×7×7; buffers running_mean 64``."""
+    labels = {"parameter": "", "buffer": "buffers ", "attribute": "kept "}
+    kinds = {kind: ", ".join(_shaped(t) for t in tensors if t.kind == kind) for kind in labels}
+    return "; ".join(f"{labels[kind]}{text}" for kind, text in kinds.items() if text)
+
+
+def _shaped(tensor: StoredTensor) -> str:
+    return f"{tensor.name.rpartition('.')[2] or '(the only one)'} {_shape(tensor)}".rstrip()
+
+
+def _shape(tensor: StoredTensor) -> str:
+    return "×".join(map(str, tensor.shape))

@@ -1,0 +1,221 @@
+"""``memopt inspect``: what is in a file, without running any of it and without the user's classes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime import SegmentConfig, install_segment
+
+Memopt = Callable[..., Any]
+
+SIZES = {"parameters": 3 * 4 + 4 + 2 * 4 + 4 * 4, "parameter_bytes": 4 * 40, "buffer_bytes": 4 * 4 + 4 * 4 + 8}
+
+
+class Net(nn.Module):
+    """A parameter, buffers, shared weights, a plain tensor, and children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.body(x)))
+
+
+def save_pickle(model: nn.Module) -> None:
+    torch.save(model, "model.pt")
+
+
+def save_legacy(model: nn.Module) -> None:
+    torch.save(model, "model.pt", _use_new_zipfile_serialization=False)
+
+
+def save_script(model: nn.Module) -> None:
+    torch.jit.save(torch.jit.script(model), "model.pt")
+
+
+def save_trace(model: nn.Module) -> None:
+    torch.jit.save(torch.jit.trace(model, torch.ones(2, 3)), "model.pt")
+
+
+def save_exported(model: nn.Module) -> None:
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    torch.export.save(torch.export.export(model, (torch.ones(2, 3),), dynamic_shapes=shapes), "model.pt")
+
+
+def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
+    done = memopt("inspect", path, "--json")
+    assert (done.code, done.err, done.changed) == (0, "", set())
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [
+        (save_pickle, "pickled module (zip)"),
+        (save_legacy, "pickled module (legacy)"),
+        (save_script, "TorchScript (scripted)"),
+        (save_trace, "TorchScript (traced)"),
+        (save_exported, "exported program (torch.export)"),
+    ],
+)
+def test_each_format_tells_the_same_model(save: Callable[[nn.Module], None], name: str, memopt: Memopt) -> None:
+    model = Net()
+    save(model)
+    found = inspected(memopt)
+    assert found["format"] == name
+    assert found["size_bytes"] == Path("model.pt").stat().st_size
+    assert {key: found[key] for key in SIZES} == SIZES
+    modules = {item["path"]: item["class_name"].rpartition(".")[2] for item in found["modules"]}
+    assert modules == {path: type(module).__name__ for path, module in model.named_modules()}
+    tensors = {item["name"]: item for item in found["tensors"]}
+    expected = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert {name: tuple(item["shape"]) for name, item in tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    assert {name: item["dtype"] for name, item in tensors.items()} == {
+        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()
+    }
+    assert {name for name, item in tensors.items() if item["kind"] == "buffer"} == dict(model.named_buffers()).keys()
+    assert found["tied"] == [["first.weight", "second.weight"]]
+
+
+def test_counts_of_modules_are_of_all_that_is_in_them(memopt: Memopt) -> None:
+    save_pickle(Net())
+    counts = {item["path"]: (item["parameters"], item["size_bytes"]) for item in inspected(memopt)["modules"]}
+    assert counts[""] == (40, 4 * 40 + 40)
+    assert counts["body"] == (24, 4 * 24 + 40)
+    assert (counts["first"], counts["second"]) == ((16, 64), (0, 0))
+
+
+@pytest.mark.parametrize(("save", "shape"), [(save_trace, [2, 3]), (save_exported, [None, 3])])
+def test_example_inputs(save: Callable[[nn.Module], None], shape: list[Any], memopt: Memopt) -> None:
+    save(Net())
+    (example,) = inspected(memopt)["inputs"]
+    assert example["dtype"] == "float32"
+    assert [size if isinstance(size, int) else None for size in example["shape"]] == shape
+
+
+def test_a_class_that_is_nowhere_to_be_found(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = types.ModuleType("gone_models")
+    kind = type("Gone", (Net,), {"__module__": "gone_models"})
+    gone.Gone = kind  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gone_models", gone)
+        save_pickle(kind())
+    found = inspected(memopt)
+    assert found["modules"][0]["class_name"] == "gone_models.Gone"
+    assert found["parameters"] == 40
+    verdicts = {item["name"]: item["verdict"] for item in found["globals"]}
+    assert verdicts["gone_models.Gone"] == "missing"
+    assert verdicts["torch.nn.modules.linear.Linear"] == "allowed"
+
+
+def test_verdicts_come_with_the_flag_that_changes_them(memopt: Memopt, user_code: str) -> None:
+    sys.path.append(user_code)  # put back by the fixture
+    torch.save(nn.Sequential(__import__("faulty").Fine()), "model.pt")
+    verdicts = {item["name"]: (item["verdict"], item["flag"]) for item in inspected(memopt)["globals"]}
+    assert verdicts["faulty.Fine"] == ("needs trust", "--allow-package faulty")
+    assert memopt("inspect", "model.pt").out.count("--allow-package faulty") == 1
+
+
+def test_segments_and_tensors_that_nobody_registered(memopt: Memopt) -> None:
+    model = Net()
+    model.first.mem = torch.zeros(5)
+    install_segment(model.body, SegmentConfig())
+    save_pickle(model)
+    found = inspected(memopt)
+    assert [item["path"] for item in found["modules"] if item["segment"]] == ["body"]
+    assert next(item for item in found["modules"] if item["path"] == "body")["class_name"].endswith(".Sequential")
+    assert {item["name"]: item["kind"] for item in found["tensors"]}["first.mem"] == "attribute"
+    assert "body Sequential (segment)" in memopt("inspect", "model.pt").out
+
+
+def test_a_checkpoint_with_a_model_in_it(memopt: Memopt) -> None:
+    torch.save({"epoch": 3, "model": Net(), "best": [torch.zeros(2)]}, "model.pt")
+    found = inspected(memopt)
+    assert [item["path"] for item in found["modules"]][:2] == ["model", "model.body"]
+    assert {item["name"]: item["kind"] for item in found["tensors"]}["best.0"] == "tensor"
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_weights_alone(name: str, memopt: Memopt) -> None:
+    state = nn.Linear(3, 4).state_dict()
+    if name.endswith(".pt"):
+        torch.save(state, name)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(state, name, metadata={"made": "by\x1b[2J hand"})
+    found = inspected(memopt, name)
+    assert (found["modules"], found["parameters"], found["parameter_bytes"]) == ([], 16, 64)
+    lines = memopt("inspect", name).out.splitlines()
+    assert any(line.split() == ["weight", "4×3", "float32", "48", "B"] for line in lines)
+    assert "2 tensors, 16 items, 64 B" in lines
+    assert all(line.isprintable() for line in lines)
+
+
+def test_the_tree_folds_what_is_alike(memopt: Memopt) -> None:
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(6)]
+    torch.save(nn.Sequential(*blocks, nn.Sequential(nn.Linear(2, 3), nn.ReLU())), "model.pt")
+    out = memopt("inspect", "model.pt").out
+    tree = [line.rstrip() for line in out.partition("own tensors")[2].partition("\n\n")[0].splitlines()[1:]]
+    assert tree == [
+        "Sequential                           45  180 B",
+        "├── 0 Sequential                      6   24 B",
+        "│   ├── 0 Linear                      6   24 B  weight 2×2, bias 2",
+        "│   └── 1 ReLU                        0      –",
+        "├── … 5 more like it: 1 … 5",
+        "└── 6 Sequential                      9   36 B",
+        "    ├── 0 Linear                      9   36 B  weight 3×2, bias 3",
+        "    └── 1 ReLU                        0      –",
+    ]
+    assert "45 parameters, 180 B" in out
+
+
+def test_the_sizes_are_those_of_the_loaded_model(memopt: Memopt) -> None:
+    model = nn.Sequential(
+        nn.LSTM(3, 4, num_layers=2), nn.Embedding(5, 6, dtype=torch.float64), nn.Conv2d(2, 3, 3).half()
+    )
+    model[1].weight.requires_grad_(False)
+    save_pickle(model)
+    found = inspected(memopt)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["parameter_bytes"] == sum(p.nbytes for p in model.parameters())
+    trainable = {item["name"] for item in found["tensors"] if item["trainable"]}
+    assert trainable == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert found["tied"] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "says"),
+    [
+        (b"", 3, "is empty"),
+        (b"hello world\n", 3, "no model saved by torch.save"),
+        (b"PK\x03\x04 and no more", 3, "damaged"),
+        (bytes(range(256)), 3, "no model saved by torch.save"),
+    ],
+)
+def test_files_that_are_no_models(content: bytes, code: int, says: str, memopt: Memopt) -> None:
+    Path("model.pt").write_bytes(content)
+    done = memopt("inspect", "model.pt")
+    assert (done.code, done.out) == (code, "")
+    assert says in done.err
+
+
+@pytest.mark.parametrize("location", ["missing.pt", "faulty:Fine"])
+def test_locations_that_are_no_files(location: str, memopt: Memopt) -> None:
+    done = memopt("inspect", location)
+    assert (done.code, done.out) == (2, "")
+    assert location in done.err

@@ -1,0 +1,270 @@
+"""Model files made to do harm, built by code: name -> bytes, exit code, and a word of the message.
+
+Each one that could run something would create the file ``canary``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import copy
+import importlib
+import io
+import os
+import pickle
+import runpy
+import struct
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+REFUSED, NO_MODEL = 4, 3
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A file, and how ``memopt optimize`` ends on it."""
+
+    data: bytes
+    code: int
+    says: str
+
+
+class Call:
+    """Pickles as a call of ``function(*arguments)``, whose result is then given ``state``."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.reduced = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def corpus(canary: str) -> dict[str, Hostile]:
+    """Every hostile file."""
+    return {**dict(_calls(canary)), **dict(_opcodes(canary)), **dict(_exhausting()), **dict(_archives(canary))}
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def payloads(canary: str) -> dict[str, Any]:
+    """Objects whose unpickling runs something."""
+    touch = f"open({canary!r}, 'w').close()"
+    system = Call(os.system, f"touch {canary}")
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.extra = Call(builtins.exec, touch)  # type: ignore[assignment]
+    hooked = nn.Linear(1, 1)
+    hooked._forward_hooks[0] = Call(builtins.eval, touch)  # type: ignore[assignment]
+    filled = Call(nn.Module.__new__, nn.Linear, state={"training": system})
+    return {
+        "os.system": system,
+        "eval": Call(builtins.eval, touch),
+        "runpy": Call(runpy.run_path, canary),
+        "torch.hub": Call(torch.hub.load, "someone/something", "net"),
+        "torch.load": Call(torch.load, canary),
+        "torch.save": Call(torch.save, {}, canary),
+        "importlib": Call(importlib.import_module, "antigravity"),
+        "subprocess": Call(subprocess.Popen, ["touch", canary]),
+        "nested": collections.OrderedDict(a=[Call(dict, [("k", Call(map, eval, [touch]))])]),
+        "aliased": [system, system, {"again": system}],
+        "in a module": module,
+        "in a hook": hooked,
+        "in a state": filled,
+        "getattr of a class": Call(getattr, Call(getattr, nn.Linear, "forward"), "__globals__"),
+        "a tensor rebuilt by eval": Call(torch._tensor._rebuild_from_type_v2, eval, torch.Tensor, (touch,), None),
+        "a constructor": Call(nn.Linear, 10**6, 10**6),
+    }
+
+
+def _calls(canary: str) -> Iterator[tuple[str, Hostile]]:
+    for name, value in payloads(canary).items():
+        code = NO_MODEL if name == "getattr of a class" else REFUSED
+        for form, zipped in (("zip", True), ("legacy", False)):
+            buffer = io.BytesIO()
+            torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
+            yield f"{name}, {form}", Hostile(buffer.getvalue(), code, "model.pt")
+        if not isinstance(value, nn.Module):
+            yield f"{name}, plain", Hostile(pickle.dumps(value, 4), code, "model.pt")
+
+
+# ---------------------------------------------------------------------------------------------- opcodes
+
+
+def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
+    """Globals hidden behind the memo, the stack and the older opcodes; each is tried plain and in an archive."""
+    command = f"touch {canary}".encode()
+    text = b"X" + struct.pack("<I", len(command)) + command
+    posix, system = b"\x8c\x05posix", b"\x8c\x06system"
+    refused = {
+        "names from the memo": posix + b"\x940" + system + b"\x940" + b"h\x00h\x01\x93" + text + b"\x85R.",
+        "names from a long memo": posix + b"r\x00\x01\x00\x000j\x00\x01\x00\x00" + system + b"\x93" + text + b"\x85R.",
+        "names behind a duplicate": posix + b"2" + system + b"\x93" + text + b"\x85R.",
+        "a callable from the memo": b"cposix\nsystem\nq\x070]h\x07" + text + b"\x85Ra.",
+        "a call as a key": b"}cposix\nsystem\n" + text + b"\x85RNs.",
+        "a call that is dropped": b"cposix\nsystem\n" + text + b"\x85R0N.",
+        "a name of Python 2": b"c__builtin__\neval\n" + text + b"\x85R.",
+        "INST": b"(" + text + b"iposix\nsystem\n.",
+        "OBJ": b"(cposix\nsystem\n" + text + b"o.",
+        "NEWOBJ": b"cposix\nsystem\n" + text + b"\x85\x81.",
+        "NEWOBJ_EX": b"cposix\nsystem\n" + text + b"\x85}\x92.",
+        "a computed name": posix + b"cbuiltins\nstr\n" + system + b"\x85R\x93" + text + b"\x85R.",
+        "a computed callable": b"cbuiltins\ngetattr\ncos\nsystem\n" + system + b"\x86R" + text + b"\x85R.",
+        "a class note": b"(X\x06\x00\x00\x00modulecposix\nsystem\nNNtQ" + text + b"\x85R.",
+        "a new class": b"ctorch.nn.modules.linear\nLinear\n)\x81}X\x09\x00\x00\x00__class__cposix\nsystem\nsb.",
+    }
+    for name, code in refused.items():
+        yield f"{name}, plain", Hostile(b"\x80\x04" + code, REFUSED, "was not loaded")
+        yield f"{name}, zip", Hostile(archive({"data.pkl": b"\x80\x02" + code}), REFUSED, "was not loaded")
+    for name, code in {"a code of copyreg": b"\x82\x01)R.", "a text identity": b"Posix.system\n."}.items():
+        yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
+
+
+# ---------------------------------------------------------------------------------------------- exhaustion
+
+
+def _exhausting() -> Iterator[tuple[str, Hostile]]:
+    """Few bytes that stand for much work or memory."""
+    pickles = {
+        "a list of a range": b"cbuiltins\nlist\ncbuiltins\nrange\nJ\xff\xff\xff\x7f\x85R\x85R.",
+        "a set of a bytearray": b"cbuiltins\nset\ncbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R\x85R.",
+        "a key of nested pairs": b"}K\x01" + b"q\x00h\x00\x86" * 60 + b"Ns.",
+        "deep tuples": b"}K\x01" + b"\x85" * 1_000_000 + b"Ns.",
+        "deep lists": b"]" * 90_000 + b"a" * 89_999 + b".",
+        "many lists": b"]" * 5_000_000 + b".",
+        "many marks": b"(" * 5_000_000 + b".",
+        "many pops": b"]0" * 1_000_000 + b"N.",
+        "a list copied often": b"]("
+        + b"K\x01" * 50_000
+        + b"eq\x00cbuiltins\nlist\nq\x01"
+        + b"h\x01h\x00\x85R0" * 50_000
+        + b".",
+    }
+    for name, code in pickles.items():
+        yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
+
+
+# ---------------------------------------------------------------------------------------------- archives
+
+
+def archive(records: dict[str, bytes], *, compressed: bool = False) -> bytes:
+    """A zip archive as PyTorch writes it, of these records."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as file:
+        for name, data in {**records, "version": b"3\n", "byteorder": b"little"}.items():
+            file.writestr(f"model/{name}", data)
+    return buffer.getvalue()
+
+
+def _saved(model: nn.Module) -> dict[str, bytes]:
+    """The records of a saved model."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    return _records(buffer)
+
+
+def _records(buffer: io.BytesIO) -> dict[str, bytes]:
+    with zipfile.ZipFile(buffer) as file:
+        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+
+
+def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
+    """Archives that readers read differently, that reach out of their folder, or that unpack to far more."""
+    good = _saved(nn.Linear(3, 4))
+    bad = _saved(payloads(canary)["in a module"])
+    for name in ("../../escaped", "/tmp/escaped", "some\\folder", "C:/escaped", "escape\x1b[2J"):
+        yield f"a record named {name!r}", Hostile(_renamed(good, "data/0", name), REFUSED, "a record named")
+    yield "a bomb", Hostile(archive({"data.pkl": b"]" * (64 << 20)}, compressed=True), REFUSED, "unpack to")
+    bombs = {f"data/{i}": bytes(8 << 20) for i in range(8)}
+    yield "a bomb in parts", Hostile(archive({**good, **bombs}, compressed=True), REFUSED, "unpack to")
+    yield (
+        "two pickles of one name",
+        Hostile(_renamed({**bad, "other": good["data.pkl"]}, "other", "model/data.pkl"), REFUSED, "two records"),
+    )
+    yield "two pickles but for case", Hostile(archive({**good, "DATA.PKL": bad["data.pkl"]}), REFUSED, "two records")
+    yield "two archives", Hostile(archive(good) + archive(bad), NO_MODEL, "damaged")
+    yield "an archive behind a pickle", Hostile(b"\x80\x02N." + archive(bad), NO_MODEL, "no model")
+    yield "bytes behind the archive", Hostile(archive(good) + b"more", NO_MODEL, "damaged")
+    yield "a long comment", Hostile(archive(good)[:-2] + b"\x04\x00more", NO_MODEL, "damaged")
+    yield "shared bytes", Hostile(_sharing(good), REFUSED, "overlap")
+    yield "a storage larger than its record", Hostile(_edited(good, b"K\x0ct", b"M\xff\xfft"), NO_MODEL, "storage 0")
+    yield (
+        "a tensor larger than its storage",
+        Hostile(_edited(good, b"K\x04K\x03\x86", b"M\xff\xffK\x03\x86"), NO_MODEL, "beyond"),
+    )
+    yield "a negative size", Hostile(_edited(good, b"K\x04K\x03\x86", b"J\xff\xff\xff\xffK\x03\x86"), NO_MODEL, "shape")
+    for kind in (WritesWhenLoaded, WritesWhenCalled):
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(kind(canary)), buffer)
+        yield kind.__name__, Hostile(buffer.getvalue(), REFUSED, "torch.save")
+
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(3, 4), (torch.ones(2, 3),)), buffer)
+    records = _records(buffer)
+    assert "data/sample_inputs/model.pt" in records
+    bad_inputs = archive({"data.pkl": pickle.dumps(Call(os.system, f"touch {canary}"), 2)})
+    program = archive({**records, "data/sample_inputs/model.pt": bad_inputs})
+    yield "example inputs that call", Hostile(program, REFUSED, "posix.system")
+
+
+def _renamed(records: dict[str, bytes], old: str, new: str) -> bytes:
+    """The archive with another name for a record, in its directory as well."""
+    placeholder = "x" * (len(new.encode()) - len("model/"))
+    data = archive({placeholder if name == old else name: data for name, data in records.items()})
+    return data.replace(f"model/{placeholder}".encode(), new.encode())
+
+
+def _sharing(records: dict[str, bytes]) -> bytes:
+    """The archive with a hundred more entries for the bytes of one record."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, data in {**records, "data/0": bytes(4096)}.items():
+            file.writestr(f"model/{name}", data)
+        shared = file.getinfo("model/data/0")
+        for i in range(100):
+            again = copy.copy(shared)
+            again.filename = again.orig_filename = f"model/data/{100 + i}"
+            file.filelist.append(again)
+    return buffer.getvalue()
+
+
+def _edited(records: dict[str, bytes], old: bytes, new: bytes) -> bytes:
+    assert old in records["data.pkl"]
+    return archive({**records, "data.pkl": records["data.pkl"].replace(old, new, 1)})
+
+
+class WritesWhenLoaded(nn.Module):
+    """Its script writes a file in ``__setstate__``."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path, self.training = state
+        torch.save(torch.zeros(1), self.path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class WritesWhenCalled(nn.Module):
+    """Its script writes a file in ``forward``."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.save(x, self.path)
+        return x

@@ -1,0 +1,329 @@
+"""Files made to do harm: none runs anything, each ends with its exit code and one clear sentence, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
+from memopt_cli.loading import load_model, read_file
+from memopt_cli.loading.description import describe
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.loading.safetensors_file import read_safetensors
+from memopt_cli.records import InputSpec, ModelSource, Trust
+from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, payloads
+
+CANARY = "canary"
+
+Memopt = Callable[..., Any]
+
+
+@functools.cache
+def files() -> dict[str, Hostile]:
+    """The corpus, made once; the scripts in it write their file while they are made."""
+    made = corpus(CANARY)
+    Path(CANARY).unlink(missing_ok=True)
+    return made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", sorted(files()))
+
+
+def test_no_hostile_model_runs_or_is_loaded(case: str, memopt: Memopt) -> None:
+    hostile = files()[case]
+    Path("model.pt").write_bytes(hostile.data)
+    done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
+    assert (done.code, done.changed, done.out) == (hostile.code, set(), "")
+    first, *rest = done.err.splitlines()
+    assert first.startswith("error: model.pt")
+    assert hostile.says in first
+    assert all(line.startswith("hint: ") for line in rest)
+    assert len(rest) == 1
+    assert first.isprintable()
+    assert "Traceback" not in done.err
+
+
+def test_inspecting_a_hostile_model_runs_nothing(case: str, memopt: Memopt) -> None:
+    Path("model.pt").write_bytes(files()[case].data)
+    done = memopt("inspect", "model.pt", "--json")
+    assert done.changed == set()
+    if done.code == 0:
+        found = json.loads(done.out)
+        verdicts = {item["verdict"] for item in found["globals"]}
+        assert verdicts - {"allowed"} or "--trust-pickle" in "".join(found["notes"]) or case in HARMLESS_TO_READ
+    else:
+        assert done.code in (NO_MODEL, REFUSED)
+        assert done.out == ""
+
+
+HARMLESS_TO_READ = {
+    "a text identity",
+    "an archive behind a pickle",
+    "example inputs that call",
+    *(f"getattr of a class, {form}" for form in ("zip", "legacy", "plain")),
+}
+"""Nothing that is described imports what is not allowed: what is made of it fails, harmlessly, when it is built."""
+
+
+@pytest.mark.parametrize("name", ["os.system", "eval", "in a module", "in a hook", "in a state"])
+def test_the_payloads_are_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(payloads(CANARY)[name], "model.pt")
+    assert not Path(CANARY).exists()
+    torch.load("model.pt", weights_only=False)
+    assert Path(CANARY).exists()
+
+
+def test_a_yes_does_not_excuse_an_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_bytes(files()["os.system, zip"].data)
+    asked: list[Any] = []
+    with pytest.raises(UnsafeFileError, match="attack"):
+        load_model(ModelSource(location="model.pt"), lambda wanted: asked.append(wanted) is None)
+    assert not asked
+    assert not Path(CANARY).exists()
+
+
+def test_nothing_is_let_through_by_a_package_that_is_too_wide(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(files()["torch.hub, zip"].data)
+    trust = Trust(packages=("torch", "os", "builtins", "posix"))
+    with pytest.raises(UnsafeFileError, match=r"torch\.hub") as error:
+        load_model(ModelSource(location=str(path), trust=trust))
+    assert "--allow" not in error.value.hint
+
+
+COSTS = """
+    import time
+    start = time.process_time()
+    import torch
+    imported = time.process_time() - start
+
+    import resource, sys
+    from memopt_cli.errors import MemoptError
+    from memopt_cli.loading import load_model, read_file
+    from memopt_cli.loading.description import describe
+    from memopt_cli.records import ModelSource
+
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    worst = 0.0, ""
+    for path in sys.argv[1:]:
+        for use in (lambda: load_model(ModelSource(location=path)), lambda: describe(read_file(path))):
+            start = time.process_time()
+            try:
+                use()
+            except MemoptError:
+                pass
+            worst = max(worst, (time.process_time() - start, path))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    print(worst[0] / imported, grown / memory, worst[1])
+"""
+
+
+def test_no_hostile_model_costs_more_than_importing_pytorch(tmp_path: Path) -> None:
+    names = sorted(files())
+    for i, name in enumerate(names):
+        (tmp_path / str(i)).write_bytes(files()[name].data)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(COSTS), *(str(tmp_path / str(i)) for i in range(len(names)))],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    time, memory, path = done.stdout.split()
+    assert float(time) < 1.5, names[int(Path(path).name)]
+    assert float(memory) < 1
+    assert not (tmp_path / CANARY).exists()
+
+
+# ---------------------------------------------------------------------------------------------- damaged files
+
+
+def sound_files(folder: Path) -> dict[str, Path]:
+    """A sound file of each format."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    torch.save(model, folder / "zip.pt")
+    torch.save(model, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.jit.save(torch.jit.trace(model, torch.ones(1, 2)), str(folder / "traced.pt"))
+    torch.export.save(torch.export.export(model, (torch.ones(1, 2),)), folder / "exported.pt2")
+    pytest.importorskip("safetensors.torch").save_file(model.state_dict(), folder / "weights.safetensors")
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return sound_files(tmp_path_factory.mktemp("sound"))
+
+
+def damaged(data: bytes, draws: random.Random) -> Iterator[bytes]:
+    """Cut off, with a bit flipped, with bytes overwritten."""
+    for _ in range(25):
+        yield data[: draws.randrange(len(data))]
+        position = draws.randrange(len(data))
+        yield data[:position] + bytes([data[position] ^ 1 << draws.randrange(8)]) + data[position + 1 :]
+        yield data[:position] + draws.randbytes(8) + data[position + 8 :]
+
+
+@pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "traced.pt", "exported.pt2", "weights.safetensors"])
+def test_a_damaged_file_is_described_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    path, data = tmp_path / name, sound[name].read_bytes()
+    assert describe(read_file(str(sound[name]))).tensors
+    outcomes = set()
+    for broken in damaged(data, random.Random(0)):
+        path.write_bytes(broken)
+        try:
+            outcomes.add(describe(read_file(str(path))).format)
+        except (FileFormatError, UnsafeFileError) as err:
+            outcomes.add(f"{type(err).__name__}{' of many lines' * err.message.count(chr(10))}")
+    assert "FileFormatError" in outcomes
+    assert not any("many lines" in outcome for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "weights.safetensors"])
+def test_a_damaged_file_is_loaded_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / name
+    for broken in damaged(sound[name].read_bytes(), random.Random(1)):
+        path.write_bytes(broken)
+        with contextlib.suppress(FileFormatError, UnsafeFileError):
+            assert isinstance(load_model(ModelSource(location=str(path))).module, nn.Module)
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+def hostile_inputs(folder: Path) -> dict[str, tuple[str, bytes, type[MemoptError], str]]:
+    """Name -> file name, bytes, error and a word of it."""
+    np.savez(folder / "objects.npz", x=np.array([{"a": 1}], dtype=object))
+    np.savez_compressed(folder / "bomb.npz", x=np.zeros(64 << 20, dtype=np.uint8))
+    np.save(folder / "one.npy", np.ones(2))
+    array = (folder / "one.npy").read_bytes()
+    return {
+        "object arrays": ("x.npz", (folder / "objects.npz").read_bytes(), FileFormatError, "plain arrays"),
+        "a bomb": ("x.npz", (folder / "bomb.npz").read_bytes(), UnsafeFileError, "unpack to"),
+        "a path": ("x.npz", archive({"../../x.npy": array}), UnsafeFileError, "a record named"),
+        "no array": ("x.npz", archive({"x.npy": b"\x80\x02cos\nsystem\n."}), FileFormatError, "plain arrays"),
+        "a shape that lies": ("x.npz", archive({"x.npy": array.replace(b"(2,)", b"(9,)")}), FileFormatError, ""),
+        "a pickle": ("x.npz", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", FileFormatError, "damaged"),
+        "a pickle of calls": ("x.pt", files()["os.system, zip"].data, UnsafeFileError, "posix.system"),
+        "a list of a range": ("x.pt", files()["a list of a range"].data, FileFormatError, "work"),
+    }
+
+
+HOSTILE_INPUTS = (
+    *("object arrays", "a bomb", "a path", "no array", "a shape that lies", "a pickle", "a pickle of calls"),
+    "a list of a range",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE_INPUTS)
+def test_hostile_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, data, error, says = hostile_inputs(tmp_path)[name]
+    Path(file).write_bytes(data)
+    with pytest.raises(error, match=says) as caught:
+        make_inputs(InputSpec(data_file=file, source="--input-data"), seed=0, device="cpu", dtype=None)
+    assert caught.value.hint
+    assert "--allow" not in caught.value.hint
+    assert not Path(CANARY).exists()
+
+
+def safetensors(header: Any, data: bytes = bytes(8), *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (safetensors({}, b"", length=2**63), "header"),
+        (safetensors({}, b"", length=99_999_999), "header"),
+        (safetensors({"a": entry(0, 8)}, length=5), "broken"),
+        (safetensors({"a": entry(0, 8), "b": entry(4, 8)}), "overlap"),
+        (safetensors({"a": entry(4, 8)}), "gap"),
+        (safetensors({"a": entry(0, 4)}), "end at"),
+        (safetensors({"a": entry(0, 16)}), "end at"),
+        (safetensors({"a": entry(-8, 8)}), "whole number"),
+        (safetensors({"a": entry(0, 8, [3])}), "are not"),
+        (safetensors({"a": entry(0, 8, [-2])}), "whole number"),
+        (safetensors({"a": entry(0, 8, [2.0])}), "whole number"),
+        (safetensors({"a": entry(0, 8, [2**62, 2**62])}), "are not"),
+        (safetensors({"a": entry(0, 8, dtype="O")}), "broken"),
+        (safetensors({"a": 3}), "broken"),
+        (safetensors(b'{"a": 1, "a": 2}'), "twice"),
+        (safetensors(b'{"a":' + b"[" * 100_000), "broken"),
+        (safetensors([]), "header"),
+    ],
+)
+def test_a_hostile_safetensors_header(data: bytes, says: str) -> None:
+    with pytest.raises(FileFormatError, match=says):
+        read_safetensors(data, "x.safetensors")
+
+
+def test_safetensors_are_read_as_the_library_writes_them() -> None:
+    library = pytest.importorskip("safetensors.torch")
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16]
+    tensors = {f"t{i}": torch.arange(6).view(2, 3).to(dtype) for i, dtype in enumerate(dtypes)}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+    found = read_safetensors(library.save(tensors, metadata={"made": "here"}), "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+        assert found[name].shape == tensor.shape
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+HOSTILE_YAML = {
+    "a call": "!!python/object/apply:os.system ['touch canary']",
+    "an object": "level: !!python/object:pathlib.Path {}",
+    "a name": "level: !!python/name:os.system",
+    "aliases": "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+    "depth": "level: " + "[" * 20_000,
+    "a huge number": "level: 1" + "0" * 10_000,
+    "a huge power": "level: 1e999999999",
+    "a base-60 number": "level: " + "1:" * 5000 + "1",
+    "a wrong kind": "level: {a: [1]}",
+    "a list": "[1, 2]",
+    "a key twice": "level: 1\nlevel: 2",
+    "a key that is a list": "? [1, 2]\n: 3",
+    "no text": "\x00\x01",
+    "a binary": "level: !!binary x",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_YAML)
+@pytest.mark.parametrize("role", ["plan", "config", "inputs"])
+def test_hostile_text_files(name: str, role: str, memopt: Memopt) -> None:
+    torch.save(nn.Linear(3, 4), "model.pt")
+    path = {"plan": "plan.yaml", "config": "memopt.yaml", "inputs": "model.inputs.yaml"}[role]
+    Path(path).write_text(HOSTILE_YAML[name])
+    command = ["apply", "model.pt", "plan.yaml"] if role == "plan" else ["optimize", "model.pt"]
+    done = memopt(*command, "-q")
+    assert (done.code, done.changed, done.out) == (2, set(), "")
+    assert done.err.startswith("error: ")
+    assert path in done.err or name == "a huge power"
+    assert "Traceback" not in done.err
+    assert len(done.err) < 1000
