@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import StepError
+from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.tree import tensors_of
 
@@ -132,7 +132,7 @@ def run_checked(step: Step) -> Any:
         if is_out_of_memory(error):
             raise
         raise StepError(
-            f"forward works but backward fails: {_first_line(error)}",
+            f"forward works but backward fails: {first_line(error)}",
             hint="The same error appears in a plain loss.backward(); see the operation it names.",
         ) from error
     return output
@@ -205,12 +205,12 @@ def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
 
 def _rejection(error: BaseException, stack: list[_Watched]) -> str:
     if not stack:
-        return f"the model rejected its inputs: {_first_line(error)}"
+        return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]
     kind = type(last.module).__name__
     where = f"module '{last.path}' ({kind})" if last.path else f"the model itself ({kind})"
     return (
-        f"{where} rejected its input {_shapes(last.inputs)}: {_first_line(error)}{_expected(last.module, last.inputs)}"
+        f"{where} rejected its input {_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
     )
 
 
@@ -248,11 +248,6 @@ def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
 def _shapes(value: Any) -> str:
     tensors = tensors_of(value)
     return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _loss_entry(output: Any) -> Tensor | None:

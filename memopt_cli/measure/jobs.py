@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from memopt_cli.records import (
     ChunkRule,
@@ -14,6 +15,13 @@ from memopt_cli.records import (
     StepTrace,
 )
 
+ORIGINAL = Plan(level=0)
+"""No segments: the model as it is."""
+
+Data = Literal["full size", "small batch", "none"]
+"""Which steps may be run on data: of any size, of a few samples (the full one does not fit, or is not to be tried), or
+none (the parameters have no data either)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -22,6 +30,7 @@ class Subject:
     source: ModelSource
     spec: InputSpec
     settings: StepSettings
+    data: Data = "full size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +46,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """Record a step of the original model -> :class:`Traced`."""
+    """Record a step of the model -> :class:`Traced`."""
 
     fake: bool
     """On fake tensors if the model allows."""
+    plan: Plan = ORIGINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,11 @@ class CountJob:
     plan: Plan
     fake: bool
     """A dry run on fake tensors."""
+    batch: int | None = None
+    """Batch size; ``None``: as the inputs are described.  Of other sizes no workspaces are known: a dry run gives the
+    tensor peak alone."""
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols than described."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +83,13 @@ class ChunkingFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob:
-    """Warm up once, take timed steps, count both peaks -> ``Measurement``."""
+    """Take timed steps, count both peaks -> ``Measurement``."""
 
     plan: Plan
     steps: int
     """Timed steps, at least."""
+    warm_up: bool = True
+    """Take a step before the timed ones; without it, the first of them pays for what is used for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +98,10 @@ class ProbeJob:
 
     plan: Plan
     batch: int
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols than described."""
+    limit_bytes: int | None = None
+    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

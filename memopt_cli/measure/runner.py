@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from memopt_cli.measure.jobs import (
+    ORIGINAL,
     ChunkingFound,
     ChunkingJob,
     CountJob,
@@ -50,6 +52,8 @@ _FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMem
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
 """How long a subprocess that was told to end may take before it is killed."""
+_LOOK_S = 1.0
+"""How often a silent subprocess is looked after."""
 
 
 class Session:
@@ -97,29 +101,34 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ jobs
 
-    def trace(self, *, fake: bool) -> Traced | Failure:
-        """Record a step of the original model, on fake tensors if asked to and possible."""
-        return self._ask(TraceJob(fake=fake), Traced)
+    def trace(self, plan: Plan = ORIGINAL, *, fake: bool) -> Traced | Failure:
+        """Record a step under ``plan``, on fake tensors if asked to and possible."""
+        return self._ask(TraceJob(fake=fake, plan=plan), Traced)
 
-    def count(self, plan: Plan, *, fake: bool) -> Counted | Failure:
-        """The tensor peak of a step under ``plan``."""
-        return self._ask(CountJob(plan=plan, fake=fake), Counted)
+    def count(
+        self, plan: Plan, *, fake: bool, batch: int | None = None, dims: Mapping[str, int] | None = None
+    ) -> Counted | Failure:
+        """The tensor peak of a step under ``plan``, at other sizes than described if they are given."""
+        return self._ask(CountJob(plan=plan, fake=fake, batch=batch, dims=dict(dims or {})), Counted)
 
     def chunking(self, path: str) -> ChunkRule | Refused:
         """Whether the module at ``path`` can run in chunks; a failure is a refusal."""
         found = self._ask(ChunkingJob(path=path), ChunkingFound)
         return found.rule if isinstance(found, ChunkingFound) else Refused(reason=f"trying it failed: {found}")
 
-    def measure(self, plan: Plan, steps: int = 3) -> Measurement | Failure:
-        """Measure a step under ``plan``: one warm-up, ``steps`` timed ones, both peaks."""
-        measured = self._ask(MeasureJob(plan=plan, steps=steps), Measurement)
+    def measure(self, plan: Plan, steps: int = 3, *, warm_up: bool = True) -> Measurement | Failure:
+        """Measure a step under ``plan``: one to warm up unless that is not wanted, ``steps`` timed ones, both peaks."""
+        measured = self._ask(MeasureJob(plan=plan, steps=steps, warm_up=warm_up), Measurement)
         if isinstance(measured, Measurement):
             return replace(measured, spent_s=time.monotonic() - self._started)
         return measured
 
-    def probe(self, plan: Plan, batch: int) -> BatchProbe | Failure:
-        """The allocated peak under ``plan`` at another batch size."""
-        return self._ask(ProbeJob(plan=plan, batch=batch), BatchProbe)
+    def probe(
+        self, plan: Plan, batch: int, dims: Mapping[str, int] | None = None, *, limit_bytes: int | None = None
+    ) -> BatchProbe | Failure:
+        """The allocated peak under ``plan`` at another batch size, and other sizes than described."""
+        job = ProbeJob(plan=plan, batch=batch, dims=dict(dims or {}), limit_bytes=limit_bytes)
+        return self._ask(job, BatchProbe)
 
     def verify(self, plan: Plan, batch: int) -> Verification | Failure:
         """Compare ``plan`` with the original."""
@@ -151,13 +160,17 @@ class Session:
         with selectors.DefaultSelector() as selector:
             selector.register(self._replies, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                left_s = deadline - time.monotonic()
+                if selector.select(max(0.0, min(left_s, _LOOK_S))):
+                    chunk = self._replies.read(1 << 16)
+                    if not chunk:
+                        return self._post_mortem()
+                    self._buffer += chunk
+                elif self._process is not None and self._process.poll() is not None:
+                    return self._post_mortem()  # what it has left behind holds the pipe open
+                elif left_s <= _LOOK_S:
                     self._end(kill=True)
                     return TimedOut(limit_s=self._timeout_s)
-                chunk = self._replies.read(1 << 16)
-                if not chunk:
-                    return self._post_mortem()
-                self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

@@ -15,23 +15,25 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.errors import MemoptError, StepError
+from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.jobs import (
     JOBS,
+    ORIGINAL,
     ChunkingFound,
     ChunkingJob,
     CountJob,
@@ -48,7 +50,6 @@ from memopt_cli.records import (
     ChunkRule,
     Counted,
     Measurement,
-    ModuleTrace,
     OutOfMemory,
     Plan,
     Refused,
@@ -73,6 +74,8 @@ from memopt_cli.step import (
 from memopt_cli.verify import verify
 from memopt_cli.workspace import Workspaces
 
+Found = TypeVar("Found")
+
 _SMALL_BATCH = 3
 """Batch for looking into tensors: the least that can be cut unevenly."""
 _HOLDERS = 40
@@ -87,20 +90,26 @@ _MOST_STEPS = 20
 class Worker:
     """One loaded model and the jobs that can be done with it."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None = None) -> None:
         self._subject = subject
         self._settings = subject.settings
-        self._model = place(remove_plan(load_model(subject.source).module), self._settings)
+        self._mode = trace.fake_mode()
+        without_data = subject.data == "none"
+        with self._mode if without_data else contextlib.nullcontext():
+            model = remove_plan(build() if build else load_model(subject.source).module)
+            self._model = (trace.place_fake if without_data else place)(model, self._settings)
         self._start = StartingState(self._model)
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
         self._batch = batch_of(subject.spec)
         self._rules: dict[str, ChunkRule | Refused] = {}
+        self._recorded: Traced | None = None
+        """The step of the original."""
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
         actions: dict[type, Callable[[Any], Any]] = {
-            TraceJob: self._trace,
+            TraceJob: self._record,
             CountJob: self._count,
             ChunkingJob: self._chunking,
             MeasureJob: self._measure,
@@ -112,41 +121,86 @@ class Worker:
             return actions[type(job)](job)
         finally:
             remove_plan(self._model)
-            self._model.zero_grad(set_to_none=True)
-            self._start.enter()
+            self._reset()
 
     # ------------------------------------------------------------------------------------------ jobs
 
+    def _record(self, job: TraceJob) -> Traced:
+        traced = self._trace(job)
+        if job.plan == ORIGINAL:
+            self._recorded = traced
+        return traced
+
     def _trace(self, job: TraceJob) -> Traced:
+        workspaces = self._workspaces
         if not job.fake:
-            return Traced(trace=trace.record(self._step(), self._batch, contents=True), fake=False, note="")
+            return Traced(trace=self._record_really(job.plan, workspaces), fake=False, note="")
         try:
-            full = self._fake_step.record(self._batch)
+            with self._planned(self._fake_step.step.model, job.plan):
+                recorded = self._fake_step.record(self._batch, workspaces)
         except Exception as error:  # the model's own code may raise anything on tensors without data
-            if isinstance(error, StepError) or is_out_of_memory(error):
+            if isinstance(error, MemoptError) or is_out_of_memory(error):
                 raise
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-            note = f"the model cannot run on tensors without data ({reason}); every plan is run to be counted"
-            return replace(self._trace(TraceJob(fake=False)), note=note)
-        small = trace.record(self._small_step, self._batch, contents=True)
-        return Traced(trace=_with_contents(full, small), fake=True, note="")
+            reason = f"the model cannot run on tensors without data ({first_line(error)})"
+            if self._subject.data != "full size":
+                self._require_data(reason)
+            really = self._record_really(job.plan, workspaces)
+            return Traced(trace=really, fake=False, note=reason)
+        if self._small_step is None:
+            return Traced(trace=recorded, fake=True, note="")
+        with self._planned(self._model, job.plan):
+            small = trace.record(self._small_step, self._batch, contents=True)
+            return Traced(trace=self._with_seconds(trace.with_contents(recorded, small)), fake=True, note="")
+
+    def _record_really(self, plan: Plan, workspaces: Workspaces) -> StepTrace:
+        with self._planned(self._model, plan):
+            recorded = trace.record(self._step(), self._batch, contents=True, workspaces=workspaces)
+            return self._with_seconds(recorded)
+
+    def _with_seconds(self, recorded: StepTrace) -> StepTrace:
+        times = self._at_full_size(trace.time_operators)
+        return trace.with_seconds(recorded, times) if times else recorded
+
+    def _require_data(self, reason: str) -> NoReturn:
+        """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""
+        if self._subject.data == "small batch":
+            run_checked(self._step(min(_SMALL_BATCH, self._batch)))
+        raise StepError(reason, hint="Profile it without --fake, at a batch that fits.")
+
+    @contextlib.contextmanager
+    def _planned(self, model: nn.Module, plan: Plan) -> Iterator[None]:
+        self._start.enter()
+        apply_plan(model, plan)
+        try:
+            yield
+        finally:
+            remove_plan(model)
 
     def _count(self, job: CountJob) -> Counted:
-        step = self._fake_step.step if job.fake else self._step()
-        apply_plan(step.model, job.plan)
-        try:
-            counted = self._fake_step.count(self._workspaces) if job.fake else self._count_really(step)
-        finally:
-            remove_plan(step.model)
+        described = job.batch is None and not job.dims
+        workspaces = self._workspaces if job.fake and described else Workspaces()
+        fake = (self._fake_step if described else self._make_fake(job.batch, job.dims)) if job.fake else None
+        step = fake.step if fake else self._step(job.batch, job.dims)
+        codecs = self._codecs if fake else None
+        with self._planned(step.model, job.plan):
+            counted = fake.count(workspaces, codecs) if fake else self._count_really(step)
         return replace(counted, holders=counted.holders[:_HOLDERS])
+
+    @functools.cached_property
+    def _codecs(self) -> trace.Codecs:
+        """What a step with data holds in less, for steps without."""
+        traced = self._trace(TraceJob(fake=True)) if self._recorded is None else self._recorded
+        return trace.codecs_of(traced.trace)
 
     def _count_really(self, step: Step) -> Counted:
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=self._allocated(step).peak_bytes)
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
-        # Modules that print alike are tried once; the whole plan is verified in the end.
+        # Modules that are alike but for their widths are tried once; the whole plan is verified in the end.
         alike = _description(self._model.get_submodule(job.path))
+        if self._small_step is None:
+            return ChunkingFound(rule=Refused(reason="no step of it may be run on data"))
         if alike not in self._rules:
             module, args, kwargs = capture_call(self._small_step, job.path)
             self._rules[alike] = find_rule(module, args, kwargs)
@@ -155,8 +209,8 @@ class Worker:
     def _measure(self, job: MeasureJob) -> Measurement:
         started = time.monotonic()
         step = self._step()
-        self._install(job.plan, step)
-        times = self._step_times(step, job.steps)
+        first_s = self._install(job.plan, step)
+        times = self._step_times(step, job.steps) if job.warm_up else (first_s, *self._step_times(step, job.steps - 1))
         self._start.enter()
         counted = trace.count(step)
         allocated = self._allocated(step)
@@ -175,10 +229,19 @@ class Worker:
         )
 
     def _probe(self, job: ProbeJob) -> BatchProbe:
-        step = self._step(job.batch)
+        step = self._step(job.batch, job.dims)
         apply_plan(self._model, job.plan)
-        seconds = self._timed(step)  # also makes the optimizer's state
-        return BatchProbe(batch=job.batch, allocated_peak_bytes=self._allocated(step).peak_bytes, step_s=seconds)
+        with _device_of(job.limit_bytes, self._settings.device):
+            if step.optimizer is not None and not step.optimizer.state:
+                self._timed(step)  # makes it
+            try:
+                peak_bytes = self._allocated(step).peak_bytes
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    run_checked(step)  # fails again, and says in which module
+                raise
+            self._reset()
+            return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=self._timed(step))
 
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
@@ -188,8 +251,8 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: int | None = None) -> Step:
-        spec = self._subject.spec
+    def _step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
+        spec = replace(self._subject.spec, dims={**self._subject.spec.dims, **(dims or {})})
         if batch is not None and batch != self._batch:
             spec = with_batch(spec, batch)
         args, kwargs = make_inputs(
@@ -206,50 +269,80 @@ class Worker:
 
     @functools.cached_property
     def _fake_step(self) -> trace.FakeStep:
-        return trace.FakeStep(self._step())
+        return self._make_fake()
+
+    def _make_fake(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> trace.FakeStep:
+        # A file or a script of inputs may want data; sizes alone do not.
+        without_data = self._subject.data != "full size" and bool(self._subject.spec.tensors)
+        with self._mode if without_data else contextlib.nullcontext():
+            step = self._step(batch, dims)
+        return trace.FakeStep(step, self._mode)
 
     @functools.cached_property
     def _workspaces(self) -> Workspaces:
         """Of the original at full size; where that does not fit, of a small batch, to be scaled."""
-        remove_plan(self._model)
-        try:
-            return self._allocated(self._step()).workspaces
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        finally:
-            self._model.zero_grad(set_to_none=True)
-        # Not in the handler: the error's frames hold what the step had taken.
+        found = self._at_full_size(lambda step: self._allocated(step).workspaces)
+        if found is not None or self._small_step is None:
+            return found or Workspaces()
         try:
             return self._allocated(self._small_step).workspaces
         finally:
-            self._model.zero_grad(set_to_none=True)
+            self._reset()
+
+    def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
+        """What ``run`` finds of a step at full size; ``None`` where that does not fit."""
+        if self._subject.data != "full size":
+            return None
+        self._start.enter()
+        try:
+            return run(self._step())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        """Put the model into the state in which it was loaded; a plan stays on it."""
+        self._model.zero_grad(set_to_none=True)
+        self._start.enter()
 
     @functools.cached_property
-    def _small_step(self) -> Step:
+    def _small_step(self) -> Step | None:
+        """A step that is quick to run; ``None`` if none may be run."""
+        if self._subject.data == "none":
+            return None
         try:
             step = self._step(min(_SMALL_BATCH, self._batch))
             run_checked(step)
         except MemoptError:  # inputs, or a model, of a size that cannot be changed
+            if self._subject.data == "small batch":
+                return None
             step = self._step()
-        self._model.zero_grad(set_to_none=True)
-        self._start.enter()
+        finally:
+            self._reset()
         return replace(step, optimizer=None)
 
-    def _install(self, plan: Plan, step: Step) -> None:
-        """Apply a plan and warm up, with every segment seen to run."""
+    def _install(self, plan: Plan, step: Step) -> float:
+        """Apply a plan and take the first step, with every segment seen to run; the seconds that the step took."""
         apply_plan(self._model, plan)
         idle = {segment.path for segment in plan.segments}
         with module_hooks(self._model, lambda path, *_: idle.discard(path), lambda *_: None):
             seed_everything(self._settings.seed)
+            synchronize(self._settings.device)
+            started = time.perf_counter()
             run_checked(step)
-        step.update()
+            step.update()
+            synchronize(self._settings.device)
+            elapsed = time.perf_counter() - started
         self._model.zero_grad(set_to_none=True)
         if idle:
             raise StepError(
                 f"the plan makes a segment of '{sorted(idle)[0]}', but the step never calls that module",
                 hint="Remove it from the plan.",
             )
+        return elapsed
 
     def _timed(self, step: Step) -> float:
         self._start.enter()
@@ -275,6 +368,20 @@ class Worker:
         return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
 
 
+@contextlib.contextmanager
+def _device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
+    """A CUDA device that has so much memory; the CPU's allocator cannot be told, its peak is compared afterwards."""
+    if limit_bytes is None or not device.startswith("cuda"):
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 def _process_peak_bytes() -> int:
     """Largest resident set so far.  Not ``ru_maxrss`` on Linux: there it starts from the parent's."""
     if sys.platform == "linux":
@@ -282,35 +389,28 @@ def _process_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+_WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
+"""Attributes that do not tell along which axis a module is independent."""
+
+
 def _description(module: nn.Module) -> str:
-    """What tells a module from another of its class: how it prints, and every plain value it or a child holds."""
+    """What tells a module from another that runs in chunks in another way: classes and every plain value but widths."""
     plain = (int, float, bool, str, tuple)
-    held = [{k: v for k, v in vars(m).items() if isinstance(v, plain)} for m in module.modules()]
-    return f"{module!r} {held!r}"
+    return repr(
+        [
+            (
+                path,
+                type(m).__qualname__,
+                {k: v for k, v in vars(m).items() if isinstance(v, plain) and k not in _WIDTHS},
+            )
+            for path, m in module.named_modules()
+        ]
+    )
 
 
 def _take(step: Step) -> None:
     step.backward(step.forward())
     step.update()
-
-
-def _with_contents(full: StepTrace, small: StepTrace) -> StepTrace:
-    """The sizes of one record with the contents and times of the other."""
-    seen = {module.path: module for module in small.modules}
-    return replace(full, modules=tuple(_with_content(m, seen.get(m.path)) for m in full.modules))
-
-
-def _with_content(module: ModuleTrace, seen: ModuleTrace | None) -> ModuleTrace:
-    if seen is None or not seen.input_bytes:
-        return module
-    packed = module.input_bytes * seen.packed_input_bytes // seen.input_bytes
-    return replace(
-        module,
-        compressor=seen.compressor,
-        packed_input_bytes=packed,
-        forward_s=seen.forward_s,
-        refusal=module.refusal or seen.refusal,
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the wire
@@ -329,12 +429,13 @@ def main(reply_fd: int, parent_pid: int) -> None:
                 worker = worker or Worker(subject)
                 reply = {"kind": "answer", "answer": to_data(worker.do(job))}
             except Exception as error:  # the user's code runs here: every failure is an answer
-                reply = to_data(_failure(error))
+                reply = to_data(failure_of(error))
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
 
 
-def _failure(error: Exception) -> OutOfMemory | StepFailed:
+def failure_of(error: Exception) -> OutOfMemory | StepFailed:
+    """What an exception of a job is to whoever asked."""
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])

@@ -1,0 +1,72 @@
+"""``memopt profile``: where the memory of one training step goes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
+from memopt_cli.cli.source import model_source
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.records import ProfileRequest, StepSettings
+from memopt_cli.report.html import profile_page
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def profile(
+    context: typer.Context,
+    model: options.Model,
+    *,
+    inputs: options.Inputs,
+    dims: options.Dims,
+    input_data: options.InputData = None,
+    input_script: options.InputScript = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", metavar="FILE", show_default=False, help="Profile the step under this plan.")
+    ] = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Estimate on tensors without data: for a step larger than this machine.")
+    ] = False,
+    device: options.Device = "auto",
+    precision: options.PrecisionChoice = "stored",
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "none",
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 600.0,
+    weights: options.Weights = None,
+    code_path: options.CodePath,
+    allow_package: options.AllowPackage,
+    allow_global: options.AllowGlobal,
+    trust_pickle: options.TrustPickle = False,
+    config: options.Config = None,  # its callback has done the work
+    html: Html = None,
+    snapshot: Snapshot = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Show where the memory of one training step goes: when it peaks, by category, by module, by saved tensor."""
+    request = ProfileRequest(
+        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        spec=input_spec(context, inputs, input_data, input_script, dims),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        plan_path=plan,
+        fake=fake,
+        timeout_s=timeout,
+    )
+    files = ReportFiles(html=html, snapshot=snapshot, force=force)
+    files.check()
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        found = pipeline.profile(request, progress=progress, ask=ask)
+        files.write(lambda: profile_page(found), found.trace, progress)
+    report: Report = JsonReport() if json else TextReport()
+    report.profiled(found, sys.stdout)

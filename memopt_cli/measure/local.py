@@ -1,0 +1,71 @@
+"""Profiling in this process: for a model that no subprocess can be given.
+
+Stands beside the worker, whose answers it gives without the pipe.  There is no time limit, and a model that takes
+more memory than there is, or crashes, takes this process with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from memopt_cli.measure.jobs import Job, Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.measure.worker import Worker, failure_of
+from memopt_cli.records import Failure, from_data, to_data
+from memopt_cli.runtime.state import GlobalGenerators
+
+Answer = TypeVar("Answer")
+
+
+class LocalSession(Session):
+    """A session whose worker lives in this process; the caller's random numbers and gradient mode are left alone."""
+
+    def __init__(self, subject: Subject, timeout_s: float, build: Callable[[], nn.Module] | None = None) -> None:
+        """``build`` makes the model, which the session may change; without it, it is loaded as a subprocess would."""
+        super().__init__(subject, timeout_s)
+        self._build = build
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker = None
+
+    @property
+    def ended(self) -> bool:
+        """Never: what would end a subprocess ends this process."""
+        return False
+
+    def _ask(self, job: Job, answer: type[Answer]) -> Answer | Failure:
+        with undisturbed():
+            try:
+                self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build)
+                return _over_the_wire(self._worker.do(_over_the_wire(job, type(job))), answer)
+            except Exception as error:  # the user's code runs here: every failure is an answer
+                return failure_of(error)
+
+
+def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
+    """What arrives of a record that goes through a pipe: the same, or the subprocess would know another."""
+    return from_data(kind, json.loads(json.dumps(to_data(record))))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random numbers and gradient mode are as in a process of its own, and the caller's as before."""
+    generators = GlobalGenerators()
+    try:
+        with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        generators.restore()

@@ -1,0 +1,196 @@
+"""``memopt profile``: one step recorded, and measured if it may be run; nothing is changed or written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from memopt_cli.loading.factory import is_factory
+from memopt_cli.measure.jobs import ORIGINAL, Data, Traced
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    Breakdown,
+    Failure,
+    Instant,
+    Measurement,
+    ModuleUse,
+    OutOfMemory,
+    Plan,
+    ProfileRequest,
+    SavedTensor,
+    StepProfile,
+    StepTrace,
+    StorageTrace,
+)
+from memopt_cli.trace import fake_mode
+from memopt_cli.units import format_bytes
+from memopt_cli.write import read_plan
+
+_TRUSTED_ERROR = 0.01
+"""A record on tensors without data that is further off, relative to the measured tensor peak, is not believed."""
+
+
+def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:
+    """Where the memory of one training step goes, by measurement and from a record of every operator.
+
+    Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``.
+    """
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
+    without_parameters = request.fake and is_factory(request.source.location)
+    with fake_mode() if without_parameters else contextlib.nullcontext():
+        prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    notes = list(prepared.notes)
+    measured = None if request.fake else _measure(prepared, plan, request.timeout_s, progress)
+    data: Data = "none" if without_parameters else "full size" if isinstance(measured, Measurement) else "small batch"
+    if isinstance(measured, OutOfMemory):
+        notes.append("The step does not fit here; what follows is predicted on tensors without data.")
+    progress.stage("recording a step")
+    with prepared.session(request.timeout_s, data) as session:
+        traced = record_step(session, plan, measured, notes)
+    return _profile(prepared, plan, measured, traced, notes)
+
+
+def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Measurement | OutOfMemory:
+    progress.stage("measuring a step")
+    with prepared.session(timeout_s) as session:
+        measured = session.measure(plan)
+    return measured if isinstance(measured, Measurement | OutOfMemory) else raise_failure(measured)
+
+
+def record_step(session: Session, plan: Plan, measured: Measurement | Failure | None, notes: list[str]) -> Traced:
+    """The recorded step: on tensors without data if they tell the truth, which a measurement of it would show."""
+    traced = session.trace(plan, fake=True)
+    if isinstance(traced, Traced) and traced.fake and isinstance(measured, Measurement):
+        predicted, true = traced.trace.tensor_peak_bytes, measured.tensor_peak_bytes
+        if abs(predicted - true) > _TRUSTED_ERROR * true:
+            notes.append(
+                f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
+                f"{format_bytes(true)} (its kernels differ there); it was recorded on real ones."
+            )
+            traced = session.trace(plan, fake=False)
+    if not isinstance(traced, Traced):
+        raise_failure(traced, "a step of the model could not be recorded: ")
+    if traced.note:
+        notes.append(f"{traced.note}; it was recorded on real ones")
+    return traced
+
+
+def _profile(
+    prepared: Prepared, plan: Plan, measured: Measurement | OutOfMemory | None, traced: Traced, notes: list[str]
+) -> StepProfile:
+    trace = traced.trace
+    live = live_bytes(trace)
+    peak = allocated_peak(trace, live)
+    alive = [s for s in trace.storages if is_alive(s, peak.op)]
+    return StepProfile(
+        header=file_header(prepared),
+        plan=plan,
+        measurement=measured,
+        fake=traced.fake,
+        tensor_peak_bytes=trace.tensor_peak_bytes,
+        peak=peak,
+        breakdown=_breakdown(alive),
+        workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
+        modules=_modules(trace, alive),
+        saved=saved_tensors(trace),
+        live_bytes=live,
+        flops=sum(op.flops for op in trace.ops),
+        notes=tuple(notes),
+        trace=trace,
+    )
+
+
+def live_bytes(trace: StepTrace) -> tuple[int, ...]:
+    """Bytes alive before the first operator, and when each has run; their largest is the tensor peak."""
+    change = [0] * (len(trace.ops) + 1)
+    for s in trace.storages:
+        change[s.born + 1] += s.nbytes
+        if s.died is not None:
+            change[s.died + 1] -= s.nbytes
+    total, live = 0, []
+    for difference in change:
+        total += difference
+        live.append(total)
+    return tuple(live)
+
+
+def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
+    """The first instant at which most is alive, workspaces included."""
+    levels = [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
+    index = levels.index(max(levels)) - 1
+    if index < 0:
+        return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
+    op = trace.ops[index]
+    return Instant(allocated_bytes=levels[index + 1], op=index, name=op.name, phase=op.phase, module=op.module)
+
+
+def saved_tensors(trace: StepTrace) -> tuple[SavedTensor, ...]:
+    """What autograd keeps for backward besides parameters, largest first."""
+    saved = sorted((s for s in trace.storages if s.saved_by), key=lambda s: -s.nbytes)
+    return tuple(
+        SavedTensor(
+            nbytes=s.nbytes,
+            made_by=trace.ops[s.born].name if s.born >= 0 else "",
+            module=trace.ops[s.saved_by[0]].module,
+            op=trace.ops[s.saved_by[0]].name,
+            savers=len(s.saved_by),
+            compressor=s.compressor,
+            packed_bytes=s.packed_bytes,
+        )
+        for s in saved
+    )
+
+
+def is_alive(storage: StorageTrace, op: int) -> bool:
+    """Whether a storage is there when an operator has run."""
+    return storage.born <= op and (storage.died is None or storage.died > op)
+
+
+def _breakdown(alive: Iterable[StorageTrace]) -> Breakdown:
+    total: dict[str, int] = defaultdict(int)
+    for s in alive:
+        total[s.kind] += s.nbytes
+    return Breakdown(
+        parameters_bytes=total["parameters"],
+        buffers_bytes=total["buffers"],
+        gradients_bytes=total["gradients"],
+        optimizer_bytes=total["optimizer"],
+        inputs_bytes=total["inputs"],
+        activations_bytes=total["activations"],
+        temporaries_bytes=total["temporaries"],
+    )
+
+
+def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:
+    held: dict[str, int] = defaultdict(int)
+    for s in alive:
+        if s.kind in ("activations", "temporaries"):
+            for path in _ancestry(s.module):
+                held[path] += s.nbytes
+    seconds: dict[str, float] = defaultdict(float)
+    for op in trace.ops:
+        for path in _ancestry(op.module):
+            seconds[path] += op.seconds
+    return tuple(
+        ModuleUse(
+            path=module.path,
+            class_name=module.class_name,
+            calls=module.calls,
+            held_bytes=held[module.path],
+            saved_bytes=module.saved_bytes,
+            seconds=seconds[module.path],
+        )
+        for module in trace.modules
+    )
+
+
+def _ancestry(path: str) -> Iterator[str]:
+    """``a.b``, ``a`` and the root."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

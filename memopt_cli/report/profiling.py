@@ -1,0 +1,190 @@
+"""``memopt profile`` for people: the peak, a plot of the step, and who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
+from memopt_cli.units import format_bytes, format_seconds
+
+_ROWS = 6
+"""Height of the plot in lines."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_MODULES = 24
+_SAVED = 10
+"""Rows of the tables."""
+
+
+def headline(found: StepProfile) -> Iterator[str]:
+    """The peaks, the time of a step, and what runs when memory peaks."""
+    match found.measurement:
+        case Measurement() as measured:
+            allocated = f"allocated peak {format_bytes(measured.allocated_peak_bytes)}"
+            tensor = f"tensor peak {format_bytes(measured.tensor_peak_bytes)}"
+            yield f"{allocated}, {tensor}, step {format_seconds(measured.step_s)}"
+        case _:
+            allocated = f"allocated peak {format_bytes(found.peak.allocated_bytes)}"
+            yield f"{allocated}, tensor peak {format_bytes(found.tensor_peak_bytes)}: estimated, the step was not run"
+    yield f"the peak is reached {_when(found)}"
+
+
+def _when(found: StepProfile) -> str:
+    if found.peak.op < 0:
+        return "before the step begins"
+    where = f" of {found.peak.module}" if found.peak.module else ""
+    return (
+        f"in {found.peak.phase}{where}, while {found.peak.name} runs: operator {found.peak.op + 1} of {_count(found)}"
+    )
+
+
+def _count(found: StepProfile) -> int:
+    return len(found.trace.ops)
+
+
+def plot(found: StepProfile, columns: int) -> str:
+    """Bytes alive over the operators of the step, from 0 up to the peak, with its phases below."""
+    levels = _resampled(found.live_bytes, columns)
+    top = max(levels) or 1
+    lines = []
+    for row in reversed(range(_ROWS)):
+        eighths = (round(8 * (_ROWS * level / top - row)) for level in levels)
+        label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
+        lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
+    return "\n".join([*lines, f"{'':>10} └{_phases(found, len(levels))}"])
+
+
+def _resampled(values: tuple[int, ...], columns: int) -> list[int]:
+    """At most ``columns`` values, each the largest of its share."""
+    width = min(columns, len(values))
+    return [max(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
+
+
+def _phases(found: StepProfile, width: int) -> str:
+    """``forward─────┴backward────``, to scale."""
+    names: dict[Phase, int] = {}
+    for op in found.trace.ops:
+        names[op.phase] = names.get(op.phase, 0) + 1
+    text, done = "", 0
+    for name, count in names.items():
+        done += count
+        end = width * done // _count(found)
+        text += name[: end - len(text)].ljust(end - len(text), "─")
+    return text
+
+
+def category_table(found: StepProfile) -> Table:
+    """What is held at the instant of the peak, by category."""
+    table = _table("at the peak", "", "")
+    parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
+    total = found.peak.allocated_bytes
+    for name, size in {**parts, "kernel workspace": found.workspace_bytes}.items():
+        if size:
+            table.add_row(name, format_bytes(size), _share(size, total))
+    return table
+
+
+def module_table(found: StepProfile) -> Table:
+    """The module tree, opened where most is held."""
+    timed = any(use.seconds for use in found.modules)
+    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *(("time",) if timed else ()))
+    table = _table(*headings)
+    for use in _opened(found.modules):
+        name = use.path.rpartition(".")[2] or "(model)"
+        indent = "  " * (use.path.count(".") + 1) if use.path else ""
+        cells = (
+            format_bytes(use.held_bytes),
+            _share(use.held_bytes, found.peak.allocated_bytes),
+            format_bytes(use.saved_bytes),
+        )
+        seconds = (format_seconds(use.seconds),) if timed else ()
+        calls = f" ×{use.calls}" if use.calls > 1 else ""
+        table.add_row(indent + name, use.class_name + calls, *cells, *seconds)
+    return table
+
+
+def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
+    """The tree down to where it has ``_MODULES`` rows, those opened first that hold most."""
+    children: dict[str, list[ModuleUse]] = {}
+    paths = {use.path for use in modules}
+    for use in modules:
+        if use.path:
+            children.setdefault(_parent(use.path, paths), []).append(use)
+    shown: set[str] = {use.path for use in modules if not use.path}
+    waiting = [use for use in modules if not use.path]
+    while waiting:
+        widest = max(waiting, key=lambda use: (use.held_bytes, use.saved_bytes))
+        waiting.remove(widest)
+        below = children.get(widest.path, [])
+        if len(shown) + len(below) <= _MODULES:
+            shown |= {use.path for use in below}
+            waiting += below
+    order = {path: rank for rank, path in enumerate(_depth_first("", children))}
+    return sorted((use for use in modules if use.path in shown), key=lambda use: order[use.path])
+
+
+def _parent(path: str, paths: set[str]) -> str:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in paths:
+            break
+    return path
+
+
+def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[str]:
+    yield path
+    for child in children.get(path, []):
+        yield from _depth_first(child.path, children)
+
+
+def saved_table(found: StepProfile) -> Table:
+    """The largest tensors that autograd keeps for backward."""
+    table = _table("kept for backward", "", "", "", numbers=())
+    for saved in found.saved[:_SAVED]:
+        others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
+        made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
+        table.add_row(
+            f"{format_bytes(saved.nbytes):>9}", f"{made}, by {_short(saved.op)}{others}", saved.module, _packs(saved)
+        )
+    return table
+
+
+def _packs(saved: SavedTensor) -> str:
+    if saved.compressor == "null":
+        return ""
+    return f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})"
+
+
+def remarks(found: StepProfile) -> Iterator[str]:
+    """Sums, and what the user should know of how they were found."""
+    total = sum(saved.nbytes for saved in found.saved)
+    spared = total - sum(saved.packed_bytes for saved in found.saved)
+    packing = f", {format_bytes(spared)} of it spared by packing" if spared else ""
+    yield f"{len(found.saved)} tensors, {format_bytes(total)}, are kept for backward{packing}"
+    if found.flops:
+        yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
+    if isinstance(found.measurement, Measurement):
+        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, " + _recorded_on(found)
+    yield from found.notes
+
+
+def _recorded_on(found: StepProfile) -> str:
+    return "on tensors without data" if found.fake else "on a real run"
+
+
+def _table(*headings: str, numbers: tuple[int, ...] | None = None) -> Table:
+    """A plain table, its third column and those after it to the right unless said otherwise."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    right = range(1 if len(headings) == 3 else 2, len(headings)) if numbers is None else numbers
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index in right else "left", no_wrap=index == 0)
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten::")

@@ -1,0 +1,59 @@
+"""The time of every operator of a real step, and how it comes into a record of the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt_cli.records import StepTrace
+from memopt_cli.step import Step, seed_everything, synchronize
+from memopt_cli.trace.operators import is_bookkeeping, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """One operator call of a real step."""
+
+    name: str
+    seconds: float
+
+
+class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Waits for the device around every operator: the times of kernels, not of their launch."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.times: list[OperatorTime] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_bookkeeping(func):
+            return func(*args, **(kwargs or {}))
+        synchronize(self._device)
+        started = time.perf_counter()
+        output = func(*args, **(kwargs or {}))
+        synchronize(self._device)
+        self.times.append(OperatorTime(name_of(func), time.perf_counter() - started))
+        return output
+
+
+def time_operators(step: Step) -> tuple[OperatorTime, ...]:
+    """Run one step and time its operators, in their order.  Gradients are ``None`` before and after."""
+    seed_everything(step.settings.seed)
+    with _Clock(step.settings.device) as clock:
+        step.backward(step.forward())
+        step.update()
+    step.model.zero_grad(set_to_none=True)
+    return tuple(clock.times)
+
+
+def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> StepTrace:
+    """The record with the times; as it was if the step that was timed ran other operators."""
+    if [op.name for op in trace.ops] != [timed.name for timed in times]:
+        return trace
+    ops = (replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
+    return replace(trace, ops=tuple(ops))

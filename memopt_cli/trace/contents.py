@@ -1,0 +1,102 @@
+"""What tensors hold, seen in a small step and told of a large one, whose tensors have no data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
+from memopt_cli.runtime.compressor import COMPRESSORS
+from memopt_cli.runtime.packing import codec_for
+from memopt_cli.trace.log import StorageLog, unique_bytes
+
+_CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
+
+
+class Contents:
+    """What tensors hold, each looked into once: a module and those in it are often given the same."""
+
+    def __init__(self, log: StorageLog) -> None:
+        self._log = log
+        self._known: dict[tuple[int, int, int], dict[CompressorName, int]] = {}
+
+    def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
+        """The codec that stores these tensors in fewest bytes, and the bytes: none unless it halves them."""
+        best: CompressorName = "null"
+        least = unique_bytes(tensors)
+        limit = least // 2
+        packed = [self._packed_bytes(t) for t in tensors]
+        for name in _CODECS:
+            held = sum(sizes[name] for sizes in packed)
+            if held <= limit and held < least:
+                best, least = name, held
+        return best, least
+
+    def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
+        """What packing holds it in, and the bytes."""
+        with torch.no_grad(), _disable_current_modes():
+            codec = codec_for(tensor)
+            packed = codec.compress(tensor) if codec else None
+        if codec is None or packed is None or packed.raw:
+            return "null", tensor.nbytes
+        return cast(CompressorName, codec.name), packed.nbytes
+
+    def _packed_bytes(self, tensor: Tensor) -> dict[CompressorName, int]:
+        storage = self._log.known(tensor)
+        if storage is None:
+            return _packed_bytes(tensor)
+        key = storage.index, tensor._version, tensor.numel()
+        if key not in self._known:
+            self._known[key] = _packed_bytes(tensor)
+        return self._known[key]
+
+
+def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
+    with torch.no_grad(), _disable_current_modes():
+        return {name: COMPRESSORS[name].compress(tensor).nbytes for name in _CODECS}
+
+
+def with_contents(full: StepTrace, small: StepTrace) -> StepTrace:
+    """The record of a step on fake tensors with the contents and times that a real step on a smaller batch has."""
+    seen = {module.path: module for module in small.modules}
+    modules = tuple(_module_with(module, seen.get(module.path)) for module in full.modules)
+    known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=False))
+    if not _ran_alike(full, small):
+        known = {}
+    storages = (_storage_with(s, known[i]) if i in known else s for i, s in enumerate(full.storages))
+    return replace(full, modules=modules, storages=tuple(storages))
+
+
+def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
+    """Whether the same operators made as many storages; the small step may lack the optimizer's."""
+    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase != "update"] for trace in (full, small))
+    return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
+
+
+def _born_in_turn(trace: StepTrace) -> list[int]:
+    """The storages that are neither of the optimizer nor made in its update."""
+    updates = {index for op in trace.ops if op.phase == "update" for index in op.makes}
+    return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
+
+
+def _module_with(module: ModuleTrace, seen: ModuleTrace | None) -> ModuleTrace:
+    if seen is None or not seen.input_bytes:
+        return module
+    return replace(
+        module,
+        compressor=seen.compressor,
+        packed_input_bytes=module.input_bytes * seen.packed_input_bytes // seen.input_bytes,
+        forward_s=seen.forward_s,
+        refusal=module.refusal or seen.refusal,
+    )
+
+
+def _storage_with(storage: StorageTrace, seen: StorageTrace) -> StorageTrace:
+    if seen.compressor == "null" or not seen.nbytes:
+        return storage
+    packed = storage.nbytes * seen.packed_bytes // seen.nbytes
+    return replace(storage, compressor=seen.compressor, packed_bytes=packed)

@@ -1,0 +1,79 @@
+"""The peak of one step, on real or fake tensors, and who holds it: all that a search asks of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from memopt_cli.records import Breakdown, Counted, ModuleShare, StepTrace
+from memopt_cli.runtime.packing import recorded_answers
+from memopt_cli.step import Step
+from memopt_cli.trace.log import Storage, StorageLog, active, module_stack, resident_bytes, run_step
+from memopt_cli.workspace import Workspaces
+
+Codecs = Mapping[tuple[str, int], str]
+"""(module, rank of a storage among those that its forward makes) -> the codec that held it in a step with data."""
+
+
+def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
+    """Run one step under the counter.  Gradients are ``None`` before and after.
+
+    ``codecs``: what tensors without data are packed in.
+    """
+    known = codecs or {}
+    with module_stack(step.model) as running:
+        log = StorageLog(running, workspaces)
+
+        def codec_of(tensor: Tensor) -> str:
+            storage = log.known(tensor)
+            return known.get((storage.path, storage.rank), "null") if storage else "null"
+
+        with recorded_answers(codec_of), active(log, step):
+            run_step(step, log)
+    resident = resident_bytes(step)
+    step.model.zero_grad(set_to_none=True)
+    return Counted(
+        tensor_peak_bytes=log.peak_bytes,
+        allocated_peak_bytes=log.allocated_peak_bytes,
+        resident_bytes=resident,
+        breakdown=_breakdown(log.alive_at(log.peak_tick)),
+        holders=_holders(log.alive_at(log.allocated_peak_tick)),
+    )
+
+
+def codecs_of(trace: StepTrace) -> Codecs:
+    """Of the storages of a recorded step that were held in less."""
+    made: Counter[str] = Counter()
+    found = {}
+    for storage in trace.storages:
+        if storage.born >= 0 and trace.ops[storage.born].phase == "forward":
+            if storage.compressor != "null":
+                found[storage.module, made[storage.module]] = storage.compressor
+            made[storage.module] += 1
+    return found
+
+
+def _breakdown(storages: Iterable[Storage]) -> Breakdown:
+    total: dict[str, int] = defaultdict(int)
+    for s in storages:
+        total[s.kind] += s.nbytes
+    return Breakdown(
+        parameters_bytes=total["parameters"],
+        buffers_bytes=total["buffers"],
+        gradients_bytes=total["gradients"],
+        optimizer_bytes=total["optimizer"],
+        inputs_bytes=total["inputs"],
+        activations_bytes=total["activations"],
+        temporaries_bytes=total["temporaries"],
+    )
+
+
+def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
+    held: dict[str, int] = defaultdict(int)
+    for s in storages:
+        if s.kind in ("activations", "temporaries"):
+            held[s.path] += s.nbytes
+    ordered = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(ModuleShare(path=path, held_bytes=nbytes) for path, nbytes in ordered)

@@ -1,0 +1,82 @@
+"""A step on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+from memopt_cli.records import Counted, StepSettings, StepTrace
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.step import Step, input_dtype, make_optimizer
+from memopt_cli.trace.counting import Codecs, count
+from memopt_cli.trace.recording import record
+from memopt_cli.workspace import Workspaces
+
+
+def fake_mode() -> FakeTensorMode:
+    """Where new tensors have no data, and may meet such as have."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
+    """As :func:`memopt_cli.step.place`, of a model without data, whose tensors ``Module.to`` cannot exchange."""
+    placed: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = placed.setdefault(id(tensor), _placed(tensor, settings))  # type: ignore[assignment]
+    return model.train()
+
+
+def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
+    dtype = input_dtype(settings) if tensor.is_floating_point() else None
+    moved = tensor.detach().to(torch.device(settings.device), dtype)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+class FakeStep:
+    """A step on fake tensors: no data, no memory, the same storages.
+
+    ``mode``: of the tensors in ``step`` that are fake already.  Raises whatever the model raises when it wants data
+    that fake tensors do not have.
+    """
+
+    def __init__(self, step: Step, mode: FakeTensorMode | None = None) -> None:
+        self._mode = mode or fake_mode()
+        with FakeCopyMode(self._mode):
+            model = copy.deepcopy(step.model)
+        with self._mode:
+            args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
+            self.step = Step(
+                model=model,
+                args=args,
+                kwargs=kwargs,
+                settings=step.settings,
+                loss=step.loss,
+                optimizer=make_optimizer(model, step.settings),
+            )
+        self._start = StartingState(model)
+        if self.step.optimizer is not None:
+            self.count()  # makes the optimizer's state, which a first step does not have yet
+
+    def count(self, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
+        """As :func:`~memopt_cli.trace.count`."""
+        self._start.enter()
+        with self._mode:
+            return count(self.step, workspaces, codecs)
+
+    def record(self, batch: int, workspaces: Workspaces | None = None) -> StepTrace:
+        """As :func:`~memopt_cli.trace.record`, without contents and times."""
+        self._start.enter()
+        with self._mode:
+            return record(self.step, batch, contents=False, workspaces=workspaces)
+
+    def _fake(self, leaf: Any) -> Any:
+        is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+        return self._mode.from_tensor(leaf) if is_real else leaf

@@ -1,0 +1,218 @@
+"""The counter of storages: what one training step holds at any instant, seen at the dispatcher.
+
+It sees every storage that an operator returns, on real tensors and on fake ones alike, and counts the same bytes in
+every run: the *tensor peak*.  What kernels allocate for themselves it does not see (the allocated peak does).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memopt_cli.records import Phase
+from memopt_cli.runtime.compressor import is_packing
+from memopt_cli.runtime.container import recomputing_module
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.step import Step, module_hooks, seed_everything
+from memopt_cli.trace.operators import is_bookkeeping
+from memopt_cli.trace.recurrent import as_on_real_tensors
+from memopt_cli.workspace import Workspaces
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One storage's life, in ticks of the operator clock: 0 is before the first operator, n after the n-th."""
+
+    index: int
+    """Rank by birth."""
+    nbytes: int
+    born: int
+    path: str
+    """Module that was running when it was born; of a parameter or buffer, its owner."""
+    kind: str
+    """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
+    rank: int = 0
+    """How many its module had made before it in forward."""
+    died: int | None = None
+
+
+class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts every storage alive while it is active."""
+
+    def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspaces = workspaces
+        self.allocated_peak_bytes = 0
+        """The peak of the bytes alive and the workspace of the operator running."""
+        self.allocated_peak_tick = 0
+        self.storages: list[Storage] = []
+        self.phase: Phase = "forward"
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_tick = 0
+        self._tick = 0
+        self._module_running = module_running
+        self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._made: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
+        counts = not is_bookkeeping(func)
+        self._tick += counts
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        workspace = self._workspace_bytes(func, args)
+        allocated = self.live_bytes + workspace
+        if allocated > self.allocated_peak_bytes:
+            self.allocated_peak_bytes, self.allocated_peak_tick = allocated, self._tick
+        if counts:
+            self.ran(func, args, kwargs or {}, output, workspace)
+        return output
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+        """An operator ran; a subclass may take notes."""
+
+    def see(self, tensor: Tensor, kind: str | None = None, path: str | None = None) -> Storage | None:
+        """The record of a tensor's storage, made now if it is new; ``None`` for layouts without one."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known[1].nbytes == nbytes:
+            return known[1]
+        if known is not None:  # resized in place
+            self._end(key, self._tick - 1)
+        if path is None:
+            path = self._module_running()
+        record = Storage(len(self.storages), nbytes, self._tick, path, kind or self._kind())
+        if kind is None and self.phase == "forward" and not is_packing():
+            record.rank = self._made[path]
+            self._made[path] += 1
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self._tick)), record)
+        self.storages.append(record)
+        self.live_bytes += nbytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_tick = self.live_bytes, self._tick
+        return record
+
+    def known(self, tensor: Tensor) -> Storage | None:
+        """The record of a tensor's storage, if it has been seen."""
+        found = self._alive.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        return found[1] if found else None
+
+    def alive_at(self, tick: int) -> Iterator[Storage]:
+        """The storages alive at an instant."""
+        return (s for s in self.storages if s.born <= tick and (s.died is None or s.died >= tick))
+
+    def _kind(self) -> str:
+        return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
+
+    def _workspace_bytes(self, func: Any, args: Any) -> int:
+        if self._workspaces is None:
+            return 0
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim())
+        return self._workspaces.of(func.name().partition(".")[0], shapes)
+
+    def _end(self, key: int, tick: int) -> None:
+        _, record = self._alive.pop(key)
+        record.died = tick
+        self.live_bytes -= record.nbytes
+
+
+@contextmanager
+def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """A function that says which module is running; within a recomputation too."""
+    stack: list[str] = []
+    path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
+
+    def running() -> str:
+        segment = recomputing_module()
+        if segment is not None and not stack:
+            return path_of.get(id(segment), "")
+        return stack[-1] if stack else ""
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        stack.append(path)
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        stack.pop()
+
+    with module_hooks(model, enter, leave, always_leave=True):
+        yield running
+
+
+@contextmanager
+def active(log: StorageLog, step: Step) -> Iterator[None]:
+    """``log`` sees what runs, with what exists before the step already in it; the generators are seeded."""
+    seed_everything(step.settings.seed)
+    for name, parameter in step.model.named_parameters():
+        log.see(parameter, "parameters", name.rpartition(".")[0])
+    for name, buffer in step.model.named_buffers():
+        log.see(buffer, "buffers", name.rpartition(".")[0])
+    for tensor in tensors_of((step.args, step.kwargs)):
+        log.see(tensor, "inputs", "")
+    for tensor in optimizer_tensors(step):
+        log.see(tensor, "optimizer", "")
+    with log:
+        yield
+
+
+def run_step(step: Step, log: StorageLog) -> None:
+    """One step under an active ``log``; leaves the gradients."""
+    output = step.forward()
+    log.phase = "backward"
+    step.backward(output)
+    del output
+    _label_gradients(log, step.model)
+    log.phase = "update"
+    step.update()
+
+
+def resident_bytes(step: Step) -> int:
+    """Bytes of parameters, their gradients as far as there are any, buffers, inputs and optimizer state."""
+    parameters = list(step.model.parameters())
+    return unique_bytes(
+        (
+            *parameters,
+            *(p.grad for p in parameters),
+            *step.model.buffers(),
+            *tensors_of((step.args, step.kwargs)),
+            *optimizer_tensors(step),
+        )
+    )
+
+
+def optimizer_tensors(step: Step) -> list[Tensor]:
+    """The state that the optimizer carries so far."""
+    if step.optimizer is None:
+        return []
+    return [t for state in step.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+
+def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages of ``tensors``, each once."""
+    sizes = {}
+    for t in tensors:
+        if t is not None and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _label_gradients(log: StorageLog, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            storage = log.see(parameter.grad, "gradients")
+            if storage is not None:
+                storage.kind = "gradients"

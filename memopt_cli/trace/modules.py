@@ -1,0 +1,137 @@
+"""What each module is given, makes and keeps in one recorded step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.records import CompressorName, ModuleTrace
+from memopt_cli.runtime import refusal
+from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.step import Step, module_hooks, seed_everything, synchronize
+from memopt_cli.trace.contents import Contents
+from memopt_cli.trace.log import Storage, StorageLog, unique_bytes
+
+
+@dataclass(slots=True)
+class ModuleNotes:
+    """One module's calls, added up."""
+
+    calls: int = 0
+    input_bytes: int = 0
+    packed_bytes: int = 0
+    compressor: CompressorName | None = None
+    input_shape: tuple[int, ...] = ()
+    first_input_bytes: int = 0
+    outputs: set[int] = field(default_factory=set)
+    output_bytes: int = 0
+    mutates_input: bool = False
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, inputs: list[Tensor], contents: Contents | None) -> None:
+        """Forward begins."""
+        if not self.calls and inputs:
+            self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
+        self.calls += 1
+        self.versions = [(t, t._version) for t in inputs]
+        nbytes = packed = unique_bytes(inputs)
+        name: CompressorName = "null"
+        if contents is not None:
+            name, packed = contents.smallest_codec(inputs)
+            asked = asked_compressor(module)
+            if asked is not None:
+                packed = _bytes_in(asked, module, inputs)
+                name = asked if packed < nbytes else "null"  # it would be tried in vain at every step
+        self.input_bytes += nbytes
+        self.packed_bytes += packed
+        self.compressor = name if self.compressor in (None, name) else "null"
+
+    def leave(self, outputs: list[Storage | None]) -> None:
+        """Forward has returned tensors on these storages."""
+        self.mutates_input |= any(t._version != version for t, version in self.versions)
+        self.versions = []
+        for storage in outputs:
+            if storage is not None and storage.index not in self.outputs:
+                self.outputs.add(storage.index)
+                self.output_bytes += storage.nbytes
+
+    def to_record(self, path: str, module: nn.Module, order: int, saved_bytes: int, forward_s: float) -> ModuleTrace:
+        """The record of the module at ``path``, the ``order``-th to be called."""
+        reason = refusal(module) or ("it modifies its input in place" if self.mutates_input else "")
+        return ModuleTrace(
+            path=path,
+            class_name=type(module).__name__,
+            calls=self.calls,
+            order=order,
+            forward_s=forward_s,
+            input_bytes=self.input_bytes,
+            input_shape=self.input_shape,
+            first_input_bytes=self.first_input_bytes,
+            packed_input_bytes=self.packed_bytes,
+            compressor=self.compressor or "null",
+            output_bytes=self.output_bytes,
+            saved_bytes=saved_bytes,
+            refusal=reason,
+            spatial_split=hasattr(module, "__spatial_split__"),
+        )
+
+
+@contextmanager
+def taking_notes(
+    model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: Contents | None
+) -> Iterator[None]:
+    """Fill ``notes`` by module path during forward, recomputations left out.
+
+    ``contents`` looks into the inputs of every module for the codec that holds them exactly.
+    """
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        if log.phase == "forward":
+            tensors = [t for t in tensors_of(inputs) if not isinstance(t, nn.Parameter)]
+            notes.setdefault(path, ModuleNotes()).enter(module, tensors, contents)
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        if log.phase == "forward":
+            notes[path].leave([log.see(t) for t in tensors_of(output)])
+
+    with module_hooks(model, enter, leave):
+        yield
+
+
+def forward_seconds(step: Step) -> dict[str, float]:
+    """Wall time of every module's forward, without the counter; children included."""
+    seconds: dict[str, float] = defaultdict(float)
+    started: list[float] = []
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        synchronize(step.settings.device)
+        started.append(time.perf_counter())
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        synchronize(step.settings.device)
+        seconds[path] += time.perf_counter() - started.pop()
+
+    seed_everything(step.settings.seed)
+    with module_hooks(step.model, enter, leave):
+        step.forward()
+    return dict(seconds)
+
+
+def asked_compressor(module: nn.Module) -> CompressorName | None:
+    """The codec that a module which can be a segment asks for by ``x_compressor``."""
+    return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
+
+
+def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
+    codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
+    with torch.no_grad(), _disable_current_modes():
+        return sum(codec.compress(t).nbytes for t in tensors)

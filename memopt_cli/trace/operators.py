@@ -1,0 +1,103 @@
+"""What is known of an operator call beyond its tensors: what it modifies, whether it draws, how much it computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+
+
+def name_of(func: Any) -> str:
+    """``aten::convolution``: without the overload."""
+    name: str = func.name()
+    return name.partition(".")[0]
+
+
+@functools.cache
+def is_bookkeeping(func: Any) -> bool:
+    """Whether a call does nothing that counts, and may pass through the dispatcher on fake tensors alone."""
+    return func is _aten.detach.default or func.name().startswith("prim::")
+
+
+def modified(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes in place."""
+    names = _written(func)
+    if not names:
+        return []
+    given = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
+    if names is _STATISTICS and not (given.get("training") or given.get("train")):
+        return []
+    return [leaf for name in names for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws from a generator; fused attention does so only if it drops."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    given = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
+    rates = [given.get(name, 0) for name in ("dropout_p", "dropout") if name in _parameters(func)]
+    return not rates or any(rates)
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Floating-point operations of matrix products, convolutions, attention and recurrent layers; 0 of all others.
+
+    A multiply-add counts as two, as in ``torch.utils.flop_counter``.
+    """
+    formula = _FLOPS.get(getattr(func, "overloadpacket", None))
+    return int(formula(*args, **kwargs, out_val=output)) if formula else 0
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Batch norm in training mode writes them, which its schema does not say."""
+
+
+@functools.cache
+def _parameters(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments) if hasattr(func, "_schema") else ()
+
+
+@functools.cache
+def _written(func: Any) -> tuple[str, ...]:
+    """Names of the arguments that a call may write."""
+    if not hasattr(func, "_schema"):
+        return ()
+    shown = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not shown and {"running_mean", "running_var"} <= {*_parameters(func)}:
+        is_forward = not name_of(func).endswith("_backward")
+        return _STATISTICS if is_forward else ()
+    return tuple(shown)
+
+
+def _recurrent_flops(passes: int) -> Callable[..., int]:
+    """Each row of the input, ``[T, B, …]``, meets every weight once in forward and twice in backward."""
+
+    def flops(x: Tensor, *rest: Any, out_val: Any) -> int:
+        weights = sum(w.numel() for w in _matrices(rest[:4]))
+        return 2 * passes * x.shape[0] * x.shape[1] * weights
+
+    return flops
+
+
+def _matrices(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim() == 2)
+
+
+_FLOPS: dict[Any, Callable[..., Any]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+    _aten.mkldnn_rnn_layer: _recurrent_flops(1),
+    _aten.mkldnn_rnn_layer_backward: _recurrent_flops(2),
+    _aten._cudnn_rnn: _recurrent_flops(1),
+    _aten._cudnn_rnn_backward: _recurrent_flops(2),
+}

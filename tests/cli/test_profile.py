@@ -1,0 +1,139 @@
+"""``memopt profile``: flags to one request, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt_cli.cli.app import main
+from memopt_cli.errors import StepError
+from memopt_cli.records import InputSpec, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
+
+
+@pytest.fixture
+def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[ProfileRequest]:
+    """What the pipeline was asked; it fails once it has been."""
+    asked: list[ProfileRequest] = []
+
+    def profile(request: ProfileRequest, *, progress: Any, ask: Any) -> None:
+        asked.append(request)
+        raise StepError("enough")
+
+    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "profile", profile, raising=False)
+    return asked
+
+
+def test_defaults(requests: list[ProfileRequest]) -> None:
+    assert main(["profile", "model.pt"]) == 3
+    settings = StepSettings(device="auto")
+    assert requests == [ProfileRequest(source=ModelSource(location="model.pt"), spec=None, settings=settings)]
+
+
+def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
+    flags = (
+        "-i Bx3 --dim B=8 --fake --plan p.plan.yaml --device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
+        "--seed 7 --timeout 12.5 --weights w.pt --code-path train.py --allow-package a --allow-global c.D -q"
+    )
+    assert main(["profile", "model.pt", *flags.split()]) == 3
+    trust = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
+    assert requests == [
+        ProfileRequest(
+            source=ModelSource(location="model.pt", weights="w.pt", trust=trust),
+            spec=InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input"),
+            settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
+            plan_path="p.plan.yaml",
+            fake=True,
+            timeout_s=12.5,
+        )
+    ]
+
+
+def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None:
+    Path("memopt.yaml").write_text("level: 4\ntrust: [mine]\noptimizer: sgd\ninput: 4x3\n")
+    assert main(["profile", "model.pt"]) == 3
+    (request,) = requests
+    assert request.source.trust.packages == ("mine",)
+    assert request.settings.optimizer == "sgd"
+    assert request.spec is not None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["-i", "4xq"],
+        ["-i", "BxS"],
+        ["--device", "tpu"],
+        ["--precision", "fp8"],
+        ["--timeout", "soon"],
+        ["--level", "2"],
+        ["-i", "4x3", "--input-data", "x.pt"],
+    ],
+)
+def test_bad_usage(bad: list[str], requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "model.pt", *bad]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert requests == []
+
+
+# ---------------------------------------------------------------------------------------------- with the pipeline
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    block = [nn.Linear(64, 64), nn.Tanh()]
+    torch.save(nn.Sequential(*block, nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())), tmp_path / "net.pt")
+    return "net.pt"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
+    done = memopt("profile", net, "-i", "512x64=spikes:0.2")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("allocated peak ")
+    assert "tensor peak" in lines[0]
+    assert ", step " in lines[0]
+    assert "operator" in lines[1]
+    assert any("│" in line and "█" in line for line in lines)
+    assert any(line.split()[:1] == ["activations"] for line in lines)
+    assert any(line.split()[:2] == ["(model)", "Sequential"] for line in lines)
+    assert "packs into 4.0 KiB (bit)" in done.out
+    assert "net.pt" not in done.changed
+    assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_for_programs(memopt: Callable[..., Any], net: str) -> None:
+    done = memopt("profile", net, "-i", "512x64", "--json", "--fake")
+    found = json.loads(done.out)
+    assert found["measurement"] is None
+    assert found["fake"] is True
+    assert found["header"]["spec"]["tensors"][0]["shape"] == [512, 64]
+    assert found["tensor_peak_bytes"] == max(found["live_bytes"])
+    assert len(found["trace"]["ops"]) + 1 == len(found["live_bytes"])
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("fake", [[], ["--fake"]])
+def test_bad_inputs_end_as_in_optimize(fake: list[str], memopt: Callable[..., Any], net: str) -> None:
+    said = []
+    for command in (["profile", *fake], ["optimize"]):
+        done = memopt(command[0], net, "-i", "2x63", *command[1:], "-q")
+        assert done.code == 3
+        said.append(done.err.split(": the ")[-1].splitlines())
+    assert [line.split(" (Linear) ")[-1] for line in said[0]] == [line.split(" (Linear) ")[-1] for line in said[1]]
+
+
+def test_a_file_that_is_no_model(memopt: Callable[..., Any]) -> None:
+    Path("empty.pt").write_bytes(b"")
+    assert memopt("profile", "empty.pt", "-i", "1x3").code == 3
+    assert memopt("profile", "nowhere.pt", "-i", "1x3").code == 2

@@ -1,0 +1,183 @@
+"""A profile for people: every number from the record, at its place."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from memopt_cli.records import (
+    Breakdown,
+    FileHeader,
+    InputSpec,
+    Instant,
+    Measurement,
+    ModuleUse,
+    OpTrace,
+    OutOfMemory,
+    Plan,
+    SavedTensor,
+    StepProfile,
+    StepTrace,
+    from_data,
+)
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.profiling import plot
+from memopt_cli.report.text import TextReport
+
+MIB = 2**20
+
+
+def use(path: str, held: int, **fields: float) -> ModuleUse:
+    seconds = fields.get("seconds", 0.0)
+    return ModuleUse(
+        path=path, class_name="Block", calls=1, held_bytes=held * MIB, saved_bytes=held * MIB, seconds=seconds
+    )
+
+
+def a_profile() -> StepProfile:
+    ops = tuple(
+        OpTrace(name="aten::mm", module="head", phase=phase) for phase in ("forward", "forward", "backward", "backward")
+    )
+    breakdown = Breakdown(
+        parameters_bytes=10 * MIB,
+        buffers_bytes=0,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        inputs_bytes=0,
+        activations_bytes=60 * MIB,
+        temporaries_bytes=10 * MIB,
+    )
+    spec = InputSpec(source="here")
+    return StepProfile(
+        header=FileHeader(
+            schema_version=1, memopt="0", torch="2", model="m.pt", sha256=None, spec=spec, seed=0, device="cpu"
+        ),
+        plan=Plan(level=0),
+        measurement=Measurement(
+            tensor_peak_bytes=80 * MIB,
+            allocated_peak_bytes=101 * MIB,
+            resident_bytes=10 * MIB,
+            reserved_peak_bytes=101 * MIB,
+            process_peak_bytes=500 * MIB,
+            step_times_s=(1.5, 1.5, 1.5),
+            breakdown=breakdown,
+            holders=(),
+            backend="cpu profiler",
+            batch=4,
+            spent_s=3.0,
+        ),
+        fake=True,
+        tensor_peak_bytes=80 * MIB,
+        peak=Instant(allocated_bytes=100 * MIB, op=2, name="aten::mm", phase="backward", module="head"),
+        breakdown=breakdown,
+        workspace_bytes=20 * MIB,
+        modules=(use("", 70), use("body", 50), use("body.deep", 40), use("head", 20)),
+        saved=(
+            SavedTensor(
+                nbytes=32 * MIB,
+                made_by="aten::relu",
+                module="body",
+                op="aten::convolution",
+                savers=3,
+                compressor="bit",
+                packed_bytes=MIB,
+            ),
+            SavedTensor(
+                nbytes=4 * MIB, made_by="", module="", op="aten::mul", savers=1, compressor="null", packed_bytes=4 * MIB
+            ),
+        ),
+        live_bytes=(10 * MIB, 40 * MIB, 70 * MIB, 80 * MIB, 20 * MIB),
+        flops=2_000_000_000,
+        notes=("Something to know.",),
+        trace=StepTrace(modules=(), tensor_peak_bytes=80 * MIB, resident_bytes=10 * MIB, batch=4, ops=ops),
+    )
+
+
+def shown(found: StepProfile) -> list[str]:
+    stream = io.StringIO()
+    TextReport().profiled(found, stream)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_the_headline() -> None:
+    lines = shown(a_profile())
+    assert lines[0] == "allocated peak 101.0 MiB, tensor peak 80.0 MiB, step 1.50 s"
+    assert lines[1] == "the peak is reached in backward of head, while aten::mm runs: operator 3 of 4"
+
+
+@pytest.mark.parametrize("missing", [None, OutOfMemory(detail="")])
+def test_an_estimate_says_so(missing: OutOfMemory | None) -> None:
+    lines = shown(replace(a_profile(), measurement=missing))
+    assert lines[0] == "allocated peak 100.0 MiB, tensor peak 80.0 MiB: estimated, the step was not run"
+
+
+def test_the_categories_that_hold_something() -> None:
+    lines = shown(a_profile())
+    start = lines.index("at the peak")
+    assert [line.split() for line in lines[start + 1 : start + 5]] == [
+        ["parameters", "10.0", "MiB", "10", "%"],
+        ["activations", "60.0", "MiB", "60", "%"],
+        ["temporaries", "10.0", "MiB", "10", "%"],
+        ["kernel", "workspace", "20.0", "MiB", "20", "%"],
+    ]
+
+
+def test_the_module_tree() -> None:
+    lines = shown(a_profile())
+    start = next(i for i, line in enumerate(lines) if line.startswith("(model)"))
+    assert [line.split()[0] for line in lines[start : start + 4]] == ["(model)", "body", "deep", "head"]
+    assert [len(line) - len(line.lstrip()) for line in lines[start : start + 4]] == [0, 2, 4, 2]
+    assert "70.0 MiB" in lines[start]
+    assert not any("time" in line for line in lines)
+    timed = replace(a_profile(), modules=(use("", 70, seconds=1.5),))
+    assert any(line.startswith("(model)") and line.endswith("1.50 s") for line in shown(timed))
+
+
+def test_a_large_tree_is_opened_where_most_is_held() -> None:
+    blocks = [use(f"blocks.{i}", 10 + (i == 7)) for i in range(12)]
+    inner = [use(f"blocks.{i}.{j}", 1) for i in range(12) for j in range(6)]
+    found = replace(a_profile(), modules=(use("", 200), use("blocks", 121), *blocks, *inner))
+    lines = shown(found)
+    start = next(i for i, line in enumerate(lines) if line.startswith("(model)"))
+    names = [line.split()[0] for line in lines[start : lines.index("", start)]]
+    assert names == ["(model)", "blocks", *map(str, range(8)), *map(str, range(6)), *map(str, range(8, 12))]
+
+
+def test_saved_tensors_and_what_they_pack_into() -> None:
+    lines = shown(a_profile())
+    first = next(line for line in lines if "32.0 MiB" in line)
+    assert "from relu, by convolution and 2 more" in first
+    assert "body" in first
+    assert first.endswith("packs into 1.0 MiB (bit)")
+    assert any("an input, by mul" in line for line in lines)
+    assert "2 tensors, 36.0 MiB, are kept for backward, 31.0 MiB of it spared by packing" in lines
+    assert "2.0 GFLOP in products, convolutions and attention" in lines
+    assert lines[-1] == "Something to know."
+
+
+def test_the_plot_rises_and_falls_with_the_step() -> None:
+    lines = plot(a_profile(), 72).splitlines()
+    assert len(lines) == 7
+    assert lines[0].strip().startswith("80.0 MiB │")
+    columns = [line.partition("│")[2].ljust(5) for line in lines[:-1]]
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(row[i]) for row in columns) for i in range(5)]
+    assert heights == [6, 24, 42, 48, 12]  # eighths of six lines, of 10, 40, 70, 80, 20 MiB
+    long = replace(a_profile(), live_bytes=tuple(range(1000)))
+    assert max(len(line) for line in plot(long, 72).splitlines()) == len(f"{'':>10} │") + 72
+
+
+def test_the_phases_are_to_scale() -> None:
+    *_, axis = plot(replace(a_profile(), live_bytes=tuple(range(1000))), 72).splitlines()
+    ruler = axis.partition("└")[2]
+    assert ruler.index("backward") == 36
+    assert len(ruler) == 72
+
+
+def test_programs_get_everything() -> None:
+    stream = io.StringIO()
+    JsonReport().profiled(a_profile(), stream)
+    data = json.loads(stream.getvalue())
+    assert from_data(StepProfile, data) == a_profile()

@@ -1,0 +1,410 @@
+"""The record of a step: what it says of operators, storages and modules is what the step did."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.records import (
+    InputSpec,
+    ModuleCall,
+    OptimizerName,
+    OpTrace,
+    Plan,
+    SegmentPlan,
+    StepSettings,
+    StepTrace,
+    StorageTrace,
+)
+from memopt_cli.spec_text import parse_tensor
+from memopt_cli.step import Step, make_optimizer
+from memopt_cli.trace import FakeStep, count, fake_mode, place_fake, record, time_operators, with_contents, with_seconds
+from memopt_cli.workspace import Workspaces
+
+FLOAT = 4
+SMALL = {
+    "spiking_vgg": {"T": 3, "B": 2},
+    "lif_rnn": {"T": 5, "B": 4},
+    "resnet": {"B": 2},
+    "gpt": {"B": 2, "S": 16},
+    "char_rnn": {"T": 4, "B": 3},
+}
+
+
+def step_of(
+    model: nn.Module, *args: Any, optimizer: OptimizerName = "none", loss: Callable[[Any], Tensor] | None = None
+) -> Step:
+    settings = StepSettings(optimizer=optimizer)
+    made = make_optimizer(model, settings)
+    return Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss, optimizer=made)
+
+
+def sample_step(name: str) -> Step:
+    module = importlib.import_module(f"sample_models.{name}")
+    tensors = []
+    for entry in module.INPUTS["inputs"]:
+        prefix = f"{entry['name']}:" if "name" in entry else ""
+        tensors.append(parse_tensor(f"{prefix}{entry['shape']}@{entry.get('dtype', 'float32')}={entry['values']}"))
+    spec = InputSpec(tensors=tuple(tensors), dims=SMALL[name], source="here")
+    args, kwargs = make_inputs(spec, seed=0, device="cpu", dtype=None)
+    return Step(model=module.build().train(), args=args, kwargs=kwargs, settings=StepSettings())
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def sample(request: pytest.FixtureRequest) -> tuple[StepTrace, StepTrace]:
+    """A sample model's step on tensors without data, and on real ones."""
+    step = sample_step(request.param)
+    return FakeStep(step).record(2), record(step, 2, contents=False)
+
+
+def forward_ops(trace: StepTrace) -> int:
+    return max(i for i, op in enumerate(trace.ops) if op.phase == "forward") + 1
+
+
+def live(trace: StepTrace, op: int) -> int:
+    return sum(s.nbytes for s in trace.storages if s.born <= op and (s.died is None or s.died > op))
+
+
+def ops_of(trace: StepTrace, phase: str) -> list[tuple[str, str]]:
+    return [(op.name.removeprefix("aten::"), op.module) for op in trace.ops if op.phase == phase and op.makes]
+
+
+# ---------------------------------------------------------------------------------------------- sample models
+
+
+def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, StepTrace]) -> None:
+    fake, real = sample
+    assert fake == real
+
+
+def test_births_and_deaths_give_the_tensor_peak(sample: tuple[StepTrace, StepTrace]) -> None:
+    trace, _ = sample
+    assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
+
+
+def test_storages_are_where_operators_put_them(sample: tuple[StepTrace, StepTrace]) -> None:
+    trace, _ = sample
+    made = [index for op in trace.ops for index in op.makes]
+    assert made == [i for i, s in enumerate(trace.storages) if s.born >= 0]
+    assert all(trace.storages[i].born == op for op, ran in enumerate(trace.ops) for i in ran.makes)
+    for number, op in enumerate(trace.ops):
+        for index in (*op.reads, *op.mutates):
+            storage = trace.storages[index]
+            assert storage.born <= number
+            assert storage.died is None or storage.died > number
+
+
+def test_what_is_saved_lives_until_backward(sample: tuple[StepTrace, StepTrace]) -> None:
+    trace, _ = sample
+    end = forward_ops(trace)
+    saved = [s for s in trace.storages if s.saved_by]
+    assert saved
+    assert all(s.died is None or s.died > end for s in saved)
+    assert all(op < end for s in saved for op in s.saved_by)
+    # What forward lets go of while it runs lives on into backward only because autograd holds it.
+    let_go = [s for s in trace.storages if s.freed is not None and s.freed < end]
+    assert all(s.saved_by for s in let_go if s.died is None or s.died > end)
+
+
+def test_forward_lets_go_no_later_than_the_step(sample: tuple[StepTrace, StepTrace]) -> None:
+    trace, _ = sample
+    end = len(trace.ops)
+    assert all(
+        (s.freed if s.freed is not None else end) <= (s.died if s.died is not None else end) for s in trace.storages
+    )
+    assert any(s.freed != s.died for s in trace.storages)
+
+
+def test_calls_nest_and_hold_their_operators(sample: tuple[StepTrace, StepTrace]) -> None:
+    trace, _ = sample
+    assert trace.calls[0].path == ""
+    assert [call.start for call in trace.calls] == sorted(call.start for call in trace.calls)
+    assert_nested([(call.start, call.end) for call in trace.calls])
+    assert_nested([(call.backward_start, call.backward_end) for call in trace.calls])
+    innermost = {op: call.path for call in trace.calls for op in range(call.start, call.end)}
+    assert all(op.module == innermost.get(i, "") for i, op in enumerate(trace.ops) if op.phase == "forward")
+
+
+def assert_nested(ranges: list[tuple[int, int]]) -> None:
+    for i, (start, end) in enumerate(ranges):
+        for other_start, other_end in ranges[i + 1 :]:
+            apart = other_end <= start or end <= other_start
+            assert apart or (start <= other_start and other_end <= end) or (other_start <= start and end <= other_end)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpt", "blocks."), ("spiking_vgg", "blocks."), ("resnet", "stages.")])
+def test_backward_meets_blocks_in_reverse(name: str, blocks: str) -> None:
+    trace = FakeStep(sample_step(name)).record(2)
+    calls = [call for call in trace.calls if call.path.startswith(blocks) and call.path.count(".") == 1]
+    assert len(calls) >= 4
+    for earlier, later in pairwise(calls):
+        assert earlier.end <= later.start
+        assert later.backward_start < later.backward_end <= earlier.backward_start
+
+
+def test_the_kernels_workspace_is_in_the_allocated_peak() -> None:
+    workspaces = Workspaces()
+    workspaces.record("aten::native_batch_norm_backward", ((2, 64, 16, 16), (2, 64, 16, 16)), 1 << 20)
+    workspaces.record("aten::convolution", ((2, 3, 32, 32), (64, 3, 3, 3)), 1 << 18)
+    fake = FakeStep(sample_step("resnet"))
+    trace, counted = fake.record(2, workspaces), fake.count(workspaces)
+    assert max(live(trace, i) + op.workspace_bytes for i, op in enumerate(trace.ops)) == trace.allocated_peak_bytes
+    assert trace.allocated_peak_bytes == counted.allocated_peak_bytes > trace.tensor_peak_bytes
+    taking = {op.name for op in trace.ops if op.workspace_bytes}
+    assert taking == {"aten::native_batch_norm_backward", "aten::convolution"}
+
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+
+class Chain(nn.Module):
+    """``sin(exp(w x))``: exp keeps its output, sin its input, which are one storage; the product keeps ``x``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).exp().sin().cos()
+
+
+def test_a_chain_worked_out_by_hand() -> None:
+    trace = record(step_of(Chain(), torch.ones(1000)), 1, contents=False)
+    assert [op.name.removeprefix("aten::") for op in trace.ops[:4]] == ["mul", "exp", "sin", "cos"]
+    weight, x, product, exponential, sine, cosine = trace.storages[:6]
+    assert (weight.kind, weight.born, weight.saved_by) == ("parameters", -1, ())
+    assert (x.kind, x.saved_by) == ("inputs", (0,))
+    assert (product.saved_by, product.died, product.freed) == ((), 2, 2)
+    assert (exponential.saved_by, exponential.freed) == ((1, 2), 3)
+    assert (sine.saved_by, sine.freed) == ((3,), 4)
+    assert cosine.saved_by == ()
+    assert cosine.freed == cosine.died
+    assert exponential.died is not None
+    assert trace.ops[exponential.died - 1].phase == "backward"
+    assert exponential.packed_bytes == exponential.nbytes == 4000
+
+
+def test_backward_belongs_to_the_modules_it_differentiates() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 5)), nn.Sigmoid())
+    trace = record(step_of(model, torch.randn(2, 3)), 2, contents=False)
+    assert ops_of(trace, "forward") == [
+        ("addmm", "0"),
+        ("tanh", "1.0"),
+        ("addmm", "1.1"),
+        ("sigmoid", "2"),
+        ("randn", ""),
+    ]
+    assert ops_of(trace, "backward") == [
+        ("sigmoid_backward", "2"),
+        *[("mm", "1.1"), ("mm", "1.1"), ("sum", "1.1"), ("tanh_backward", "1.0")],
+        *[("mm", "0"), ("sum", "0")],
+    ]
+
+
+def test_a_module_called_twice_has_two_ranges() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(self.layer(x).tanh())
+            return y
+
+    trace = record(step_of(Twice(), torch.randn(2, 4)), 2, contents=False)
+    first, second = (call for call in trace.calls if call.path == "layer")
+    assert first.end < second.start
+    assert second.backward_end < first.backward_start
+    assert {op.module for op in trace.ops[second.backward_end : first.backward_start]} == {""}  # tanh
+    assert second.inputs == trace.ops[first.end].makes
+    assert first.outputs == trace.ops[first.end - 1].makes
+
+
+def test_the_loss_is_forward_and_of_no_module() -> None:
+    step = step_of(nn.Linear(3, 4), torch.randn(5, 3), loss=lambda y: (y * y).mean())
+    trace = record(step, 5, contents=False)
+    assert ops_of(trace, "forward") == [("addmm", ""), ("mul", ""), ("mean", ""), ("ones_like", "")]
+    (root,) = trace.calls
+    assert (root.start, trace.ops[root.end].name) == (0, "aten::mul")
+    assert trace.ops[root.backward_start - 1].module == ""
+    output = trace.storages[root.outputs[0]]
+    assert output.saved_by == (root.end,)
+
+
+def test_the_update_is_a_phase() -> None:
+    step = step_of(nn.Linear(3, 4), torch.randn(2, 3), optimizer="sgd")
+    trace = FakeStep(step).record(2)
+    update = [op for op in trace.ops if op.phase == "update"]
+    written = {trace.storages[index].kind for op in update for index in op.mutates}
+    assert written == {"parameters", "optimizer"}
+    assert trace.ops[-len(update) :] == tuple(update)
+
+
+def test_parameters_and_buffers_belong_to_their_owners() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    trace = record(step_of(model, torch.randn(2, 3)), 2, contents=False)
+    owners = [(s.kind, s.module) for s in trace.storages if s.born < 0]
+    assert owners[:4] == [("parameters", "0")] * 2 + [("parameters", "1.0")] * 2
+    assert owners[4:] == [("buffers", "1.0")] * 3 + [("inputs", "")]
+    assert sum(s.kind == "gradients" for s in trace.storages) == 4
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.norm(x)).mul_(2)
+
+
+def mutated(trace: StepTrace) -> dict[str, list[str]]:
+    """Operator -> kinds of the storages that it writes."""
+    return {op.name: [trace.storages[i].kind for i in op.mutates] for op in trace.ops if op.mutates}
+
+
+def test_what_operators_write_running_statistics_included() -> None:
+    model = Writing()
+    trace = record(step_of(model, torch.randn(5, 4)), 5, contents=False)
+    found = mutated(trace)
+    assert found["aten::native_batch_norm"] == ["buffers", "buffers"]
+    assert found["aten::relu_"] == found["aten::mul_"] == ["activations"]
+    step = step_of(model, torch.randn(5, 4))
+    model.norm.eval()
+    assert "aten::native_batch_norm" not in mutated(record(step, 5, contents=False))
+
+
+def test_which_operators_draw() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(4, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.project(x).unflatten(-1, (3, 1, 4)).permute(2, 0, 3, 1, 4)
+            return F.dropout(F.scaled_dot_product_attention(query, key, value), 0.5)
+
+    trace = record(step_of(Drawing(), torch.randn(2, 3, 4), loss=lambda y: y.sum()), 2, contents=False)
+    assert [op.name for op in trace.ops if op.random] == ["aten::bernoulli_"]
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [op.name for op in trace.ops]
+
+
+def flops(trace: StepTrace, phase: str) -> int:
+    return sum(op.flops for op in trace.ops if op.phase == phase)
+
+
+def test_flops_of_products_convolutions_attention_and_recurrence() -> None:
+    linear = record(step_of(nn.Linear(3, 5), torch.randn(7, 3, requires_grad=True)), 7, contents=False)
+    assert (flops(linear, "forward"), flops(linear, "backward")) == (2 * 7 * 3 * 5, 2 * 2 * 7 * 3 * 5)
+    conv = record(step_of(nn.Conv2d(2, 3, 3), torch.randn(4, 2, 6, 6)), 4, contents=False)
+    assert flops(conv, "forward") == flops(conv, "backward") == 2 * 4 * 3 * 16 * 2 * 9
+    lstm = FakeStep(step_of(nn.LSTM(6, 5), torch.randn(8, 3, 6))).record(3)
+    assert flops(lstm, "forward") == 2 * 8 * 3 * 4 * 5 * (6 + 5)
+    assert flops(lstm, "backward") == 2 * flops(lstm, "forward")
+
+
+# ---------------------------------------------------------------------------------------------- contents and times
+
+
+class Spikes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = (self.first(x) > 0).float()
+        y: Tensor = self.second(spikes + 0 * self.first(x))
+        return y.tanh()
+
+
+def saved_in(trace: StepTrace, path: str) -> StorageTrace:
+    """The one storage that a module's operators save, parameters aside."""
+    (found,) = (s for s in trace.storages if any(trace.ops[op].module == path for op in s.saved_by) and s.born >= 0)
+    return found
+
+
+def test_contents_of_a_small_step_tell_of_a_large_one() -> None:
+    step = step_of(Spikes(), torch.randn(64, 40), optimizer="adamw")
+    large = FakeStep(step).record(64)
+    assert {s.compressor for s in large.storages} == {"null"}
+    small = replace(step, args=(torch.randn(4, 40),), optimizer=None)
+    trace = with_contents(large, record(small, 4, contents=True))
+    packed = saved_in(trace, "second")
+    assert (packed.compressor, packed.nbytes, packed.packed_bytes) == ("bit", 64 * 40 * FLOAT, 64 * 40 * FLOAT // 32)
+    assert [s for s in trace.storages if s.compressor != "null"] == [packed]
+    assert replace(trace, modules=(), storages=()) == replace(large, modules=(), storages=())
+
+
+def test_contents_of_another_step_tell_nothing_of_storages() -> None:
+    large = FakeStep(step_of(Spikes(), torch.randn(64, 40))).record(64)
+    other = record(step_of(nn.Linear(40, 40), torch.randn(4, 40)), 4, contents=True)
+    assert with_contents(large, other).storages == large.storages
+
+
+def test_times_come_to_their_operators() -> None:
+    step = step_of(Spikes(), torch.randn(64, 40), optimizer="sgd")
+    step.update()
+    fake = FakeStep(step).record(64)
+    record(step, 64, contents=False)  # makes the optimizer's state
+    times = time_operators(step)
+    timed = with_seconds(fake, times)
+    assert [op.seconds for op in timed.ops] == [t.seconds for t in times]
+    assert all(t.seconds > 0 for t in times)
+    assert all(p.grad is None for p in step.model.parameters())
+    assert with_seconds(fake, times[1:]) == fake
+
+
+# ---------------------------------------------------------------------------------------------- under a plan
+
+
+def test_a_step_under_a_plan_is_recorded_too() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Sigmoid()) for _ in range(3)))
+    step = step_of(model, torch.randn(50, 30))
+    before = record(step, 50, contents=False)
+    apply_plan(model, Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
+    trace = record(step, 50, contents=False)
+    assert trace.tensor_peak_bytes == count(step).tensor_peak_bytes < before.tensor_peak_bytes
+    assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
+    again = [op for op in trace.ops if op.phase == "backward" and op.name == "aten::tanh"]
+    assert [op.module for op in again] == ["1.1", "0.1"]
+    assert [c.path for c in trace.calls] == [c.path for c in before.calls]
+    assert not any(trace.ops[i].module.startswith(("0.", "1.")) for s in trace.storages for i in s.saved_by)
+
+
+# ---------------------------------------------------------------------------------------------- without parameters
+
+
+def test_a_model_without_data_is_placed_with_its_ties() -> None:
+    mode = fake_mode()
+    with mode:
+        model = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20), nn.BatchNorm1d(1 << 20)).eval()
+        model[1].weight = model[0].weight
+        model[1].requires_grad_(False)
+        place_fake(model, StepSettings(precision="fp64"))
+        x = torch.randn(2, 1 << 20, dtype=torch.float64)
+    assert model[1].weight is model[0].weight
+    assert model.training
+    assert [p.requires_grad for p in model[1].parameters()] == [False, False]
+    assert model[2].num_batches_tracked.dtype is torch.int64
+    trace = FakeStep(step_of(model, x), mode).record(2)
+    assert trace.tensor_peak_bytes > 8 << 40  # 8 TiB of weights
+
+
+def test_records_survive_the_wire() -> None:
+    import json
+
+    from memopt_cli.records import from_data, to_data
+
+    trace = record(step_of(Chain(), torch.ones(1000)), 1, contents=True)
+    assert from_data(StepTrace, json.loads(json.dumps(to_data(trace)))) == trace
+    assert (type(trace.ops[0]), type(trace.storages[0]), type(trace.calls[0])) == (OpTrace, StorageTrace, ModuleCall)
