@@ -2,108 +2,137 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from memopt_cli.records import (
-    BatchAdvice,
-    LevelRow,
-    Measurement,
-    MemOptSummary,
-    OptimizeRequest,
-    Verification,
-    to_data,
-)
+from torch import nn
 
-_STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
+from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
+from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, Verification, to_data
+from memopt_cli.runtime.compressor import declared_compressor
+from memopt_cli.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """What one optimization found."""
 
-    request: OptimizeRequest
+    resolved: Resolved
+    model: nn.Module
+    """The original, without the plan."""
     model_format: str
     device: str
-    rows: list[LevelRow]
-    best: LevelRow
-    """The row whose plan is applied."""
-    verification: Verification
-    advice: BatchAdvice | None
-    candidates: int
-    """Called modules that can be segments."""
-    skipped: list[str]
-    notes: list[str]
+    plan: Plan
+    """The one that is applied."""
+    selection: Selection | None
+    """``None`` at level 0."""
+    rows: list[LevelRow] = field(default_factory=list)
+    """One for each level; none where nothing was measured."""
+    verification: Verification | None = None
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def summarize(found: Findings) -> MemOptSummary:
-    """The summary of one optimization; its time is filled in at the end."""
-    rows, best = found.rows, found.best
-    options, segments = found.request.search, best.plan.segments
-    chunked = [s for s in segments if s.chunks > 1]
-    packed = [s for s in segments if s.compressor != "null"]
-    level1 = next((row.plan.segments for row in rows if row.level == 1), ())
-    measured = best.outcome if isinstance(best.outcome, Measurement) else None
-    improved = {row.level for row in rows if row.level <= best.level and not row.note}
+    """The summary of one optimization; its time and the batch that fits are filled in at the end."""
+    rows, plan, options, selection = found.rows, found.plan, found.resolved.options, found.selection
+    chunked = [s for s in plan.segments if s.chunks > 1]
+    packed = [s for s in plan.segments if s.compressor != "null"]
+    manual = [s for s in packed if declared_compressor(found.model.get_submodule(s.path)) is not None]
+    applied = [row for row in rows if row.level <= plan.level]
+    level1 = next((row.plan.segments for row in applied if row.level == 1), () if rows else plan.segments)
+    measured = _measured(rows, plan.level)
     return MemOptSummary(
-        profile=None,
-        checkpoint_budget=None,
-        prefer=None,
+        profile=options.profile,
+        checkpoint_budget=options.checkpoint_budget,
+        prefer=options.prefer,
         device=found.device,
-        requested_level=options.level,
-        applied_level=best.level,
+        requested_level=found.resolved.requested_level,
+        applied_level=plan.level,
         compress_x=options.compress_x,
-        allow_expensive_profiling=True,
-        applied_steps=[name for level, name in _STEP_NAMES.items() if level in improved],
-        skipped_steps=found.skipped,
+        allow_expensive_profiling=options.allow_expensive_profiling,
+        applied_steps=_applied_steps(rows, plan),
+        skipped_steps=sorted((*found.skipped, *_not_applied(rows, plan))),
         notes=found.notes,
         gc_wrap_count=len(level1),
-        bit_compressor_count=sum(s.compressor == "bit" for s in segments),
-        null_compressor_count=len(segments) - len(packed),
-        spatial_split_count=_changed(rows, 2),
-        temporal_split_count=_changed(rows, 3),
-        unwrap_count=_changed(rows, 4),
-        gc_container_count=len(segments),
+        manual_compressor_count=len(manual),
+        bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
+        null_compressor_count=len(plan.segments) - len(packed),
+        spatial_split_count=_changed(applied, 2),
+        temporal_split_count=_changed(applied, 3),
+        unwrap_count=_changed(applied, 4),
+        gc_container_count=len(plan.segments),
         tcgc_container_count=len(chunked),
         options=to_data(options),
-        gc_candidate_count=found.candidates,
-        gc_selected_count=len(level1),
-        gc_selection_policy="explicit_targets" if options.targets else "least_predicted_peak",
-        gc_selected_modules=[s.path for s in level1],
-        gc_selection_explanation=_explanation(found, len(level1)),
-        recommendation=_recommendation(rows, best),
+        gc_candidate_count=selection.candidates if selection else 0,
+        gc_selected_count=len(selection.selected) if selection else 0,
+        gc_selection_policy=selection.policy if selection else "no_candidates",
+        gc_selected_modules=[m.path for m in selection.selected] if selection else [],
+        gc_selection_explanation=selection.explanation if selection else "Level 0 makes no segments.",
+        recommendation=_recommendation(found),
         peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
-        total_gc_count=len(segments),
+        total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
         compressed_layers=len(packed),
         skipped_errors=sum(not isinstance(row.outcome, Measurement) for row in rows),
         levels=rows,
-        plan=best.plan,
+        plan=plan,
         verification=found.verification,
-        advice=found.advice,
         model_format=found.model_format,
     )
 
 
+def _measured(rows: list[LevelRow], level: int) -> Measurement | None:
+    outcomes = (row.outcome for row in rows if row.level == level)
+    return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
+
+
+def _applied_steps(rows: list[LevelRow], plan: Plan) -> list[str]:
+    """The levels that changed the plan; one without a row of its own was not measured."""
+    improved = {row.level for row in rows if row.level <= plan.level and not row.note}
+    if not rows and plan.segments:
+        improved = {plan.level}
+    return [name for level, name in STEP_NAMES.items() if level in improved]
+
+
+def _not_applied(rows: list[LevelRow], plan: Plan) -> list[str]:
+    """The levels that found a plan which the measurement did not bear out."""
+    return [f"level{row.level}:no_improving_candidate" for row in rows if row.level > plan.level and not row.note]
+
+
 def _changed(rows: list[LevelRow], level: int) -> int:
     """How many segments a level added, changed or removed."""
-    plans = {row.level: set(row.plan.segments) for row in rows}
-    if level not in plans:
+    plans: dict[int, set[SegmentPlan]] = {row.level: set(row.plan.segments) for row in rows}
+    if level not in plans or level - 1 not in plans:
         return 0
     before, after = {s.path for s in plans[level - 1]}, {s.path for s in plans[level]}
     return len(plans[level] - plans[level - 1]) or len(before - after)
 
 
-def _explanation(found: Findings, selected: int) -> str:
-    if found.request.search.targets:
-        return f"{selected} outermost modules match {', '.join(found.request.search.targets)}."
-    return f"{selected} of {found.candidates} called modules: the set with the lowest predicted peak."
+def _recommendation(found: Findings) -> str:
+    return recommend(
+        found.resolved.options,
+        found.selection,
+        measured=_measured_sentence(found.rows, found.plan.level),
+        generic=_generic(found.rows, found.plan),
+    )
 
 
-def _recommendation(rows: list[LevelRow], best: LevelRow) -> str:
+def _generic(rows: list[LevelRow], plan: Plan) -> str:
+    if not rows:
+        return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
-        return "Nothing was searched; --level 1 and above may save memory."
-    if not best.plan.segments:
+        return "Nothing was searched; level 1 and above may save memory."
+    if not plan.segments and not plan.packed:
         return "No plan lowered the measured peak of this step; with larger inputs one may."
-    if best.level < 4 and rows[-1].level < 4:
-        return f"--level {rows[-1].level + 1} may save more."
+    if plan.level < 4 and rows[-1].level < 4:
+        return f"Level {rows[-1].level + 1} may save more."
     return ""
+
+
+def _measured_sentence(rows: list[LevelRow], level: int) -> str:
+    """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty where a number is missing."""
+    before, after = _measured(rows, 0), _measured(rows, level)
+    if before is None or after is None or level == 0:
+        return ""
+    peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+    return f"Measured: {peaks}, step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}."

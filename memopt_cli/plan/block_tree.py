@@ -21,9 +21,11 @@ class Block:
 
     path: str
     kept_bytes: int
-    """Paid by its own operators, those of children apart."""
+    """What is kept for backward that it pays for."""
     peak_bytes: int
     """Most bytes at any instant of its forward or backward, nothing that is kept for backward counted."""
+    packed_bytes: int = 0
+    """As ``kept_bytes``, with packing."""
     forward_bytes: int = 0
     """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
     resident_bytes: int = 0
@@ -70,7 +72,7 @@ class _Builder:
         self._modules = {module.path: module for module in trace.modules}
         self._elapsed = [0.0, *accumulate(seconds)]
         self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
-        self._paid = self._payments()
+        self._paid, self._paid_packed = self._payments()
         self._base, self._resident = self._levels()
 
     def build(self) -> Block:
@@ -78,17 +80,21 @@ class _Builder:
 
     # ------------------------------------------------------------------------------------------ what is known of ops
 
-    def _payments(self) -> list[int]:
-        """Bytes that every operator of forward pays for, prefix sums."""
-        paid = [0] * (self._forward_ops + 1)
+    def _payments(self) -> tuple[list[int], list[int]]:
+        """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
+        paid, packed = [0] * (self._forward_ops + 1), [0] * (self._forward_ops + 1)
         self._payer: dict[int, int] = {}
         for index, storage in enumerate(self._trace.storages):
             savers = [op for op in storage.saved_by if op < self._forward_ops]
             if savers and storage.born >= 0:
-                payer = min((op for op in savers if op != storage.born), default=storage.born)
+                payer = min((op for op in savers if not self._produces(op, index)), default=savers[0])
                 self._payer[index] = payer
                 paid[payer + 1] += storage.nbytes
-        return list(accumulate(paid))
+                packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
+        return list(accumulate(paid)), list(accumulate(packed))
+
+    def _produces(self, op: int, storage: int) -> bool:
+        return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
 
     def _levels(self) -> tuple[list[int], list[int]]:
         """After every operator: bytes that are not kept for backward, workspace included; and those that stay."""
@@ -182,6 +188,7 @@ class _Builder:
         return Block(
             path=path,
             kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
+            packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
             peak_bytes=max((self._base[i] for i in ops), default=fallback),
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],

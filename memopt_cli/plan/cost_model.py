@@ -18,9 +18,9 @@ from itertools import accumulate
 
 from memopt_cli.records import ModuleCall, OpTrace, Plan, Prediction, SegmentPlan, StepTrace, StorageTrace
 
-_PACK_BYTES_PER_S = 2e9
+PACK_BYTES_PER_S = 2e9
 """Rate of packing, its check included, and of unpacking: of the order of a copy of the tensor."""
-_OP_S = 15e-6
+OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
@@ -44,6 +44,10 @@ class _Block:
     """Storages that are stored packed -> bytes."""
 
 
+LEAST_PACKED_BYTES = 4096
+"""Smaller tensors are saved as they are (see :mod:`memopt_cli.runtime.packing`)."""
+
+
 class CostModel:
     """Prices plans of one recorded step."""
 
@@ -53,9 +57,11 @@ class CostModel:
         for call in trace.calls:
             self._calls[call.path].append(call)
         timed = any(op.seconds for op in trace.ops)
+        self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
+        """Of what autograd saves, the bytes that packing makes less of."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
-        self.seconds = [op.seconds if timed else max(_OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        self.seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         """Of every operator, measured or estimated from its flops."""
         self._elapsed = [0.0, *accumulate(self.seconds)]
         self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
@@ -69,21 +75,25 @@ class CostModel:
 
     def predict(self, plan: Plan) -> Prediction:
         """The step under ``plan``: allocated peak, when it happens, and time."""
-        replay = _Replay(self.trace, self._blocks(plan), self._forward_ops, self._backward_end, self._held_before)
+        replay = _Replay(
+            self.trace, self._blocks(plan), self._forward_ops, self._backward_end, self._held_before, plan.packed
+        )
         peak_bytes, op = replay.peak()
         return Prediction(
             allocated_peak_bytes=peak_bytes,
             phase=op.phase,
             module=op.module,
             op=op.name,
-            step_s=self.step_s + sum(map(self._added_s, replay.blocks)),
+            step_s=self.step_s
+            + sum(map(self._added_s, replay.blocks))
+            + 2 * replay.packed_away_bytes / PACK_BYTES_PER_S,
         )
 
     def _added_s(self, block: _Block) -> float:
         again = self._elapsed[block.stop] - self._elapsed[block.call.start]
-        chunked = 3 * _OP_S * (block.call.end - block.call.start) * (block.segment.chunks - 1)
+        chunked = 3 * OP_S * (block.call.end - block.call.start) * (block.segment.chunks - 1)
         unpacked_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
-        return again + chunked + 2 * unpacked_bytes / _PACK_BYTES_PER_S
+        return again + chunked + 2 * unpacked_bytes / PACK_BYTES_PER_S
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""
@@ -144,8 +154,12 @@ class _Replay:
         forward_ops: int,
         backward_end: Sequence[int],
         held_before: int,
+        packed: bool,
     ) -> None:
         self.blocks = blocks
+        self.packed_away_bytes = 0
+        """Of what was saved outside of segments, the bytes before packing."""
+        self._packed = packed
         self._trace = trace
         self._forward_ops = forward_ops
         self._backward_end = backward_end
@@ -244,13 +258,26 @@ class _Replay:
             if block is not None and storage.born >= block.stop:
                 continue
             end = self._forward_end(storage, block)
-            if savers.get(block):
+            if savers.get(block) and block is None and self._packs(storage):
+                self._add_packed(storage, savers[None])
+            elif savers.get(block):
                 end = max(end, self._release(storage, savers[block]))
             for held in self._holders(index, storage, block):
                 end = max(end, self._held_until(index, held))
             inside = [b for b in around[:depth] if b is not None and not self._escapes(storage, savers, b)]
             shares = inside[0].shares if inside else block.shares if block else 1
             self._live(self._at(block, storage.born), end, storage.nbytes // shares)
+
+    def _packs(self, storage: StorageTrace) -> bool:
+        return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
+
+    def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
+        """Packed when the first operator saves it; whole again for an instant where backward uses it."""
+        self.packed_away_bytes += storage.nbytes
+        start, end = self._place[min(savers)], self._release(storage, savers)
+        self._live(start, end, storage.packed_bytes)
+        if 0 < end <= self._length:
+            self._extra[end - 1] += storage.nbytes
 
     def _forward_end(self, storage: StorageTrace, block: _Block | None) -> int:
         if block is None:

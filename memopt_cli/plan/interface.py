@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from memopt_cli.plan.policy import Selection
 from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SearchOptions, StepTrace
 
 
@@ -42,6 +43,8 @@ class Improvement:
     tried: int
     """Plans that were probed."""
     notes: tuple[str, ...] = ()
+    selection: Selection | None = None
+    """Level 1: which modules were chosen, and how."""
 
 
 class Strategy(Protocol):

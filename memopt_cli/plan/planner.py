@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Probes, is_within
 from memopt_cli.plan.search import Allowed, Solver, Way
-from memopt_cli.records import Counted, ModuleTrace, Plan, Refused, StepTrace
+from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget."""
@@ -19,6 +19,8 @@ _LEAST_STEP = 0.002
 """Share of the budget by which it is lowered, at least, where a dry run passed it."""
 _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
+_MOST_QUESTIONS = 12
+"""Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
 _MOST_UNWRAPS = 40
 """Segments that are looked at one by one, those that cost most time first."""
 
@@ -46,9 +48,13 @@ class Planner:
         self._model = CostModel(trace)
         self._root = block_tree(trace, self._model.seconds)
         self._allowed = allowed
-        self._solver = Solver(self._root, allowed)
+        self._may_pack = allowed.compress and self._model.packable_bytes > 0 and not self._modules[""].refusal
+        self._solvers = self._make_solvers()
         self._may_chunk = may_chunk
         self._asked: set[str] = set()
+        self._questions = 0
+        self._certain: set[str] = set()
+        """Modules whose own answer is known; of the others that of their class is taken, until a plan relies on it."""
         self._level = level
         self._counted: dict[Plan, Priced | None] = {}
 
@@ -62,34 +68,34 @@ class Planner:
 
         The solver's sums are a little off, so its budget is corrected by what the dry run says, a few times.
         """
-        best: Priced | None = None
+        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
+            return original
         target = budget_bytes
         for _ in range(_DRY_RUNS):
-            way = self._fastest(target)
-            found = self._count(self._plan(way)) if way else None
-            if way is None or (found is None and target < 0):
+            plan = self._fastest(target)
+            if plan is None:
                 break
+            found = self._count(plan)
             if found is None or found.peak_bytes > budget_bytes:
                 over = found.peak_bytes - budget_bytes if found else 0
                 target -= max(over, int(budget_bytes * _LEAST_STEP))
                 continue
-            best = found if best is None or found.slowdown < best.slowdown else best
             unused = budget_bytes - found.peak_bytes
-            if unused < _CLOSE * budget_bytes or found.slowdown <= 1.0:
+            if unused < _CLOSE * budget_bytes:
                 break
             target += unused * 3 // 4
+        best = self._fastest_counted(budget_bytes)
         return self._unwrapped(best, budget_bytes) if best else None
 
     def least(self, start_bytes: int) -> Priced | None:
         """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
         best: Priced | None = None
         while True:
-            low = self._solver.least_peak_bytes(start_bytes)
-            way = self._solver.fastest(low) if low is not None else None
-            found = self._count(self._plan(way)) if way else None
+            plan = self._least_plan(start_bytes)
+            found = self._count(plan) if plan else None
             if found is not None and (best is None or found.peak_bytes < best.peak_bytes):
                 best = found
-            if way is None or not self._learn_chunks(self._plan(way)):
+            if plan is None or not self._learn_chunks(plan):
                 return best
 
     def frontier(self, start: Priced) -> list[Priced]:
@@ -107,50 +113,105 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _fastest(self, target: int) -> Way | None:
-        """A way within the target; where there is none, modules are put in chunks until there is."""
-        while (way := self._solver.fastest(target)) is None:
-            low = self._solver.least_peak_bytes(2 * self._model.peak_bytes)
-            least = self._solver.fastest(low) if low is not None else None
-            if least is None or not self._learn_chunks(self._plan(least)):
-                return None
-        return way
+    def _make_solvers(self) -> dict[bool, Solver]:
+        """With packing (``True``) and without."""
+        choices = (False, True) if self._may_pack else (False,)
+        return {packed: Solver(self._root, replace(self._allowed, packed=packed)) for packed in choices}
 
-    def _plan(self, way: Way) -> Plan:
+    def _fastest(self, target: int) -> Plan | None:
+        """A plan within the target; where there is none, modules are put in chunks until there is."""
+        while True:
+            ways = {packed: solver.fastest(target) for packed, solver in self._solvers.items()}
+            plans = [self._plan(way, packed) for packed, way in ways.items() if way is not None]
+            if plans:
+                best = min(plans, key=self._slowdown)
+                if self._confirm_chunks(best):
+                    return best
+                continue
+            least = self._least_plan(2 * self._model.peak_bytes)
+            if least is None or not self._learn_chunks(least):
+                return None
+
+    def _least_plan(self, high: int) -> Plan | None:
+        """The plan of the least peak, by the solver's sums."""
+        while True:
+            lows = {packed: solver.least_peak_bytes(high) for packed, solver in self._solvers.items()}
+            low, packed = min(((low, packed) for packed, low in lows.items() if low is not None), default=(None, False))
+            way = self._solvers[packed].fastest(low) if low is not None else None
+            plan = self._plan(way, packed) if way is not None else None
+            if plan is None or self._confirm_chunks(plan):
+                return plan
+
+    def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
-        return Plan(level=self._level, segments=tuple(segments.values()))
+        return Plan(level=self._level, segments=tuple(segments.values()), packed=packed)
 
     def _count(self, plan: Plan) -> Priced | None:
         if plan not in self._counted:
             self._probes.report(f"{len(plan.segments)} segments")
             counted = self._probes.count(plan)
             self._counted[plan] = (
-                Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self.slowdown(plan))
+                Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self._slowdown(plan))
                 if isinstance(counted, Counted)
                 else None
             )
         return self._counted[plan]
 
-    def slowdown(self, plan: Plan) -> float:
-        """Step time under a plan over that of the original, by the cost model."""
+    def _fastest_counted(self, budget_bytes: int) -> Priced | None:
+        """Of all that was dry-run so far: what is found for one budget may be good for another."""
+        fitting = [p for p in self._counted.values() if p is not None and p.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda p: (p.slowdown, p.peak_bytes), default=None)
+
+    def _slowdown(self, plan: Plan) -> float:
         return self._model.predict(plan).step_s / self._model.step_s
 
     def _learn_chunks(self, plan: Plan) -> bool:
         """Ask whether a module that stands at the peak may run in chunks; ``False`` if none is left to ask for."""
-        if not self._may_chunk:
+        if not self._may_chunk or self._questions >= _MOST_QUESTIONS:
             return False
         at_peak = self._model.predict(plan).module
         for block in self._around(at_peak, plan):
-            self._asked.add(block.path)
-            self._probes.report(f"chunk {block.path}")
-            rule = self._probes.chunking(block.path)
-            if not isinstance(rule, Refused):
-                length = self._modules[block.path].input_shape[rule.axis]
-                chunks = {**self._allowed.chunks, block.path: (rule, length)}
-                self._allowed = replace(self._allowed, chunks=chunks)
-                self._solver = Solver(self._root, self._allowed)
-                return True
+            alike = self._like(block.path)
+            self._asked.update(alike)
+            rule = self._chunking(block.path)
+            if rule is None:
+                continue  # what is refused of one is taken to be refused of its class
+            lengths = {path: self._modules[path].input_shape[rule.axis :] for path in alike}
+            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            self._allow_chunks({**self._allowed.chunks, **found})
+            self._certain.add(block.path)
+            return True
         return False
+
+    def _allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
+        self._allowed = replace(self._allowed, chunks=chunks)
+        self._solvers = self._make_solvers()
+
+    def _confirm_chunks(self, plan: Plan) -> bool:
+        """Ask for the modules that the plan runs in chunks because others of their class can; ``False``: one cannot."""
+        for segment in plan.segments:
+            if segment.chunks == 1 or segment.path in self._certain:
+                continue
+            self._certain.add(segment.path)
+            rule = self._chunking(segment.path)
+            assumed, length = self._allowed.chunks[segment.path]
+            if rule != assumed:
+                rest = {path: known for path, known in self._allowed.chunks.items() if path != segment.path}
+                self._allow_chunks(rest if rule is None else {**rest, segment.path: (rule, length)})
+                return False
+        return True
+
+    def _chunking(self, path: str) -> ChunkRule | None:
+        self._probes.report(f"chunk {path}")
+        self._questions += 1
+        rule = self._probes.chunking(path)
+        return None if isinstance(rule, Refused) else rule
+
+    def _like(self, path: str) -> list[str]:
+        """The module and those of its class: where one stands at the peak, the next is not far below."""
+        kind = self._modules[path].class_name
+        alike = (m for m in self._modules.values() if m.class_name == kind and m.path and not m.refusal)
+        return [path, *(m.path for m in alike if m.path != path and self._saves_by_chunks(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, and what is in it, largest first; each module once."""

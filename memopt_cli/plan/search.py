@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
+from memopt_cli.plan.cost_model import OP_S, PACK_BYTES_PER_S
 from memopt_cli.records import ChunkRule, SegmentPlan
 
 _MOST_WAYS = 400
 """Ways kept on the way through the step."""
 _MOST_INNER_WAYS = 32
 """Ways kept of a block that is looked at by itself."""
-_OP_S = 15e-6
-"""Time that an operator takes however small its tensors are: what chunks add, forward, again, and backward."""
-_PACK_BYTES_PER_S = 2e9
+_STATISTICS_FORWARDS = 3
+"""What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
+in recomputation and in backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class Allowed:
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
     """Modules that may run in chunks: how, and the length of the axis."""
     chunk_factor: int = 2
+    packed: bool = False
+    """What is saved outside of segments is packed."""
 
 
 class Solver:
@@ -80,7 +83,7 @@ class Solver:
         self._allowed = allowed
         self._alike = Counter(block.signature for block in root)
         self._repeated = repeated(root)
-        self._solved: dict[tuple[int, frozenset[str]], tuple[Block, list[Way]]] = {}
+        self._solved: dict[tuple[int, frozenset[str], bool], tuple[Block, list[Way]]] = {}
         self._segmented: frozenset[str] = frozenset()
         """Of the modules that are called several times, those that are segments in every call."""
 
@@ -117,7 +120,7 @@ class Solver:
     def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         if self._alike[block.signature] > 1 or not block.children:
-            after = [way.then(own) for own in self._ways(block) for way in before]
+            after = [way.then(own) for own in self._ways(block, self._allowed.packed) for way in before]
         else:
             plain = before
             for child in block.children:
@@ -125,11 +128,14 @@ class Solver:
             after = plain + [way.then(own) for own in self._as_segment(block) for way in before]
         return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
 
-    def _ways(self, block: Block) -> list[Way]:
-        """The Pareto set of a block by itself; of blocks that are alike the first is solved."""
-        key = block.signature, self._segmented
+    def _ways(self, block: Block, packed: bool) -> list[Way]:
+        """The Pareto set of a block by itself; of blocks that are alike the first is solved.
+
+        ``packed``: it lies in no segment, and what it saves is packed.
+        """
+        key = block.signature, self._segmented, packed
         if key not in self._solved:
-            self._solved[key] = block, self._solve(block)
+            self._solved[key] = block, self._solve(block, packed)
         solved, ways = self._solved[key]
         if solved is block:
             return ways
@@ -137,19 +143,20 @@ class Solver:
         moved = (solved.path, block.path)
         return [Way(w.kept_bytes, w.peak_bytes + more, w.added_s, parts=(w,), moved=moved) for w in ways]
 
-    def _solve(self, block: Block) -> list[Way]:
+    def _solve(self, block: Block, packed: bool) -> list[Way]:
         segments = self._as_segment(block)
         if block.path in self._segmented:
             return segments
-        return _thinned([*self._inside(block), *segments], _MOST_INNER_WAYS)
+        return _thinned([*self._inside(block, packed), *segments], _MOST_INNER_WAYS)
 
-    def _inside(self, block: Block) -> list[Way]:
+    def _inside(self, block: Block, packed: bool) -> list[Way]:
         """Ways of its parts, the block itself being no segment."""
         if not block.children:
-            return [Way(block.kept_bytes, block.kept_bytes + block.peak_bytes)]
+            kept = block.packed_bytes if packed else block.kept_bytes
+            return [Way(kept, kept + block.peak_bytes)]
         ways = [Way()]
         for child in block.children:
-            ways = _thinned([way.then(own) for way in ways for own in self._ways(child)], _MOST_INNER_WAYS)
+            ways = _thinned([way.then(own) for way in ways for own in self._ways(child, packed)], _MOST_INNER_WAYS)
         return ways
 
     def _as_segment(self, block: Block) -> list[Way]:
@@ -158,15 +165,19 @@ class Solver:
         packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packed else "null")
         stored = block.packed_input_bytes if packed else block.input_bytes
-        codec_s = 2 * block.input_bytes / _PACK_BYTES_PER_S if packed else 0.0
+        codec_s = 2 * block.input_bytes / PACK_BYTES_PER_S if packed else 0.0
         ways = []
-        for inside in self._inside(block):
+        for inside in self._inside(block, packed=False):
             peak = max(inside.peak_bytes, block.forward_bytes)
             added = block.forward_s + inside.added_s + codec_s
             for segment in (plain, *self._in_chunks(block, plain)):
                 more = block.resident_bytes + block.join_bytes if segment.chunks > 1 else 0
                 share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
-                overhead = 3 * _OP_S * block.ops * (segment.chunks - 1)
+                overhead = 3 * OP_S * block.ops * (segment.chunks - 1)
+                if segment.batch_statistics:
+                    if inside.parts:
+                        continue  # a norm in a segment within cannot take part
+                    overhead += _STATISTICS_FORWARDS * block.forward_s
                 ways.append(Way(stored, max(stored, share + more), added + overhead, segment, (inside,)))
         return _thinned(ways, _MOST_INNER_WAYS)
 
@@ -178,7 +189,12 @@ class Solver:
         while chunks < length:
             chunks = min(length, chunks * self._allowed.chunk_factor)
             yield replace(
-                plain, chunks=chunks, axis=rule.axis, seq_inputs=rule.seq_inputs, seq_outputs=rule.seq_outputs
+                plain,
+                chunks=chunks,
+                axis=rule.axis,
+                seq_inputs=rule.seq_inputs,
+                seq_outputs=rule.seq_outputs,
+                batch_statistics=rule.batch_statistics,
             )
 
     def _may_be_segment(self, block: Block) -> bool:

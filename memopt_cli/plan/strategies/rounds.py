@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from memopt_cli.plan.interface import Candidate, Improvement, Probes, held_at_peak
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
@@ -95,4 +96,5 @@ def _probe(plans: list[Plan], probes: Probes, what: str, where: str) -> list[Can
 def _replaced(plan: Plan, segment: SegmentPlan, new: tuple[SegmentPlan, ...], level: int) -> Plan:
     taken = {s.path for s in plan.segments if s is not segment}
     added = tuple(s for s in new if s.path not in taken)
-    return Plan(level=level, segments=tuple(s for old in plan.segments for s in (added if old is segment else (old,))))
+    segments = tuple(s for old in plan.segments for s in (added if old is segment else (old,)))
+    return replace(plan, level=level, segments=segments)

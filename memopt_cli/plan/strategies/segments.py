@@ -4,43 +4,98 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
+from dataclasses import replace
 
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
+from memopt_cli.plan.policy import Selection, is_limited, least_predicted_peak, select
 from memopt_cli.records import Counted, ModuleTrace, Plan, SearchOptions, SegmentPlan
 
 _SHORTLIST = 6
 """How many sets of targets are probed when memopt chooses by itself."""
 _LEAST_SHARE = 1e-3
 """A segment must save at least this share of all saved bytes."""
+_NAMED = 3
+"""How many modules a note names."""
 
 
 class Segments:
-    """Installs segments on the targets asked for, or on the set of modules that gives the lowest peak."""
+    """Installs segments on the modules asked for, or on the set of modules that gives the lowest peak.
+
+    Either way no more of them than the limits allow.
+    """
 
     level = 1
 
     def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
         """Probe the sets of targets and keep the best; ``start`` if none lowers the peak (targets asked for stay)."""
-        sets = [matching_targets(tree, options.targets)] if options.targets else choose_targets(tree)
-        best, tried, notes = start, 0, []
-        for targets in sets:
-            plan = Plan(level=1, segments=tuple(segment(m, options.compress_x) for m in targets))
-            probes.report(f"segments on {len(targets)} modules")
+        asked = bool(options.targets) or options.modules is not None
+        best, tried, notes = start, 0, left_out(tree, options)
+        usable = sum(not module.refusal for module in tree)
+        chosen = least_predicted_peak(usable, [])
+        for candidates in _candidate_sets(tree, options):
+            limited = asked or is_limited(options)
+            selection = select(candidates, options) if limited else least_predicted_peak(usable, candidates)
+            if asked or not selection.selected:
+                chosen = selection
+            if not selection.selected:
+                continue
+            plan = segments_plan(selection, options)
+            probes.report(f"segments on {len(plan.segments)} modules")
             counted = probes.count(plan)
             tried += 1
             if not isinstance(counted, Counted):
-                notes.append(f"level 1: {len(targets)} segments could not run")
-                continue
-            candidate = Candidate(plan=plan, counted=counted)
-            if options.targets or candidate.peak_bytes < best.peak_bytes:
-                best = candidate
-        return Improvement(best=best, tried=tried, notes=tuple(notes))
+                notes.append(f"level 1: {len(plan.segments)} segments could not run")
+            elif asked or counted.allocated_peak_bytes < best.peak_bytes:
+                best, chosen = Candidate(plan=plan, counted=counted), selection
+        for plan in _packed_too((best.plan,) if asked else (start.plan, best.plan), tree, options):
+            probes.report("pack what is saved")
+            counted = probes.count(plan)
+            tried += 1
+            if isinstance(counted, Counted) and counted.allocated_peak_bytes < best.peak_bytes:
+                best = Candidate(plan=plan, counted=counted)
+        return Improvement(best=best, tried=tried, notes=tuple(notes), selection=chosen)
+
+
+def _packed_too(plans: Iterable[Plan], tree: ModuleTree, options: SearchOptions) -> list[Plan]:
+    """The plans with packing, if the recorded step saved anything that can be packed."""
+    packable = any(s.saved_by and s.compressor != "null" for s in tree.trace.storages)
+    if not options.compress_x or not packable or tree[""].refusal:
+        return []
+    return [replace(plan, level=1, packed=True) for plan in dict.fromkeys(plans)]
+
+
+def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
+    """Segments on the selected modules."""
+    return Plan(level=1, segments=tuple(segment(m, options.compress_x) for m in selection.selected))
 
 
 def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
     """The plain segment on a module, its input packed by the codec that held it in the recorded step."""
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
+
+
+def _candidate_sets(tree: ModuleTree, options: SearchOptions) -> list[list[ModuleTrace]]:
+    if options.targets:
+        return [matching_targets(tree, options.targets)]
+    if options.modules is not None:
+        return [outermost([m for m in tree if m.path in options.modules and not m.refusal])]
+    return choose_targets(tree)
+
+
+def left_out(modules: Iterable[ModuleTrace], options: SearchOptions) -> list[str]:
+    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+    known = {m.path: m.refusal for m in modules}
+    reasons = {path: known.get(path, "the step never calls it") for path in options.modules or ()}
+    refused = [f"'{path or '(root)'}' ({reason})" for path, reason in reasons.items() if reason]
+    more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+    return [f"Not candidates: {', '.join(refused[:_NAMED])}{more}."] if refused else []
+
+
+def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
+    """Those that lie below no other, in the order of first call: a segment within a segment is recomputed twice."""
+    ordered = sorted(modules, key=lambda m: m.order)
+    return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
 
 
 def matching_targets(tree: ModuleTree, targets: Iterable[str]) -> list[ModuleTrace]:
@@ -52,7 +107,7 @@ def matching_targets(tree: ModuleTree, targets: Iterable[str]) -> list[ModuleTra
         if not usable:
             raise PlanError(_no_match(tree, target, matches), hint="Name a class or a path glob: --target Bottleneck.")
         chosen += [m for m in usable if m not in chosen]
-    return [m for m in sorted(chosen, key=lambda m: m.order) if not _is_below_another(m, chosen)]
+    return outermost(chosen)
 
 
 def choose_targets(tree: ModuleTree) -> list[list[ModuleTrace]]:
@@ -88,10 +143,6 @@ def _best_below(tree: ModuleTree, path: str, bound: float) -> tuple[float, list[
     if path and not module.refusal and tree.saved_at_once(path) <= bound and worth_it:
         return own, [module]
     return saving, targets
-
-
-def _is_below_another(module: ModuleTrace, others: list[ModuleTrace]) -> bool:
-    return any(o is not module and is_within(module.path, o.path) for o in others)
 
 
 def _no_match(tree: ModuleTree, target: str, matches: list[ModuleTrace]) -> str:

@@ -14,8 +14,8 @@ from memopt_cli.records import Refused, SearchOptions, SegmentPlan
 class TemporalSplit:
     """Multiplies the number of chunks of the segment that holds most at the peak.
 
-    A segment that cannot be cut as a whole (batch statistics, say) may have parts that can: they run in chunks inside
-    it, or it is split and the parts that can are cut.
+    A segment that cannot be cut as a whole, or only in two passes because of batch statistics, may have parts that can:
+    they run in chunks inside it, or it is split and the parts that can are cut.
     """
 
     level = 3
@@ -25,16 +25,17 @@ class TemporalSplit:
 
         def change(current: SegmentPlan) -> list[tuple[SegmentPlan, ...]]:
             factor = options.temporal_split_factor
-            cuts = list(iterate_cuts(current, tree, factor, probes))
-            if cuts:
-                return [(cut,) for cut in cuts]
+            whole = list(iterate_cuts(current, tree, factor, probes))
+            cuts: list[tuple[SegmentPlan, ...]] = [(cut,) for cut in whole]
+            if whole and not whole[0].batch_statistics:
+                return cuts
             parts = split(current, tree, compress=options.compress_x)
             pieces = [(part, next(iterate_cuts(part, tree, factor, probes), None)) for part in parts]
             if not any(piece for _, piece in pieces):
-                return []
+                return cuts
             instead = tuple(piece or part for part, piece in pieces)
             inside = tuple(piece for _, piece in pieces if piece)
-            return [(current, *inside), (current, *instead), instead]
+            return [*cuts, (current, *inside), (current, *instead), instead]
 
         return improve_in_rounds(start, self.level, change, options, probes, "chunk")
 
@@ -54,5 +55,6 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
             axis=rule.axis,
             seq_inputs=rule.seq_inputs,
             seq_outputs=rule.seq_outputs,
+            batch_statistics=rule.batch_statistics,
         )
         yield current

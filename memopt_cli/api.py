@@ -1,0 +1,340 @@
+"""Optimizing a model in memory: the calls and signatures of SpikingJelly's ``memopt`` on memopt's own pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline.live_model import FORMAT, detached_copy, listed_modules, observed_modules, prepared_model
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
+from memopt_cli.plan.strategies.segments import left_out, outermost, segments_plan
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Counted,
+    MemOptSummary,
+    ModuleTrace,
+    OptimizeRequest,
+    Plan,
+    Preference,
+    Profile,
+    SearchRequest,
+    StepSettings,
+    Verification,
+    describe,
+    to_data,
+)
+from memopt_cli.runtime import segment_of
+
+_LOG = logging.getLogger("memopt_cli")
+
+MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
+"""What ``profile`` may be, from the least search to the most."""
+MEMOPT_CHECKPOINT_BUDGETS: tuple[str, ...] = get_args(Preference)
+"""What ``checkpoint_budget`` may be, from the fewest segments to the most."""
+MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
+"""What ``prefer`` may be."""
+
+_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+"""Positional arguments of ``forward``, or keyword arguments."""
+
+
+def memory_optimization(
+    net: nn.Module,
+    instance: type | tuple[type, ...],
+    dummy_input: Inputs | None = None,
+    compress_x: bool | None = None,
+    level: int | None = None,
+    verbose: bool = False,
+    temporal_split_factor: int = 2,
+    max_split_rounds: int | None = None,
+    max_candidates_per_round: int | None = None,
+    warmup_in_main_process: bool | None = None,
+    warmup_in_profile_workers: bool | None = None,
+    prefer: Preference | None = None,
+    profile: Profile | None = None,
+    allow_expensive_profiling: bool | None = None,
+    checkpoint_budget: Preference | None = None,
+    max_gc_wrapped_modules: int | None = None,
+    gc_target_budget_ratio: float | None = None,
+    return_summary: bool = False,
+) -> nn.Module | tuple[nn.Module, MemOptSummary]:
+    """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
+
+    Only outermost modules that are an ``instance`` become segments.  With ``dummy_input`` (any shapes that ``forward``
+    takes; dimension 0 of the first tensor is the batch) every level is measured in profiling subprocesses and the
+    plan is verified against the original; a level that raises the measured peak is not applied.  Without it, level 1
+    is installed unmeasured.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
+    ``net`` carries from before is taken off first.
+
+    Parameters
+    ----------
+    compress_x:
+        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` says how.
+    verbose:
+        Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
+    temporal_split_factor:
+        Level 3 multiplies a segment's chunks by it.
+    max_split_rounds, max_candidates_per_round:
+        Limits of levels 2 and 3; ``None``: the profile's.
+    warmup_in_main_process:
+        Take one step of a copy of the optimized model in this process, so that the first one that counts is not slow.
+    warmup_in_profile_workers:
+        Take one step before the timed ones of each measurement.
+    prefer, profile, allow_expensive_profiling, checkpoint_budget, max_gc_wrapped_modules, gc_target_budget_ratio:
+        See :mod:`memopt_cli.plan.policy`.
+    return_summary:
+        Return ``(net, summary)``.
+
+    The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
+    :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
+    :class:`VerificationError` if the optimized model differs from the original; other errors of
+    :mod:`memopt_cli.errors` if the model cannot take a step.
+    """
+    started = time.monotonic()
+    unsaid = level is None and profile is None and prefer is None
+    request = SearchRequest(
+        level=0 if unsaid else level,
+        modules=_instances(net, instance),
+        compress_x=compress_x,
+        temporal_split_factor=temporal_split_factor,
+        max_split_rounds=max_split_rounds,
+        max_candidates_per_round=max_candidates_per_round,
+        warmup_in_main_process=warmup_in_main_process,
+        warmup_in_profile_workers=warmup_in_profile_workers,
+        prefer=prefer,
+        profile=profile,
+        allow_expensive_profiling=allow_expensive_profiling,
+        checkpoint_budget=checkpoint_budget,
+        max_gc_wrapped_modules=max_gc_wrapped_modules,
+        gc_target_budget_ratio=gc_target_budget_ratio,
+    )
+    resolved = resolve(request, has_inputs=dummy_input is not None)
+    notes = _take_off(net)
+    settings = StepSettings(device=resolve_device())
+    with _logged(verbose) as progress:
+        if dummy_input is None or resolved.options.level == 0:
+            summary = _unmeasured(net, listed_modules(net), resolved, settings.device)
+        else:
+            summary = _measured(net, dummy_input, request, resolved, settings, progress)
+    assert summary.plan is not None
+    apply_plan(net, summary.plan)
+    summary.notes[:0] = notes
+    summary.spent_s = time.monotonic() - started
+    return (net, summary) if return_summary else net
+
+
+def apply_gc(
+    net: nn.Module,
+    instance: type | tuple[type, ...],
+    dummy_input: Inputs | None = None,
+    compress_x: bool | None = True,
+    device: str = "cuda",
+    checkpoint_budget: Preference | None = None,
+    max_gc_wrapped_modules: int | None = None,
+    gc_target_budget_ratio: float | None = None,
+    return_summary: bool = False,
+) -> nn.Module | tuple[nn.Module, dict[str, Any]]:
+    """Make segments of the outermost modules of ``net`` that are an ``instance``, in place; nothing is measured.
+
+    With ``dummy_input``, one forward in training mode (of a copy, on ``device``) shows which of them are called, what
+    codec holds their inputs, and whose inputs are largest; without it a budget takes them in the model's order, and
+    inputs are stored as they are unless a module's ``x_compressor`` says otherwise.
+    ``device``: where that forward runs; ``cuda`` without a number is this process's own, see :func:`resolve_device`,
+    and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
+    :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
+    """
+    request = SearchRequest(
+        level=1,
+        modules=_instances(net, instance),
+        compress_x=compress_x,
+        checkpoint_budget=checkpoint_budget,
+        max_gc_wrapped_modules=max_gc_wrapped_modules,
+        gc_target_budget_ratio=gc_target_budget_ratio,
+    )
+    resolved = resolve(request)
+    notes = _take_off(net)
+    device = resolve_device() if device == "cuda" else device
+    if dummy_input is None:
+        modules = listed_modules(net)
+    else:
+        modules = observed_modules(net, dummy_input, StepSettings(device=device))
+    summary = _unmeasured(net, modules, resolved, device)
+    assert summary.plan is not None
+    apply_plan(net, summary.plan)
+    summary.notes[:0] = notes
+    return (net, to_data(summary)) if return_summary else net
+
+
+def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
+    """The module at a path such as ``layer1.0.conv1``, its parent, and its name in the parent.
+
+    Raises :class:`ValueError` for the empty path (the root has no parent), :class:`AttributeError` for one that leads
+    to no module.
+    """
+    if not module_name:
+        raise ValueError("the path of a module is empty: the model itself has no parent")
+    parent_path, _, name = module_name.rpartition(".")
+    return net.get_submodule(module_name), net.get_submodule(parent_path), name
+
+
+def resolve_device() -> str:
+    """The device of this process: ``cpu`` without CUDA, else ``cuda:N``.
+
+    N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
+    ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is no number or has no device.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    variable = next((name for name in _RANK_VARIABLES if name in os.environ), None)
+    if variable is not None:
+        return f"cuda:{_local_rank(variable, torch.cuda.device_count())}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return f"cuda:{torch.distributed.get_rank() % torch.cuda.device_count()}"
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def _local_rank(variable: str, devices: int) -> int:
+    text = os.environ[variable]
+    rank = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= rank < devices:
+        raise OptionError(
+            f"{variable} is {text!r}, and there are {devices} CUDA devices",
+            hint=f"It must be a number from 0 to {devices - 1}: start no more processes than devices.",
+        )
+    return rank
+
+
+# ---------------------------------------------------------------------------------------------- how
+
+
+def _measured(
+    net: nn.Module,
+    inputs: Inputs,
+    request: SearchRequest,
+    resolved: Resolved,
+    settings: StepSettings,
+    progress: Progress,
+) -> MemOptSummary:
+    """The pipeline of ``memopt optimize``, less the files and the batch that fits."""
+    with prepared_model(net, inputs, settings) as prepared:
+        for note in prepared.notes:
+            progress.note(note)
+        asked = OptimizeRequest(
+            source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
+        )
+        summary = find_plan(asked, resolved, prepared, progress)
+        assert summary.plan is not None
+        assert summary.verification is not None
+        if not summary.verification.passed:
+            raise _difference(summary.verification)
+        if resolved.options.warmup_in_main_process:
+            progress.stage("warming up")
+            summary.notes += _warm_up(net, prepared, summary.plan)
+    return summary
+
+
+def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
+    """A step of a copy; a note if it fails."""
+    with LocalSession(prepared.subject, 0.0, build=lambda: detached_copy(net)) as session:
+        outcome = session.count(plan, fake=False)
+    if isinstance(outcome, Counted):
+        return []
+    return [f"The step that was to warm up this process failed: {describe(outcome)}"]
+
+
+def _difference(found: Verification) -> VerificationError:
+    return VerificationError(
+        f"the optimized model differs from the original: {found.worst_name or 'its outputs'} by "
+        f"{found.worst_difference:.2g} at batch {found.batch}",
+        hint="The model is as it was; a lower level may pass. Please report it.",
+    )
+
+
+def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> MemOptSummary:
+    """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
+    options = resolved.options
+    wanted = [m for m in modules if m.path in (options.modules or ())]
+    selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    plan = segments_plan(selection, options) if selection else Plan(level=0)
+    skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
+    notes = [*resolved.notes, *(left_out(modules, options) if options.level else ())]
+    if plan.segments and options.compress_x and not any(m.calls for m in modules):
+        notes.append("Without dummy_input, inputs are stored packed only where x_compressor says how.")
+    return summarize(
+        Findings(
+            resolved=resolved,
+            model=net,
+            model_format=FORMAT,
+            device=device,
+            plan=plan,
+            selection=selection,
+            skipped=skipped,
+            notes=notes,
+        )
+    )
+
+
+def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
+    """Paths of the modules that are an ``instance``."""
+    kinds = instance if isinstance(instance, tuple) else (instance,)
+    for kind in kinds:
+        if not isinstance(kind, type):
+            raise OptionError(
+                f"instance holds {kind!r}, which is no class", hint="Give a class, or a tuple of classes."
+            )
+    return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
+
+
+def _take_off(net: nn.Module) -> list[str]:
+    """Remove a plan that the model carries, and say so."""
+    if all(segment_of(module) is None for module in net.modules()):
+        return []
+    remove_plan(net)
+    return ["The model carried a plan already; it was taken off first."]
+
+
+class _Logged(Progress):
+    """Writes every line to the log."""
+
+    def stage(self, text: str) -> None:
+        _LOG.info("%s", text)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        _LOG.info("  %s", text)
+
+    def note(self, text: str) -> None:
+        _LOG.info("%s", text)
+
+
+@contextlib.contextmanager
+def _logged(verbose: bool) -> Iterator[Progress]:
+    """Progress that is seen if asked for, with or without logging set up."""
+    if not verbose:
+        yield Progress()
+        return
+    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        _LOG.addHandler(handler)
+    _LOG.setLevel(logging.INFO)
+    try:
+        yield _Logged()
+    finally:
+        _LOG.setLevel(level)
+        if handler is not None:
+            _LOG.removeHandler(handler)

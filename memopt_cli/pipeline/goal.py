@@ -1,0 +1,118 @@
+"""``--budget``, ``--frontier`` and ``--pick``: plans that the planner finds, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.plan.planner import Planner, Priced
+from memopt_cli.progress import Progress
+from memopt_cli.records import Budget, Failure, LevelRow, Measurement, ParetoPoint, Plan
+from memopt_cli.units import format_bytes
+
+_MEASURED = 6
+"""Plans that are run in profiling subprocesses, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalSearch:
+    """Asks the planner, and believes the measurement."""
+
+    planner: Planner
+    measure: Callable[[Plan], Measurement | Failure]
+    progress: Progress
+    level: int
+    dry_run: bool
+    """The planner's peaks come from dry runs, so they are predictions."""
+
+    def within(self, budget_bytes: int, start: Priced) -> LevelRow:
+        """The fastest plan found whose measured peak is within the budget.
+
+        Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
+        """
+        started, target = time.monotonic(), budget_bytes
+        for _ in range(_MEASURED):
+            found = self.planner.within(target)
+            if found is None:
+                break
+            self.progress.update(self.planner.tried, None, f"measuring {len(found.candidate.plan.segments)} segments")
+            outcome = self.measure(found.candidate.plan)
+            if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
+                counted = found.candidate.counted
+                return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
+            over = outcome.allocated_peak_bytes - budget_bytes if isinstance(outcome, Measurement) else target // 20
+            target = min(target, found.peak_bytes) - max(1, over)
+        raise self._nothing_fits(budget_bytes, start)
+
+    def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
+        """From the original to the least peak: what is measured is thinned to as many as may be run."""
+        found = self.planner.frontier(start)
+        points: list[ParetoPoint] = []
+        for priced in _spread(found, _MEASURED + 1):
+            self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
+            is_original = priced.candidate.plan.segments == () and not priced.candidate.plan.packed
+            points.append(
+                ParetoPoint(
+                    plan=priced.candidate.plan,
+                    predicted_allocated_peak_bytes=priced.peak_bytes,
+                    predicted_slowdown=priced.slowdown,
+                    outcome=original if is_original else self.measure(priced.candidate.plan),
+                )
+            )
+        return points
+
+    def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
+        """A picked plan's line in the summary."""
+        return self._row(point.plan, point.outcome, None, point.predicted_allocated_peak_bytes, started)
+
+    def _row(
+        self,
+        plan: Plan,
+        outcome: Measurement | Failure,
+        tensor_peak_bytes: int | None,
+        allocated_peak_bytes: int,
+        started: float,
+    ) -> LevelRow:
+        return LevelRow(
+            level=self.level,
+            plan=plan,
+            outcome=outcome,
+            predicted_tensor_peak_bytes=tensor_peak_bytes if self.dry_run else None,
+            predicted_allocated_peak_bytes=allocated_peak_bytes if self.dry_run else None,
+            candidates=self.planner.tried,
+            search_s=time.monotonic() - started,
+        )
+
+    def _nothing_fits(self, budget_bytes: int, start: Priced) -> NothingFitsError:
+        least = self.planner.least(start.peak_bytes)
+        reached = format_bytes(min(start.peak_bytes, least.peak_bytes) if least else start.peak_bytes)
+        return NothingFitsError(
+            f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {reached}",
+            hint="Raise --budget or --level, or take a smaller batch (--dim B=…).",
+        )
+
+
+def budget_bytes(budget: Budget, original_bytes: int) -> int:
+    """The budget in bytes; a share is one of the original's allocated peak."""
+    if budget.nbytes is not None:
+        return budget.nbytes
+    assert budget.share is not None
+    return int(original_bytes * budget.share)
+
+
+def picked(points: Sequence[ParetoPoint], number: int) -> ParetoPoint:
+    """The point of that number, from 1.  Raises :class:`UsageError` if there is none."""
+    if not 1 <= number <= len(points):
+        raise UsageError(
+            f"--pick {number}: the frontier has {len(points)} plans", hint=f"Pick one from 1 to {len(points)}."
+        )
+    return points[number - 1]
+
+
+def _spread(found: Sequence[Priced], most: int) -> list[Priced]:
+    """At most so many, the first and the last among them."""
+    if len(found) <= most:
+        return list(found)
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,246 @@
+"""A model in memory in place of a file: handed to profiling subprocesses, or profiled here where that cannot be."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.apply import remove_plan
+from memopt_cli.errors import MemoptError, OptionError, StepError, first_line
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import InputSpec, LoadedModel, ModelSource, ModuleTrace, StepSettings, Trust
+from memopt_cli.runtime import refusal, reset_hidden_state
+from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.step import Step, place
+from memopt_cli.trace import asked_compressor, record_inputs
+
+FORMAT = "live"
+"""As in :attr:`memopt_cli.records.LoadedModel.format`."""
+
+
+@contextlib.contextmanager
+def prepared_model(
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> Iterator[Prepared]:
+    """A model in memory, ready to be profiled; it is not changed, nor are the inputs.
+
+    Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
+    subprocess could not read is profiled in this process, and a note says why.
+    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
+    that cannot be copied, and within a profiling subprocess.
+    """
+    _refuse_within_subprocess()
+    build = functools.partial(detached_copy, model)
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+        model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
+        _save_inputs(inputs, input_file)
+        handed = _hand_over(build(), model_file)
+        notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
+        source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
+        yield Prepared(
+            subject=Subject(
+                source=source, spec=InputSpec(data_file=str(input_file), source="dummy_input"), settings=settings
+            ),
+            loaded=LoadedModel(module=model, source=source, format=FORMAT, sha256=None),
+            notes=notes,
+            open_session=functools.partial(LocalSession, build=build) if handed.obstacle else None,
+        )
+
+
+def detached_copy(model: nn.Module) -> nn.Module:
+    """A copy without a plan, without gradients, and without what earlier steps left on its modules.
+
+    Raises :class:`StepError` if the model cannot be copied.
+    """
+    graphs = {id(t): t.detach().clone() for t in ModuleState(model).tensors() if t.grad_fn is not None}
+    try:
+        copied = copy.deepcopy(model, graphs)
+    except Exception as err:  # the user's classes may do anything
+        raise StepError(
+            f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",
+            hint="Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
+        ) from err
+    remove_plan(copied)
+    copied.zero_grad(set_to_none=True)
+    reset_hidden_state(copied)
+    return copied
+
+
+def _refuse_within_subprocess() -> None:
+    """A module that optimizes its model when it is imported would do so in every subprocess, without end."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "memopt_cli.measure.worker":
+        raise StepError(
+            "memory_optimization is called by a module as it is imported",
+            hint='Call it from a function, or under if __name__ == "__main__".',
+        )
+
+
+def _save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+    detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    torch.save(detached, path)
+    try:
+        load_tensors(path.read_bytes(), str(path))
+    except MemoptError as err:
+        raise OptionError(
+            f"dummy_input cannot be handed to a profiling subprocess: {err.message}",
+            hint="Give a tuple of tensors, numbers, strings and plain containers of them.",
+        ) from err
+
+
+def _detached(leaf: Any) -> Any:
+    # A clone: of a slice of a dataset, the file would hold the dataset.
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+# ---------------------------------------------------------------------------------------------- its modules
+
+
+def observed_modules(
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> tuple[ModuleTrace, ...]:
+    """The modules that a forward in training mode calls, with their inputs; nothing is kept for backward.
+
+    It runs in this process, on a copy of the model and of the inputs.  Raises what :func:`detached_copy` or the model
+    raises.
+    """
+    copied = place(detached_copy(model), settings)
+    given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
+    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
+    with undisturbed():
+        return record_inputs(Step(model=copied, args=args, kwargs=kwargs, settings=settings))
+
+
+def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
+    """Every module, in the model's order, where nothing is known of its inputs and calls."""
+    return tuple(
+        ModuleTrace(
+            path=path,
+            class_name=type(module).__name__,
+            calls=0,
+            order=order,
+            forward_s=0.0,
+            input_bytes=0,
+            packed_input_bytes=0,
+            compressor=asked_compressor(module) or "null",
+            input_shape=(),
+            output_bytes=0,
+            saved_bytes=0,
+            refusal=refusal(module),
+            spatial_split=hasattr(module, "__spatial_split__"),
+        )
+        for order, (path, module) in enumerate(model.named_modules())
+    )
+
+
+def _copied(leaf: Any, device: str) -> Any:
+    return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+# ---------------------------------------------------------------------------------------------- can a child read it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandOver:
+    """How a subprocess gets at a saved model."""
+
+    obstacle: str = ""
+    """Why it cannot; empty if it can."""
+    code_paths: tuple[str, ...] = ()
+    """The script that is running, if classes of the model are defined there."""
+
+
+def _hand_over(model: nn.Module, path: Path) -> _HandOver:
+    """Save the model, and see whether what its file refers to can be imported elsewhere."""
+    try:
+        torch.save(model, path)
+        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception as err:  # the user's classes may do anything
+        return _HandOver(obstacle=f"the model cannot be pickled ({first_line(err)})")
+    for name in wanted:
+        package, _, rest = name.partition(".")
+        obstacle = _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
+        if obstacle:
+            return _HandOver(obstacle=f"a subprocess cannot import {name} ({obstacle})")
+    needs_script = any(name.startswith("__main__.") for name in wanted)
+    return _HandOver(code_paths=(str(_main_script()),) if needs_script else ())
+
+
+def _unreachable_by_import(package: str) -> str:
+    """Why an import that does not know the package yet would not find it, or empty."""
+    if package in sys.builtin_module_names:
+        return ""
+    found = any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
+    return "" if found else "it was not imported from a file"
+
+
+def _main_script() -> Path | None:
+    """The file that Python was started with, if its parts can be imported by themselves."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
+        return None
+    return Path(file).resolve()
+
+
+def _unreachable_in_main(name: str) -> str:
+    """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
+    script = _main_script()
+    if script is None or not script.is_file():
+        return "__main__ is no script"
+    tree = ast.parse(script.read_bytes())
+    if not _called_from_main_part(tree):
+        return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
+    if name.partition(".")[0] not in _defined(tree.body):
+        return f"{script.name} defines it in its main part"
+    return ""
+
+
+def _called_from_main_part(tree: ast.Module) -> bool:
+    """Whether the script is being run, at this moment, within ``if __name__ == "__main__"``.
+
+    Anything else would run again, memopt too, when a subprocess imports the script.
+    """
+    frame: FrameType | None = sys._getframe()
+    module_level: FrameType | None = None
+    while frame is not None:
+        if frame.f_globals is vars(sys.modules["__main__"]) and _is_module(frame.f_code):
+            module_level = frame
+        frame = frame.f_back
+    if module_level is None:
+        return False
+    line = module_level.f_lineno
+    return any(node.lineno <= line <= (node.end_lineno or line) for node in tree.body if _is_main_part(node))
+
+
+def _is_module(code: CodeType) -> bool:
+    return code.co_name == "<module>"
+
+
+def _is_main_part(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    test = ast.unparse(node.test)
+    return "__name__" in test and "__main__" in test
+
+
+def _defined(body: list[ast.stmt]) -> set[str]:
+    """Names of the classes and functions that a script defines before its main part, in branches and so on too."""
+    nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
+    return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

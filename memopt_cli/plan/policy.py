@@ -1,0 +1,333 @@
+"""What was asked of the search -> what it does: profiles, preferences, budgets, and which candidates become segments.
+
+Presets, precedence and names are those of SpikingJelly's memory optimization, where the same words mean the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, get_args
+
+from memopt_cli.errors import OptionError
+from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchRequest, SelectionPolicy
+
+Value = TypeVar("Value")
+
+DEFAULT_LEVEL = 3
+"""Of a search that neither a level nor a profile was asked of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What a profile stands for; each value gives way to one that was asked for."""
+
+    level: int
+    max_split_rounds: int | None
+    max_candidates_per_round: int | None
+    warmup_in_main_process: bool
+    warmup_in_profile_workers: bool
+    allow_expensive_profiling: bool
+
+
+def _preset(level: int, limit: int | None, main: bool, workers: bool, expensive: bool) -> Preset:
+    return Preset(
+        level=level,
+        max_split_rounds=limit,
+        max_candidates_per_round=limit,
+        warmup_in_main_process=main,
+        warmup_in_profile_workers=workers,
+        allow_expensive_profiling=expensive,
+    )
+
+
+PRESETS: dict[Profile, Preset] = {
+    "safe": _preset(1, 0, False, False, False),
+    "balanced": _preset(2, 1, False, False, False),
+    "memory": _preset(3, 2, False, True, True),
+    "exhaustive": _preset(4, None, True, True, True),
+}
+_NO_PROFILE = _preset(DEFAULT_LEVEL, None, True, True, True)
+
+CHECKPOINT_BUDGETS: dict[Preference, float] = {"speed": 0.5, "balanced": 0.75, "memory": 1.0}
+"""Share of the candidates that become segments."""
+
+PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced", "memory": "memory"}
+"""The profile that ``prefer`` stands for; the budget it stands for has its own name."""
+
+
+# ---------------------------------------------------------------------------------------------- what to search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A settled search."""
+
+    options: SearchOptions
+    requested_level: int
+    """The level that was asked for, or that the profile stands for."""
+    notes: tuple[str, ...]
+    """What decided, where it was not asked for in so many words."""
+
+
+def resolve(request: SearchRequest, *, has_inputs: bool = True) -> Resolved:
+    """Settle a search: what was asked for wins over the profile, the profile and the budget over ``prefer``.
+
+    ``has_inputs``: there is something to run the model on; without it no level above 1 can be measured.
+    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs unless a profile
+    was chosen, which then falls back to level 1.
+    """
+    _check(request)
+    request, notes = _preferred(request)
+    preset = PRESETS[request.profile] if request.profile else _NO_PROFILE
+    requested = level = _first(request.level, preset.level)
+    if level > 1 and not has_inputs:
+        if request.profile is None:
+            raise OptionError(
+                f"level {level} is measured, and there is no dummy_input to run the model on",
+                hint="Give dummy_input=(x, …), or level=1.",
+            )
+        level = 1
+        notes.append("fallback:level>1_requires_dummy_input")
+    options = SearchOptions(
+        level=level,
+        targets=request.targets,
+        modules=request.modules,
+        compress_x=_first(request.compress_x, True),
+        temporal_split_factor=request.temporal_split_factor,
+        max_split_rounds=_first(request.max_split_rounds, preset.max_split_rounds),
+        max_candidates_per_round=_first(request.max_candidates_per_round, preset.max_candidates_per_round),
+        warmup_in_main_process=_first(request.warmup_in_main_process, preset.warmup_in_main_process),
+        warmup_in_profile_workers=_first(request.warmup_in_profile_workers, preset.warmup_in_profile_workers),
+        prefer=request.prefer,
+        profile=request.profile,
+        allow_expensive_profiling=_first(request.allow_expensive_profiling, preset.allow_expensive_profiling),
+        checkpoint_budget=request.checkpoint_budget,
+        max_gc_wrapped_modules=request.max_gc_wrapped_modules,
+        gc_target_budget_ratio=request.gc_target_budget_ratio,
+    )
+    options = _budgeted(options, notes)
+    return Resolved(options=_bounded(options, request, notes), requested_level=requested, notes=tuple(notes))
+
+
+def _first(asked: Value | None, otherwise: Value) -> Value:
+    return otherwise if asked is None else asked
+
+
+def _preferred(request: SearchRequest) -> tuple[SearchRequest, list[str]]:
+    """The request with the profile and the budget that ``prefer`` stands for, unless they are given."""
+    notes: list[str] = []
+    if request.prefer is not None and request.profile is None:
+        request = replace(request, profile=PROFILE_OF[request.prefer])
+        notes.append(f"prefer:profile={request.profile}")
+    if request.prefer is not None and request.checkpoint_budget is None:
+        request = replace(request, checkpoint_budget=request.prefer)
+        notes.append(f"prefer:checkpoint_budget={request.checkpoint_budget}")
+    return request, notes
+
+
+def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
+    """The budget's share, unless a limit is given."""
+    budget = options.checkpoint_budget
+    if budget is None:
+        return options
+    if options.max_gc_wrapped_modules is not None or options.gc_target_budget_ratio is not None:
+        notes.append(f"checkpoint_budget:{budget}:overruled_by_explicit_limit")
+        return options
+    notes.append(f"checkpoint_budget:{budget}")
+    return replace(options, gc_target_budget_ratio=CHECKPOINT_BUDGETS[budget])
+
+
+def _bounded(options: SearchOptions, request: SearchRequest, notes: list[str]) -> SearchOptions:
+    """Without expensive profiling: one round, one segment tried in it, no warm-up, whatever was asked for."""
+    if options.allow_expensive_profiling or options.level <= 1:
+        return options
+    bounds: dict[str, Any] = {
+        "max_split_rounds": 1,
+        "max_candidates_per_round": 1,
+        "warmup_in_profile_workers": False,
+    }
+    for name, bound in bounds.items():
+        asked = getattr(request, name)
+        if asked is not None and asked != bound:
+            notes.append(f"allow_expensive_profiling:{name}={bound}")
+    return replace(options, **bounds)
+
+
+def _check(request: SearchRequest) -> None:
+    """Raise :class:`OptionError` for the first value out of its range."""
+    _check_least("level", request.level, 0, 4)
+    _check_least("temporal_split_factor", request.temporal_split_factor, 2)
+    _check_least("max_split_rounds", request.max_split_rounds, 0)
+    _check_least("max_candidates_per_round", request.max_candidates_per_round, 0)
+    ratio = request.gc_target_budget_ratio
+    if ratio is not None and not ratio <= 1:  # NaN is not
+        raise OptionError(
+            f"gc_target_budget_ratio is {ratio:g}; it is a share of the candidates",
+            hint="Give a number in (0, 1]; 0 or less selects no module.",
+        )
+    choices: dict[str, tuple[str, ...]] = {
+        "profile": get_args(Profile),
+        "prefer": get_args(Preference),
+        "checkpoint_budget": get_args(Preference),
+    }
+    for name, known in choices.items():
+        if getattr(request, name) not in (None, *known):
+            raise OptionError(f"{name} is {getattr(request, name)!r}", hint=f"Choose among {', '.join(known)}.")
+
+
+def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:
+    if value is not None and (value < least or (most is not None and value > most)):
+        bound = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise OptionError(f"{name} is {value}", hint=f"It must be {bound}.")
+
+
+# ---------------------------------------------------------------------------------------------- which candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which modules become segments at level 1, and by what rule."""
+
+    policy: SelectionPolicy
+    candidates: int
+    """Modules that could have been selected."""
+    selected: tuple[ModuleTrace, ...]
+    """In the order of first call."""
+    explanation: str
+
+
+def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selection:
+    """As many of the candidates as the limits allow, those with the largest input first.
+
+    The input is the first positional tensor of the first call, in bytes; ties go by the order of first call, and so
+    does everything if no input is known.  ``max_gc_wrapped_modules`` is a count, ``gc_target_budget_ratio`` stands for
+    ``max(1, ceil(n · ratio))`` of n candidates; the smaller one holds, and 0 or less selects none.
+    """
+    count, limits = len(candidates), _limits(options, len(candidates))
+    policy = _policy(candidates, options, min(limits, default=count))
+    ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: min(limits, default=count)]
+    selected = tuple(sorted(ranked, key=lambda m: m.order))
+    return Selection(
+        policy=policy,
+        candidates=count,
+        selected=selected,
+        explanation=_EXPLANATIONS[policy].format(n=count, k=len(selected), **_limit_texts(options)),
+    )
+
+
+def least_predicted_peak(candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
+    """The selection that memopt made by itself, of all called modules that can be segments."""
+    policy: SelectionPolicy = "least_predicted_peak" if candidates else "no_candidates"
+    return Selection(
+        policy=policy,
+        candidates=candidates,
+        selected=tuple(selected),
+        explanation=_EXPLANATIONS[policy].format(n=candidates, k=len(selected)),
+    )
+
+
+def is_limited(options: SearchOptions) -> bool:
+    """Whether a count or a share limits the selection."""
+    return options.max_gc_wrapped_modules is not None or options.gc_target_budget_ratio is not None
+
+
+def _limits(options: SearchOptions, count: int) -> list[int]:
+    """What each limit that is given allows, of ``count`` candidates."""
+    limits = []
+    if options.max_gc_wrapped_modules is not None:
+        limits.append(max(0, options.max_gc_wrapped_modules))
+    ratio = options.gc_target_budget_ratio
+    if ratio is not None:
+        # Rounded first: 0.07 · 100 is 7.000000000000001, which is not to become 8.
+        limits.append(max(1, math.ceil(round(count * ratio, 9))) if ratio > 0 else 0)
+    return limits
+
+
+def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, allowed: int) -> SelectionPolicy:
+    if not candidates:
+        return "no_candidates"
+    if options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0:
+        return "explicit_zero_budget"
+    if options.gc_target_budget_ratio is not None and options.gc_target_budget_ratio <= 0:
+        return "zero_ratio_budget"
+    if not is_limited(options):
+        return "all_candidates"
+    if allowed >= len(candidates):
+        return "budget_covers_all"
+    if not any(m.first_input_bytes for m in candidates):
+        return "fallback_module_order"
+    return "largest_input_activations"
+
+
+_EXPLANATIONS: dict[SelectionPolicy, str] = {
+    "no_candidates": "No module that the step calls matches and can be a segment.",
+    "explicit_zero_budget": "max_gc_wrapped_modules={limit} selects none of {n} candidates.",
+    "zero_ratio_budget": "gc_target_budget_ratio={ratio} selects none of {n} candidates.",
+    "all_candidates": "All {n} candidates are selected: nothing limits their number.",
+    "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
+    "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
+    "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
+    "least_predicted_peak": "{k} of {n} called modules: the set with the lowest predicted peak.",
+}
+
+
+def _limit_texts(options: SearchOptions) -> dict[str, str]:
+    ratio = options.gc_target_budget_ratio
+    return {"limit": str(options.max_gc_wrapped_modules), "ratio": "" if ratio is None else f"{ratio:g}"}
+
+
+# ---------------------------------------------------------------------------------------------- what to say of it
+
+STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
+"""How a level that changed the plan is called among the applied steps."""
+
+
+def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
+    """Why a level left the plan as it was.
+
+    ``segments``: those of the plan it started from; ``tried``: plans it probed.
+    """
+    reason = "no_improving_candidate"
+    if level > 1 and not segments:
+        reason = "no_gccontainers"
+    elif not tried and options.max_split_rounds != 0:
+        reason = {2: "no_spatial_candidates", 3: "no_temporal_candidates"}.get(level, reason)
+    return f"level{level}:{reason}"
+
+
+def recommend(options: SearchOptions, selection: Selection | None, *, measured: str, generic: str) -> str:
+    """What to try next, by the most particular choice that was made.
+
+    ``measured``: a sentence with what was measured, or empty; ``generic``: what to say if no choice has a word of its
+    own, or empty.
+    """
+    advice = _particular(options, selection) or generic
+    return " ".join(sentence for sentence in (advice, measured) if sentence) if advice else ""
+
+
+def _particular(options: SearchOptions, selection: Selection | None) -> str:
+    if selection is not None and selection.policy == "no_candidates":
+        return "No module can become a segment: name other classes of modules, or let memopt choose them."
+    if options.prefer is not None:
+        return _PREFER_ADVICE[options.prefer]
+    budget = options.checkpoint_budget
+    if budget in _BUDGET_ADVICE and options.gc_target_budget_ratio == CHECKPOINT_BUDGETS.get(budget or "speed"):
+        return _BUDGET_ADVICE[budget]  # it decided, and no explicit limit
+    return _PROFILE_ADVICE.get(options.profile or "", "")
+
+
+_PREFER_ADVICE: dict[Preference, str] = {
+    "speed": "With prefer=speed little is recomputed; if memory is still short, prefer=balanced saves more.",
+    "balanced": "If memory is still short, prefer=memory saves more; if steps are too slow, try prefer=speed.",
+    "memory": "With prefer=memory every candidate may be recomputed; if steps are too slow, try prefer=balanced.",
+}
+_BUDGET_ADVICE: dict[str | None, str] = {
+    "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
+    "memory": "checkpoint_budget=memory recomputes every candidate; balanced or speed takes less time a step.",
+}
+_PROFILE_ADVICE: dict[str, str] = {
+    "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",
+    "exhaustive": "profile=exhaustive searches without limits; profile=memory comes close in less time.",
+}

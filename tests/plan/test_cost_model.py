@@ -1,0 +1,220 @@
+"""The cost model against dry runs: the same step, by arithmetic and by autograd."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.plan.block_tree import Block, block_tree
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.planner import Planner, Priced
+from memopt_cli.plan.search import Allowed
+from memopt_cli.records import ChunkRule, Plan, Refused, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep
+from sample_models import gpt, resnet
+
+
+class Chain(nn.Module):
+    """Blocks one after another, as most networks are."""
+
+    def __init__(self, blocks: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Steps(nn.Module):
+    """One cell, called once for every time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(32, 64)
+        self.readout = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[1], 64)
+        for step in x:
+            state = self.cell(step, state)
+        return self.readout(state)
+
+
+class Subject:
+    """A step on tensors without data, recorded and ready to be counted under plans."""
+
+    def __init__(self, model: nn.Module, *args: Any) -> None:
+        step = Step(model=model, args=args, kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+        self.fake = FakeStep(step)
+        self.trace: StepTrace = self.fake.record(batch=1)
+        self.usable = [m.path for m in self.trace.modules if m.path and not m.refusal and m.saved_bytes]
+        self.model = CostModel(self.trace)
+
+    def dry_run(self, plan: Plan) -> int:
+        return self.count(plan).allocated_peak_bytes
+
+    def count(self, plan: Plan) -> Any:
+        apply_plan(self.fake.step.model, plan)
+        try:
+            return self.fake.count()
+        finally:
+            remove_plan(self.fake.step.model)
+
+    def error(self, plan: Plan) -> float:
+        return self.model.predict(plan).allocated_peak_bytes / self.dry_run(plan) - 1
+
+
+def segments(*paths: str, chunks: int = 1, axis: int = 0) -> Plan:
+    return Plan(level=3, segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis) for p in paths))
+
+
+def tiny_gpt() -> Subject:
+    return Subject(gpt.GPT(vocabulary=400, width=64, heads=2, blocks=4), torch.randint(0, 400, (4, 64)))
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "chain": lambda: Subject(Chain(), torch.randn(4, 16, 24, 24)),
+    "resnet": lambda: Subject(resnet.build(), torch.randn(2, 3, 64, 64)),
+    "gpt": tiny_gpt,
+    "steps": lambda: Subject(Steps(), torch.randn(12, 32, 32)),
+}
+
+
+@pytest.fixture(scope="module", params=list(SUBJECTS))
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return SUBJECTS[request.param]()
+
+
+def test_the_original_is_replayed_exactly(subject: Subject) -> None:
+    assert subject.model.predict(Plan(level=0)).allocated_peak_bytes == subject.trace.allocated_peak_bytes
+    assert subject.error(Plan(level=0)) == 0.0
+
+
+def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
+    chance = random.Random(1)
+    errors = []
+    for _ in range(12):
+        chosen = chance.sample(subject.usable, chance.randint(1, min(5, len(subject.usable))))
+        errors.append(abs(subject.error(segments(*sorted(chosen, key=subject.usable.index)))))
+    assert statistics.median(errors) <= 0.02
+    assert max(errors) <= 0.10
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_are_close_to_their_dry_run(chunks: int) -> None:
+    subject = SUBJECTS["chain"]()
+    assert abs(subject.error(segments("blocks.2", "blocks.4", chunks=chunks))) <= 0.05
+
+
+def test_nested_segments_are_close_to_their_dry_run() -> None:
+    subject = SUBJECTS["resnet"]()
+    inner = [p for p in subject.usable if p.startswith("stages.0.")]
+    assert abs(subject.error(segments("stages.0", *inner[:4]))) <= 0.05
+
+
+def test_time_is_what_runs_again(subject: Subject) -> None:
+    timed = replace(subject.trace, ops=tuple(replace(op, seconds=1.0) for op in subject.trace.ops))
+    model = CostModel(timed)
+    assert model.step_s == len(timed.ops)
+    path = subject.usable[0]
+    calls = [c for c in timed.calls if c.path == path]
+    again = model.predict(segments(path)).step_s - model.step_s
+    assert 0 < again <= sum(c.end - c.start for c in calls)
+
+
+def in_tree(block: Block, chosen: set[str]) -> tuple[int, int]:
+    """(kept, peak) of a plan, as the search adds them up."""
+    if block.children:
+        kept = peak = 0
+        for child in block.children:
+            child_kept, child_peak = in_tree(child, chosen)
+            peak, kept = max(peak, kept + child_peak), kept + child_kept
+    else:
+        kept, peak = block.kept_bytes, block.kept_bytes + block.peak_bytes
+    return (
+        (block.input_bytes, max(block.input_bytes, peak, block.forward_bytes)) if block.path in chosen else (kept, peak)
+    )
+
+
+@pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
+def test_the_tree_adds_up_to_the_replay(name: str) -> None:
+    subject = SUBJECTS[name]()
+    root = block_tree(subject.trace, subject.model.seconds)
+    assert in_tree(root, set())[1] == pytest.approx(subject.trace.allocated_peak_bytes, rel=0.01)
+    for path in subject.usable[::3]:
+        replayed = subject.model.predict(segments(path)).allocated_peak_bytes
+        assert in_tree(root, {path})[1] == pytest.approx(replayed, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------- within a budget
+
+
+def planner(subject: Subject, chunking: Callable[[str], ChunkRule | Refused] | None = None) -> Planner:
+    probes = Probes(
+        count=subject.count, chunking=chunking or (lambda path: Refused(reason="no")), report=lambda text: None
+    )
+    return Planner(subject.trace, probes, Allowed(), may_chunk=chunking is not None, level=4)
+
+
+def start(subject: Subject) -> Priced:
+    plan = Plan(level=0)
+    return Priced(candidate=Candidate(plan=plan, counted=subject.count(plan)), slowdown=1.0)
+
+
+def test_every_budget_that_can_be_met_is(subject: Subject) -> None:
+    plans = planner(subject)
+    least = plans.least(start(subject).peak_bytes)
+    assert least is not None
+    high = start(subject).peak_bytes
+    slowdowns = []
+    for quarter in range(5):
+        budget = least.peak_bytes + (high - least.peak_bytes) * quarter // 4
+        found = plans.within(budget)
+        assert found is not None, f"{budget} of {high}"
+        assert found.peak_bytes <= budget
+        assert subject.dry_run(found.candidate.plan) == found.peak_bytes
+        slowdowns.append(found.slowdown)
+    assert slowdowns[-1] == 1.0
+    assert plans.within(least.peak_bytes // 4) is None
+
+
+def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
+    first = start(subject)
+    found = planner(subject).frontier(first)
+    peaks = [priced.peak_bytes for priced in found]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] <= first.peak_bytes
+    assert [p.slowdown for p in found] == sorted(p.slowdown for p in found)
+
+
+def test_chunks_go_below_what_segments_reach() -> None:
+    subject = SUBJECTS["chain"]()
+    plain = planner(subject).least(start(subject).peak_bytes)
+    asked: list[str] = []
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        asked.append(path)
+        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+
+    chunked = planner(subject, chunking).least(start(subject).peak_bytes)
+    assert plain is not None
+    assert chunked is not None
+    assert chunked.peak_bytes < plain.peak_bytes
+    assert len(asked) == len(set(asked)) > 0
+    assert any(segment.chunks > 1 for segment in chunked.candidate.plan.segments)
+    assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]

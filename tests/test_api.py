@@ -1,0 +1,757 @@
+"""Optimizing a model in memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli import (
+    GCContainer,
+    MemOptSummary,
+    apply_gc,
+    get_module_and_parent,
+    memory_optimization,
+    resolve_device,
+)
+from memopt_cli.errors import OptionError, StepError, VerificationError
+from memopt_cli.measure.jobs import CountJob, MeasureJob
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.live_model import _unreachable_in_main, detached_copy, prepared_model
+from memopt_cli.records import Counted, Measurement, Plan, StepSettings, Verification, from_data
+from memopt_cli.runtime import segment_of
+
+FORWARDS: list[None] = []
+"""One entry for each forward of a :class:`Block`, in this process."""
+
+
+class Block(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, features)
+        self.second = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORWARDS.append(None)
+        return self.second(torch.relu(self.first(x))).tanh()
+
+
+class Spike(nn.Module):
+    """Gives 0 and 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+
+def blocks(count: int = 4) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(64) for _ in range(count)), nn.Linear(64, 3))
+
+
+X = torch.linspace(-1, 1, 512 * 64).reshape(512, 64)
+
+
+def segments(net: nn.Module) -> list[str]:
+    return [path for path, module in net.named_modules() if isinstance(module, GCContainer)]
+
+
+def gradients(net: nn.Module, x: Tensor = X) -> list[Tensor]:
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def summary_of(*arguments: Any, **options: Any) -> MemOptSummary:
+    _, summary = memory_optimization(*arguments, **options, return_summary=True)
+    assert isinstance(summary, MemOptSummary)
+    return summary
+
+
+# ---------------------------------------------------------------------------------------------- signatures
+
+MEMORY_OPTIMIZATION = """net instance dummy_input=None compress_x=None level=None verbose=False temporal_split_factor=2
+max_split_rounds=None max_candidates_per_round=None warmup_in_main_process=None warmup_in_profile_workers=None
+prefer=None profile=None allow_expensive_profiling=None checkpoint_budget=None max_gc_wrapped_modules=None
+gc_target_budget_ratio=None return_summary=False"""
+APPLY_GC = """net instance dummy_input=None compress_x=True device='cuda' checkpoint_budget=None
+max_gc_wrapped_modules=None gc_target_budget_ratio=None return_summary=False"""
+SUMMARY = """profile checkpoint_budget prefer device requested_level applied_level compress_x allow_expensive_profiling
+applied_steps skipped_steps notes gc_wrap_count manual_compressor_count bit_compressor_count null_compressor_count
+spatial_split_count temporal_split_count unwrap_count gc_container_count tcgc_container_count options gc_candidate_count
+gc_selected_count gc_selection_policy gc_selected_modules gc_selection_explanation recommendation
+peak_memory_mb total_gc_count total_sliding_count compressed_layers skipped_errors"""
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (memory_optimization, MEMORY_OPTIMIZATION),
+        (apply_gc, APPLY_GC),
+        (get_module_and_parent, "net module_name"),
+        (resolve_device, ""),
+    ],
+)
+def test_signatures(function: Callable[..., Any], expected: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert shown == expected.split()
+
+
+def test_the_summary_has_both_sets_of_fields_in_their_order() -> None:
+    names = [f.name for f in fields(MemOptSummary)]
+    assert names[: len(SUMMARY.split())] == SUMMARY.split()
+
+
+def test_option_tuples() -> None:
+    assert memopt_cli.MEMOPT_PROFILES == ("safe", "balanced", "memory", "exhaustive")
+    assert memopt_cli.MEMOPT_CHECKPOINT_BUDGETS == memopt_cli.MEMOPT_PREFERENCES == ("speed", "balanced", "memory")
+
+
+# ---------------------------------------------------------------------------------------------- modules and devices
+
+
+def test_module_and_parent() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Tanh()))
+    assert get_module_and_parent(net, "1.0") == (net[1][0], net[1], "0")
+    assert get_module_and_parent(net, "0") == (net[0], net, "0")
+    with pytest.raises(ValueError, match="has no parent"):
+        get_module_and_parent(net, "")
+    with pytest.raises(AttributeError):
+        get_module_and_parent(net, "1.7")
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+
+
+RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize("first", range(4))
+def test_the_local_rank_names_the_device(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, name in enumerate(RANKS[first:]):
+        monkeypatch.setenv(name, str(rank if rank < 3 else 2))
+    assert resolve_device() == "cuda:0"
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize("rank", ["3", "-1", "one", "", "1.0"])
+def test_a_bad_local_rank_is_an_error(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_LOCALID", rank)
+    with pytest.raises(ValueError, match=f"SLURM_LOCALID is '{rank}', and there are 3 CUDA devices"):
+        resolve_device()
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_distributed_rank_then_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device() == "cuda:2"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 7)
+    assert resolve_device() == "cuda:1"
+
+
+def test_without_cuda_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    assert resolve_device() == "cpu"
+
+
+# ---------------------------------------------------------------------------------------------- apply_gc
+
+
+def gc(net: nn.Module, instance: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    found, summary = apply_gc(net, instance, *arguments, **options, return_summary=True)
+    assert found is net
+    assert isinstance(summary, dict)
+    return summary
+
+
+def test_every_instance_becomes_a_segment_and_computes_the_same() -> None:
+    net = blocks()
+    expected = gradients(net)
+    assert apply_gc(net, Block, (X,)) is net
+    assert segments(net) == ["0", "1", "2", "3"]
+    assert all(torch.equal(a, b) for a, b in zip(gradients(net), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("instance", "expected"),
+    [(nn.Linear, 9), ((Block, nn.Linear), 5), (Block, 4), (nn.Sequential, 1), (nn.Module, 1), (nn.Conv2d, 0), ((), 0)],
+)
+def test_only_outermost_instances_are_counted(instance: Any, expected: int) -> None:
+    net = blocks()
+    summary = gc(net, instance)
+    assert len(segments(net)) == summary["gc_wrap_count"] == summary["gc_candidate_count"] == expected
+    assert summary["gc_selection_policy"] == ("all_candidates" if expected else "no_candidates")
+    assert summary["applied_steps"] == (["level1_gc"] if expected else [])
+    assert bool(summary["skipped_steps"]) is not bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "selected"),
+    [
+        ({"max_gc_wrapped_modules": 2}, "largest_input_activations", "01"),
+        ({"gc_target_budget_ratio": 0.5}, "largest_input_activations", "012"),
+        ({"checkpoint_budget": "speed"}, "largest_input_activations", "012"),
+        ({"checkpoint_budget": "balanced"}, "largest_input_activations", "0123"),
+        ({"checkpoint_budget": "memory"}, "budget_covers_all", "01234"),
+        ({"max_gc_wrapped_modules": 0}, "explicit_zero_budget", ""),
+        ({"gc_target_budget_ratio": -0.5}, "zero_ratio_budget", ""),
+        ({"max_gc_wrapped_modules": 4, "checkpoint_budget": "speed"}, "largest_input_activations", "0123"),
+    ],
+)
+def test_budgets(options: dict[str, Any], policy: str, selected: str) -> None:
+    net = nn.Sequential(*(Block(8) for _ in range(5)))
+    summary = gc(net, Block, (torch.randn(4, 8),), **options)
+    assert summary["gc_selection_policy"] == policy
+    assert summary["gc_selected_modules"] == segments(net) == list(selected)
+    assert (summary["gc_candidate_count"], summary["gc_selected_count"]) == (5, len(selected))
+    assert str(len(selected)) in summary["gc_selection_explanation"] or not selected
+
+
+def test_modules_with_the_largest_inputs_are_preferred() -> None:
+    net = nn.Sequential(nn.Linear(8, 2), Spike(), nn.Linear(2, 64), Spike(), nn.Linear(64, 4), Spike())
+    assert gc(net, Spike, (torch.randn(4, 8),), max_gc_wrapped_modules=1)["gc_selected_modules"] == ["3"]
+    net = nn.Sequential(nn.Linear(8, 2), Spike(), nn.Linear(2, 64), Spike(), nn.Linear(64, 4), Spike())
+    summary = gc(net, Spike, max_gc_wrapped_modules=1)
+    assert (summary["gc_selected_modules"], summary["gc_selection_policy"]) == (["1"], "fallback_module_order")
+
+
+def spiking() -> nn.Sequential:
+    return nn.Sequential(Spike(), Block(8), Spike(), nn.Linear(8, 8), Block(8))
+
+
+@pytest.mark.parametrize(
+    ("compress_x", "dummy", "codecs"),
+    [
+        (True, True, ["bit", "null"]),
+        (None, True, ["bit", "null"]),
+        (False, True, ["null", "null"]),
+        (True, False, ["null", "null"]),
+    ],
+)
+def test_inputs_are_probed_for_a_codec(compress_x: bool | None, dummy: bool, codecs: list[str]) -> None:
+    net = spiking()
+    summary = gc(net, Block, (torch.randn(64, 8),) if dummy else None, compress_x=compress_x)
+    found = [segment_of(net[1]), segment_of(net[4])]
+    assert [config.compressor for config in found if config] == codecs
+    assert summary["bit_compressor_count"] == summary["compressed_layers"] == codecs.count("bit")
+    assert summary["null_compressor_count"] == codecs.count("null")
+    assert any("inputs are stored packed only" in note for note in summary["notes"]) is (
+        not dummy and compress_x is True
+    )
+
+
+def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
+    net = spiking()
+    net[1].x_compressor = "BooleanSpikeCompressor"
+    summary = gc(net, Block, (torch.randn(64, 8),))
+    config = segment_of(net[1])
+    assert config is not None
+    assert config.compressor == "boolean"
+    counts = [summary[f"{kind}_compressor_count"] for kind in ("manual", "bit", "null")]
+    assert counts == [1, 0, 1]
+    net = spiking()
+    net[1].x_compressor = "BooleanSpikeCompressor"
+    assert gc(net, Block)["manual_compressor_count"] == 1
+    assert gc(net, Block, compress_x=False)["manual_compressor_count"] == 0
+
+
+class Forgetful(nn.Module):
+    """Has a child that it never calls, and one that cannot be a segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.idle = Block(8), Block(8)
+        self.bypassed = Block(8)
+        self.bypassed.forward = self.called.forward  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.called(self.bypassed(x))
+        return result
+
+
+def test_modules_that_cannot_be_segments_are_left_out_and_named() -> None:
+    net = Forgetful()
+    summary = gc(net, Block, (torch.randn(4, 8),))
+    assert segments(net) == ["called"]
+    assert summary["gc_candidate_count"] == 1
+    (note,) = summary["notes"]
+    assert "'idle' (the step never calls it)" in note
+    assert "'bypassed' (it has a forward of its own" in note
+
+
+def test_a_plan_is_taken_off_before_another_is_put_on() -> None:
+    net = blocks()
+    apply_gc(net, nn.Linear)
+    summary = gc(net, Block)
+    assert segments(net) == ["0", "1", "2", "3"]
+    assert summary["notes"][0] == "The model carried a plan already; it was taken off first."
+
+
+def test_apply_gc_changes_nothing_else() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(64), nn.Dropout(0.5), Block(64)).eval()
+    x = X.clone()
+    gradients(net, x)
+    before = surroundings(net, x)
+    apply_gc(net, Block, (x,))
+    assert surroundings(net, x) == before
+
+
+def surroundings(net: nn.Module, x: Tensor) -> dict[str, Any]:
+    """All that optimizing must leave as it is."""
+    return {
+        "random numbers": (torch.get_rng_state().tolist(), random.getstate()),
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in net.parameters()],
+        "parameters": [(id(p), p.tolist()) for p in net.parameters()],
+        "buffers": [(id(b), b.tolist()) for b in net.buffers()],
+        "mode": [m.training for m in net.modules()],
+        "device": {str(p.device) for p in net.parameters()},
+        "input": (x.tolist(), x.requires_grad, x.grad),
+        "names": [name for name, _ in net.named_modules()],
+        "attributes": [sorted(set(vars(m)) - {"_memopt_segment"}) for m in net.modules()],
+        "gradient mode": torch.is_grad_enabled(),
+        "files": sorted(f for f in os.listdir(tempfile.gettempdir()) if f.startswith("memopt-")),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- without inputs
+
+
+def test_by_default_nothing_is_changed() -> None:
+    for arguments in ((), ((X,),)):
+        net = blocks()
+        summary = summary_of(net, Block, *arguments)
+        assert segments(net) == []
+        assert (summary.requested_level, summary.applied_level) == (0, 0)
+        assert (summary.levels, summary.peak_memory_mb, summary.skipped_steps) == ([], None, [])
+
+
+def test_level_1_without_inputs_is_installed_unmeasured() -> None:
+    net = blocks()
+    assert memory_optimization(net, Block, level=1) is net
+    assert segments(net) == ["0", "1", "2", "3"]
+    summary = summary_of(blocks(), Block, level=1, prefer="speed")
+    assert (summary.profile, summary.checkpoint_budget, summary.prefer) == ("safe", "speed", "speed")
+    assert (summary.gc_selection_policy, summary.gc_selected_modules) == ("fallback_module_order", ["0", "1"])
+    assert summary.allow_expensive_profiling is False
+    assert summary.verification is None
+    assert summary.recommendation.startswith("With prefer=speed")
+
+
+def test_a_level_above_1_needs_inputs() -> None:
+    net = blocks()
+    with pytest.raises(ValueError, match="level 2 is measured, and there is no dummy_input"):
+        memory_optimization(net, Block, level=2)
+    assert segments(net) == []
+    summary = summary_of(net, Block, profile="memory")
+    assert (summary.requested_level, summary.applied_level) == (3, 1)
+    assert "fallback:level>1_requires_dummy_input" in summary.notes
+    assert segments(net) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"level": 9}, {"gc_target_budget_ratio": 5}, {"profile": "fast"}, {"level": 1, "prefer": "safe"}]
+)
+def test_values_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(list(options.values())[-1])):
+        memory_optimization(blocks(), Block, (X,), **options)
+
+
+@pytest.mark.parametrize("instance", ["Block", (Block, "Linear"), None])
+def test_instances_are_classes(instance: Any) -> None:
+    with pytest.raises(OptionError, match="which is no class"):
+        memory_optimization(blocks(), instance, level=1)
+
+
+# ---------------------------------------------------------------------------------------------- measured
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    "profile", ["safe", "balanced", pytest.param("memory", id="memory"), pytest.param("exhaustive", id="exhaustive")]
+)
+def test_a_profile_on_a_live_model(profile: Any) -> None:
+    net, x = blocks(3), X[:32].clone()
+    original = copy.deepcopy(net)
+    gradients(net, x)
+    before = surroundings(net, x)
+    summary = summary_of(net, Block, (x,), profile=profile)
+    assert surroundings(net, x) == before
+    assert summary.profile == profile
+    assert [row.level for row in summary.levels] == list(range(summary.requested_level + 1))
+    assert summary.verification is not None
+    assert summary.verification.passed
+    measured = {row.level: row.outcome for row in summary.levels}
+    applied = measured[summary.applied_level]
+    assert isinstance(applied, Measurement)
+    assert summary.peak_memory_mb == applied.allocated_peak_bytes / 2**20
+    assert len(segments(net)) == summary.gc_container_count == summary.total_gc_count
+    assert (summary.gc_candidate_count, summary.gc_selection_policy) == (3, "all_candidates")
+    chunked = any(config.chunks > 1 for config in map(segment_of, net.modules()) if config)
+    for ours, expected in zip(gradients(net, x), gradients(original, x), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-6) if chunked else torch.equal(ours, expected)
+    assert set(summary.applied_steps).isdisjoint(f"level{step[5]}" for step in summary.skipped_steps)
+
+
+def large_net() -> nn.Sequential:
+    """Its activations are most of its memory: segments pay."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_line_finds_the_same(memopt: Callable[..., Any]) -> None:
+    x = torch.linspace(-1, 1, 4096 * 8).reshape(4096, 8)
+    torch.save(large_net(), "net.pt")
+    torch.save([x], "x.pt")
+    arguments = "optimize net.pt --input-data x.pt --target ?  --profile balanced --checkpoint-budget balanced --json"
+    done = memopt(*arguments.split(), "--dry-run")
+    assert done.code == 0, done.err
+    theirs = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    net = large_net()
+    children = {id(child) for child in net}
+
+    class Child(type):
+        def __instancecheck__(cls, module: object) -> bool:
+            return id(module) in children
+
+    ours = summary_of(net, Child("Child", (), {}), (x,), profile="balanced", checkpoint_budget="balanced")
+    assert ours.plan == theirs.plan
+    assert ours.plan is not None
+    assert ours.plan.segments
+    for name in SUMMARY.split():
+        if name not in ("notes", "options", "recommendation"):  # paths of files, measured times
+            assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.gc_selection_policy == "largest_input_activations"
+    assert (ours.gc_candidate_count, ours.gc_selected_count) == (4, 3)
+    for found in (ours, theirs):
+        peaks = [row.outcome.allocated_peak_bytes for row in found.levels if isinstance(row.outcome, Measurement)]
+        assert peaks[1] < peaks[0]
+        assert (
+            f"Measured: {peaks[0] / 2**20:.1f} MiB → {peaks[found.applied_level] / 2**20:.1f} MiB"
+            in found.recommendation
+        )
+
+
+@pytest.mark.usefixtures("in_process")
+def test_keyword_inputs() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(64)
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            result: Tensor = self.block(x)
+            return result
+
+    summary = summary_of(Keyword(), Block, {"x": X}, level=1)
+    assert summary.gc_candidate_count == 1
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Verification(
+        passed=False,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=3,
+        worst_name="output[0]",
+        worst_difference=0.5,
+        batch=512,
+        full_size=True,
+    )
+    monkeypatch.setattr("memopt_cli.measure.worker.verify", lambda *_, **__: found)
+    net = blocks()
+    with pytest.raises(VerificationError, match=r"output\[0\] by 0.5"):
+        memory_optimization(net, Block, (X,), level=1)
+    assert segments(net) == []
+
+
+@pytest.mark.usefixtures("in_process")
+def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(user_code)
+    import faulty
+
+    net, x = faulty.Remembers(), torch.randn(2, 3)
+    net(x)
+    state = net.last
+    assert state.grad_fn is not None
+    memory_optimization(net, nn.Linear, (x,), level=1)
+    assert net.last is state
+
+
+@pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
+def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt_cli.measure.worker._ENOUGH_S", 0.0)  # as many steps as asked for, however short
+    net = blocks(1)
+    with (
+        prepared_model(net, (X,), StepSettings()) as prepared,
+        LocalSession(prepared.subject, 0.0, lambda: detached_copy(net)) as session,
+    ):
+        FORWARDS.clear()
+        measured = session.measure(Plan(level=0), steps=3, warm_up=warm_up)
+    assert isinstance(measured, Measurement)
+    assert len(measured.step_times_s) == 3
+    assert len(FORWARDS) == untimed + 3 + 2  # and one for each of the two peaks
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("options", "workers", "main"),
+    [
+        ({"level": 2}, True, True),
+        ({"level": 2, "allow_expensive_profiling": False}, False, True),
+        ({"level": 1, "allow_expensive_profiling": False}, True, True),
+        ({"level": 1, "warmup_in_main_process": False, "warmup_in_profile_workers": False}, False, False),
+        ({"profile": "safe"}, False, False),
+        ({"profile": "safe", "warmup_in_main_process": True}, False, True),
+    ],
+)
+def test_who_warms_up(options: dict[str, Any], workers: bool, main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    steps: list[bool] = []
+
+    def measure(self: Session, plan: Plan, steps: int = 3, *, warm_up: bool = True) -> Any:
+        told.append(warm_up)
+        return self._ask(MeasureJob(plan=plan, steps=steps, warm_up=warm_up), Measurement)
+
+    def count(self: Session, plan: Plan, *, fake: bool) -> Any:
+        if not fake:
+            steps.append(fake)
+        return self._ask(CountJob(plan=plan, fake=fake), Counted)
+
+    monkeypatch.setattr(Session, "measure", measure)
+    monkeypatch.setattr(Session, "count", count)
+    memory_optimization(blocks(1), Block, (X,), **options)
+    assert set(told) == {workers}
+    assert len(steps) == main
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, *_: object, **__: object) -> None:
+        raise RuntimeError("no room here")
+
+    from memopt_cli.measure.worker import Worker
+
+    monkeypatch.setattr(Worker, "_count_really", fail)
+    net = blocks()
+    summary = summary_of(net, Block, (X,), level=1)
+    assert "The step that was to warm up this process failed: RuntimeError: no room here" in summary.notes
+    assert summary.plan is not None
+    assert len(segments(net)) == len(summary.plan.segments)
+
+
+# ---------------------------------------------------------------------------------------------- the log
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("memopt_cli")
+    level = logger.level
+    yield logger
+    assert (logger.level, logger.handlers) == (level, [])
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("verbose", [True, False])
+def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    memory_optimization(blocks(), Block, (X,), level=1, verbose=verbose)
+    lines = [record.getMessage() for record in caplog.records if record.name == "memopt_cli"]
+    assert (lines[:2] == ["level 0", "level 1"]) is verbose
+    assert any("segments on 4 modules ·" in line and "→" in line for line in lines) is verbose
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+# ---------------------------------------------------------------------------------------------- handing the model over
+
+
+@pytest.fixture
+def no_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a subprocess was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+def local_class() -> nn.Module:
+    class Local(Block):
+        pass
+
+    return nn.Sequential(Local(64), Local(64))
+
+
+def with_a_lambda() -> nn.Module:
+    net = blocks(2)
+    net.activation = lambda x: x  # type: ignore[assignment]
+    return net
+
+
+def of_a_module_without_a_file() -> nn.Module:
+    net = blocks(2)
+    kind = type("Made", (Block,), {"__module__": "made_up_module"})
+    sys.modules["made_up_module"] = type(sys)("made_up_module")
+    vars(sys.modules["made_up_module"])["Made"] = kind
+    net.append(kind(3))
+    return net
+
+
+@pytest.mark.usefixtures("no_subprocess")
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (local_class, "the model cannot be pickled (AttributeError: Can't pickle local object 'local_class"),
+        (with_a_lambda, "the model cannot be pickled ("),
+        (
+            of_a_module_without_a_file,
+            "a subprocess cannot import made_up_module.Made (it was not imported from a file)",
+        ),
+    ],
+)
+def test_a_model_that_no_subprocess_can_read(build: Callable[[], nn.Module], said: str) -> None:
+    net, x = build(), X.clone()
+    before = surroundings(net, x)
+    with torch.no_grad():
+        summary = summary_of(net, Block, (x,), level=1)
+    assert surroundings(net, x) == before
+    assert summary.notes[0].startswith(f"Profiled in this process, without a time limit: {said}")
+    assert summary.verification is not None
+    assert summary.verification.passed
+    sys.modules.pop("made_up_module", None)
+
+
+class Odd:
+    """Not a container."""
+
+
+def test_inputs_that_cannot_be_handed_over() -> None:
+    with pytest.raises(OptionError, match="dummy_input cannot be handed to a profiling subprocess"):
+        memory_optimization(blocks(), Block, (X, Odd()), level=1)
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.generator = (n for n in range(3))
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    with pytest.raises(StepError, match=r"the model cannot be copied.*generator"):
+        memory_optimization(nn.Sequential(Locked()), Locked, (X,), level=1)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from memopt_cli import memory_optimization
+from memopt_cli.pipeline.live_model import prepared_model
+from memopt_cli.records import Plan, StepSettings
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x).tanh()
+
+net, x = nn.Sequential(Net()), torch.randn(16, 32)
+
+def measure():
+    with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
+        print(type(session).__name__, type(session.measure(Plan(level=0))).__name__, *prepared.notes)
+
+def optimize():
+    _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)
+    print(summary.verification.passed, *summary.notes)
+"""
+
+
+def test_a_script_is_left_alone_unless_the_model_needs_it() -> None:
+    with prepared_model(blocks(), (X,), StepSettings()) as prepared:
+        assert prepared.open_session is None
+        assert prepared.subject.source.trust.code_paths == ()
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_a_subprocess_finds_the_classes_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + 'if __name__ == "__main__":\n    print("main part")\n    measure()\n')
+    done = python(tmp_path, "train.py")
+    assert done.stdout == "main part\nSession Measurement\n", done.stderr
+
+
+def test_a_script_without_a_main_part_is_profiled_in_its_process_and_logs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + "optimize()\n")
+    done = python(tmp_path, "train.py")
+    note = (
+        "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net "
+        '(train.py calls memopt outside of its if __name__ == "__main__" part).'
+    )
+    assert done.stdout == f"True {note}\n", done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line in (note, "level 0", "level 1")] == [note, "level 0", "level 1"]
+
+
+def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mymodel.py").write_text(SCRIPT + "optimize()\n")
+    done = python(tmp_path, "-c", "import mymodel")
+    assert done.returncode == 1
+    assert "memory_optimization is called by a module as it is imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "reason"),
+    [
+        ("class Net: pass\nif __name__ == '__main__':\n    find()", "Net", ""),
+        ("if True:\n    class Net: pass\nif '__main__' == __name__:\n    find()", "Net.Inner", ""),
+        ("class Net: pass\nfind()", "Net", 'calls memopt outside of its if __name__ == "__main__" part'),
+        ("if __name__ == '__main__':\n    class Net: pass\n    find()", "Net", "defines it in its main part"),
+    ],
+)
+def test_what_of_a_script_can_be_imported(source: str, name: str, reason: str, tmp_path: Path) -> None:
+    assert found_in_script(source, name, tmp_path) == (f"script.py {reason}" if reason else "")
+
+
+def found_in_script(source: str, name: str, folder: Path) -> str:
+    """What is said of ``__main__.name`` while a script is running as ``__main__``."""
+    script = folder / "script.py"
+    script.write_text(source)
+    said: list[str] = []
+    main = type(sys)("__main__")
+    main.__file__ = str(script)
+    vars(main)["find"] = lambda: said.append(_unreachable_in_main(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", main)
+        exec(compile(source, script, "exec"), vars(main))
+    return said[0]
