@@ -1,86 +1,253 @@
-"""The batch configuration that goes with a plan: a line through measured peaks, and a run at its answer."""
+"""The largest batch that fits: a dry run says about which, measured runs correct it, and a run at the answer proves it.
+
+The model of the peak is ``predicted + correction``.  ``predicted`` is what tensors take at a batch size, from a dry run
+on tensors without data: a line in the batch, with other lines where another instant becomes the peak.  ``correction``
+is what was measured beyond it (kernel workspace, the allocator's rounding): in proportion after one run, the line
+through the two nearest runs after more.  Where no dry run is possible, ``predicted`` is the batch itself, and the same
+model is ``a + c * batch``, fitted to the runs.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from memopt_cli.records import BatchAdvice, BatchProbe, Failure, describe
+from memopt_cli.records import BatchAdvice, BatchEstimate, BatchOutcome, BatchProbe, Failure, NoBatchFits, describe
+from memopt_cli.units import format_bytes
 
 TARGET_SHARE = 0.8
-"""Share of the device's memory that the recommended batch may take."""
-_PROBES = 3
-"""Points of the fit."""
-_ATTEMPTS = 3
-"""Runs towards the answer; then the largest that fitted is recommended."""
+"""Share of the device's memory that a batch may take where no limit is given."""
+MOST_PROBES = 6
+"""Runs on data for one answer."""
+_CLOSE = 0.03
+"""A batch that ran is the largest if the model finds none that is larger by this share."""
+_FAR = 4
+"""An answer this many times larger than the batch described waits for a run of the latter, which tells its time."""
 _WORTH_ANOTHER_RUN = 1.5
 """A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
+_SURE = 0.98
+"""Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more."""
+_MOST_DRY_RUNS = 24
+_LARGEST = 1 << 40
+"""No batch: the peak does not grow."""
 
 Probe = Callable[[int], BatchProbe | Failure]
-"""Batch size -> its allocated peak, measured."""
+"""Batch size -> its allocated peak and the time of a step, measured."""
+Predict = Callable[[int], float]
+"""Batch size -> bytes of tensors at the peak by a dry run, infinite where that fails; the same answer every time."""
 
 
-def advise(
-    batch: int, probe: Probe, *, device_bytes: int, device_limit: str, longest_step_s: float
-) -> BatchAdvice | None:
-    """Fit ``peak = a + c * batch`` to three probes and verify the largest batch within 80 % of the device by a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the batch."""
 
-    Only a batch that was run is recommended.  Where one step of it would take longer than ``longest_step_s`` the batch
-    is smaller, and the largest by the fit is called an estimate.  ``None`` if fewer than three batch sizes could be
-    run, or if none of them fits.
-    """
-    budget = int(device_bytes * TARGET_SHARE)
-    probes = _three_probes(batch, probe)
-    fitting = [p for p in probes if p.allocated_peak_bytes <= budget]
-    if len(probes) < _PROBES or not fitting:
-        return None
-    intercept, slope = fit_line([(p.batch, p.allocated_peak_bytes) for p in probes])
-    largest = max(probes, key=lambda p: p.batch)
-    estimate = ceiling = max(1, int((budget - intercept) / slope)) if slope > 0 else largest.batch
-    limited_by = f"80 % of {device_limit}"
-    candidate = min(ceiling, _affordable(largest, longest_step_s))
-    for _ in range(_ATTEMPTS):
-        run = next((p for p in probes if p.batch == candidate), None) or probe(candidate)
-        if isinstance(run, BatchProbe):
-            probes.append(run)
-        if isinstance(run, BatchProbe) and run.allocated_peak_bytes <= budget:
-            fitting.append(run)
-            following = min(ceiling, _affordable(run, longest_step_s))
-            if following < candidate * _WORTH_ANOTHER_RUN:
+    budget_bytes: int
+    """The allocated peak may be so much."""
+    device_bytes: int
+    """What the device has."""
+    runnable_bytes: int
+    """Runs on data may take so much here; a batch beyond is an estimate."""
+    name: str
+    """The budget, for people: ``80 % of the machine's memory``."""
+    longest_step_s: float
+    multiple_of: int = 1
+    probes: int = MOST_PROBES
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchSearch:
+    """The search of one answer; what was run is remembered."""
+
+    batch: int
+    """As the inputs are described."""
+    probe: Probe
+    predict: Predict | None
+    limits: Limits
+    ratio: float = 1.0
+    """Measured over predicted, before anything was measured here."""
+    runs: dict[int, BatchProbe | Failure] = field(default_factory=dict)
+
+    def largest(self) -> BatchOutcome:
+        """Run the largest batch within the limits.
+
+        Only a batch that was run is recommended.  One that this machine cannot run, or whose step would take too long,
+        is an estimate beside it.
+        """
+        within = min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        while len(self.runs) < self.limits.probes:
+            candidate = self._next(within)
+            if candidate is None:
                 break
+            self.run(candidate)
+        return self.outcome()
+
+    def run(self, batch: int) -> BatchProbe | Failure:
+        """Run a batch, once."""
+        if batch not in self.runs:
+            self.runs[batch] = self.probe(batch)
+        return self.runs[batch]
+
+    def also_run(self, batches: Sequence[int]) -> None:
+        """Run more batches, as far as runs are left."""
+        for batch in batches:
+            if batch > 0 and len(self.runs) < self.limits.probes:
+                self.run(batch)
+
+    @property
+    def measured(self) -> list[BatchProbe]:
+        """The runs that gave a number, by batch."""
+        return sorted((run for run in self.runs.values() if isinstance(run, BatchProbe)), key=lambda run: run.batch)
+
+    @property
+    def fitting(self) -> list[BatchProbe]:
+        """Those within the budget."""
+        return [run for run in self.measured if run.allocated_peak_bytes <= self.limits.budget_bytes]
+
+    # ------------------------------------------------------------------------------------------ the search
+
+    def _next(self, within: int) -> int | None:
+        """The batch to run next; ``None`` if the answer has been run, or there is none."""
+        unit = self.limits.multiple_of
+        best = self.fitting[-1].batch if self.fitting else 0
+        if not best and self.limits.probes - len(self.runs) == 1:
+            within = int(within * _SURE)
+        candidate = max(unit, self._below_failures(self.largest_within(within)))
+        if self.measured:
+            affordable = self._affordable()
+            if affordable < candidate:
+                is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN and affordable not in self.runs
+                return affordable if is_worth_it else None
+        elif candidate > _FAR * self.batch and not self.runs and (self.limits.probes > 1 or self.predict is None):
+            candidate = self._rounded(self.batch)
+        is_known = candidate in self.runs or candidate < best + max(unit, _CLOSE * best)
+        return None if is_known else candidate
+
+    def _below_failures(self, candidate: int) -> int:
+        """Below every batch that gave no number: half of it at first, then a tenth at a time."""
+        failed = [batch for batch, run in self.runs.items() if not isinstance(run, BatchProbe)]
+        if not failed or candidate < min(failed):
+            return candidate
+        return self._rounded(min(failed) * 9 // 10 if self.fitting else min(failed) // 2)
+
+    def _affordable(self) -> int:
+        """The batch whose step takes that long, in proportion to a step that was timed; at least the batch of that."""
+        largest = self.measured[-1]
+        return max(largest.batch, self._rounded(int(largest.batch * self.limits.longest_step_s / largest.step_s)))
+
+    def _rounded(self, batch: int) -> int:
+        unit = self.limits.multiple_of
+        return max(unit, batch // unit * unit)
+
+    def outcome(self) -> BatchOutcome:
+        """What is known so far."""
+        limits, unit = self.limits, self.limits.multiple_of
+        if not self.fitting:
+            if unit in self.runs:
+                return NoBatchFits(batch=unit, budget_bytes=limits.budget_bytes, reason=self._failure(unit))
+            estimate = self.largest_within(limits.budget_bytes)
+            if not estimate:
+                reason = f"its predicted peak is {format_bytes(self.peak_bytes(unit))}"
+                return NoBatchFits(batch=unit, budget_bytes=limits.budget_bytes, reason=reason)
+            peak = round(self.peak_bytes(estimate))
+            return BatchEstimate(batch=estimate, predicted_peak_bytes=peak, budget_bytes=limits.budget_bytes)
+        best = self.fitting[-1].batch
+        estimate = self._below_failures(self.largest_within(limits.budget_bytes))
+        limited_by, is_unproven = self._limit(best, estimate)
+        half = max(1, best // 2)
+        line = fit_line([(b, self.peak_bytes(b)) for b in (half, best if best > half else 2 * best)])
+        return BatchAdvice(
+            recommended_batch=best,
+            fastest_batch=max(self.fitting, key=lambda run: run.batch / run.step_s).batch,
+            estimated_batch=estimate if is_unproven else best,
+            probes=tuple(self.measured),
+            intercept_bytes=line[0],
+            slope_bytes=line[1],
+            budget_bytes=limits.budget_bytes,
+            device_bytes=limits.device_bytes,
+            limited_by=limited_by,
+        )
+
+    def _limit(self, best: int, estimate: int) -> tuple[str, bool]:
+        """What bounds the largest batch that ran, and whether a larger one would fit by the model."""
+        failed = [b for b, run in self.runs.items() if not isinstance(run, BatchProbe)]
+        if failed:
+            return f"a run at batch {min(failed)}: {self._failure(min(failed))}", False
+        if estimate < best + max(self.limits.multiple_of, _CLOSE * best):
+            return self.limits.name, False
+        budget, runnable = self.limits.budget_bytes, self.limits.runnable_bytes
+        if self._affordable() < self.largest_within(min(budget, runnable)):
+            return f"the time of a step ({self.limits.longest_step_s:g} s)", True
+        if runnable < budget:
+            return f"this machine, where {format_bytes(runnable)} are free", True
+        return f"the number of runs ({len(self.runs)})", True
+
+    def _failure(self, batch: int) -> str:
+        run = self.runs[batch]
+        if isinstance(run, BatchProbe):
+            return f"it took {format_bytes(run.allocated_peak_bytes)}"
+        return describe(run)
+
+    # ------------------------------------------------------------------------------------------ the model
+
+    def peak_bytes(self, batch: int) -> float:
+        """The allocated peak of a batch, by the model; what was measured where it was."""
+        predicted, measured = self.predicted(batch), self.measured
+        if len(measured) < 2:
+            return predicted * self.measured_ratio()
+        nearest = sorted(measured, key=lambda run: abs(run.batch - batch))[:2]
+        intercept, slope = fit_line([(r.batch, r.allocated_peak_bytes - self.predicted(r.batch)) for r in nearest])
+        return predicted + intercept + slope * batch
+
+    def measured_ratio(self) -> float:
+        """Measured over predicted, of the largest batch that was run."""
+        if not self.measured:
+            return self.ratio
+        return self.measured[-1].allocated_peak_bytes / max(1.0, self.predicted(self.measured[-1].batch))
+
+    def predicted(self, batch: int) -> float:
+        """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""
+        return batch if self.predict is None else self.predict(batch)
+
+    def largest_within(self, budget_bytes: int) -> int:
+        """The largest multiple that fits by the model, to 1 %; 0 if none does."""
+        unit = self.limits.multiple_of
+        return unit * largest_root(
+            lambda units: self.peak_bytes(units * unit), budget_bytes, start=max(1, self.batch // unit)
+        )
+
+
+def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> int:
+    """The largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is more.
+
+    ``value`` rises, about as a few lines joined: each next number lies where the line through the two nearest known
+    ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
+    """
+    known: dict[int, float] = {}
+    low, high = 0, _LARGEST
+    number, gap = start, math.inf
+    while high - low > max(1, low // 100) and len(known) < _MOST_DRY_RUNS:
+        known[number] = value(number)
+        if known[number] <= bound:
+            low = number
         else:
-            reason = "it took more than the budget" if isinstance(run, BatchProbe) else describe(run)
-            limited_by = f"a run at batch {candidate}: {reason}"
-            ceiling = max(1, candidate - 1)
-            following = max(1, candidate * 9 // 10)
-        candidate = following
-    recommended = max(p.batch for p in fitting)
-    unproven = ceiling == estimate > recommended
-    return BatchAdvice(
-        recommended_batch=recommended,
-        estimated_batch=estimate if unproven else recommended,
-        probes=tuple(sorted({p.batch: p for p in probes}.values(), key=lambda p: p.batch)),
-        intercept_bytes=intercept,
-        slope_bytes=slope,
-        budget_bytes=budget,
-        device_bytes=device_bytes,
-        limited_by=f"the time of a step ({longest_step_s:g} s)" if unproven else limited_by,
-    )
+            high = number
+        is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
+        number = (low + high) // 2 if is_bent else min(max(_meeting(known, bound), low + 1), high - 1)
+        gap = high - low if high < _LARGEST else math.inf
+    return low if high < _LARGEST else start
 
 
-def _affordable(run: BatchProbe, longest_step_s: float) -> int:
-    """The batch whose step takes that long, in proportion to a step that was timed; at least the batch of that one."""
-    return max(run.batch, int(run.batch * longest_step_s / run.step_s))
-
-
-def _three_probes(batch: int, probe: Probe) -> list[BatchProbe]:
-    """At the batch, half and twice of it; where one of these cannot run, at smaller and then at larger ones."""
-    found: list[BatchProbe] = []
-    sizes = (batch // 2, batch, batch * 2, batch // 4, batch * 3 // 4, batch * 3, batch * 4)
-    for size in dict.fromkeys(max(1, size) for size in sizes):
-        outcome = probe(size) if len(found) < _PROBES else None
-        if isinstance(outcome, BatchProbe):
-            found.append(outcome)
-    return found
+def _meeting(known: dict[int, float], bound: float) -> int:
+    """Where the line through the two numbers nearest to the bound meets it; doubled or halved from a single one."""
+    below = sorted(n for n, value in known.items() if value <= bound)
+    above = sorted(n for n, value in known.items() if bound < value < math.inf)
+    pair = sorted([*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]])
+    if len(pair) == 2:
+        (left, right), rise = pair, known[pair[1]] - known[pair[0]]
+        if rise > 0:
+            return math.floor(left + (bound - known[left]) * (right - left) / rise)
+    return 2 * below[-1] if below else (above or [*known])[0] // 2
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -1,25 +1,32 @@
-"""Batch advice from probes that tests make up: nothing that was not run is called recommended."""
+"""The search for the largest batch, on machines that tests make up: nothing that was not run is called recommended."""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.batching import capacity
-from memopt_cli.batching.advice import advise, fit_line
-from memopt_cli.batching.capacity import device_capacity
-from memopt_cli.records import BatchAdvice, BatchProbe, Failure, OutOfMemory
+from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits, fit_line, largest_root
+from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.errors import MeasurementError
+from memopt_cli.records import BatchAdvice, BatchEstimate, BatchOutcome, BatchProbe, Failure, NoBatchFits, OutOfMemory
 
 
 @dataclass
 class Machine:
     """Runs a batch in memory, or does not; remembers what it was asked to run."""
 
-    peak: Callable[[int], int]
+    peak: Callable[[int], float]
+    predict: Callable[[int], float] | None = None
     seconds: Callable[[int], float] = lambda batch: 1e-6 * batch
     fails: Callable[[int], bool] = lambda batch: False
     asked: list[int] = field(default_factory=list)
@@ -28,105 +35,201 @@ class Machine:
         self.asked.append(batch)
         if self.fails(batch):
             return OutOfMemory(detail="")
-        return BatchProbe(batch=batch, allocated_peak_bytes=self.peak(batch), step_s=self.seconds(batch))
+        return BatchProbe(batch=batch, allocated_peak_bytes=int(self.peak(batch)), step_s=self.seconds(batch))
 
-    def advise(self, batch: int, device_bytes: int = 10_000, longest_step_s: float = 20.0) -> BatchAdvice | None:
-        return advise(
-            batch,
-            self.probe,
-            device_bytes=device_bytes,
-            device_limit="the machine's memory",
-            longest_step_s=longest_step_s,
-        )
+    def search(self, batch: int, budget_bytes: int = 8000, **limits: Any) -> BatchSearch:
+        named: dict[str, Any] = {
+            "budget_bytes": budget_bytes,
+            "device_bytes": 10_000,
+            "runnable_bytes": 1 << 60,
+            "name": "the limit",
+            "longest_step_s": 20.0,
+        }
+        return BatchSearch(batch=batch, probe=self.probe, predict=self.predict, limits=Limits(**(named | limits)))
+
+    def advise(self, batch: int, **limits: Any) -> BatchAdvice:
+        found = self.search(batch, **limits).largest()
+        assert isinstance(found, BatchAdvice)
+        return found
+
+
+def line(batch: int) -> int:
+    return 515 + 30 * batch
+
+
+LARGEST = (8000 - 515) // 30
+
+
+# ---------------------------------------------------------------------------------------------- with dry runs
+
+
+def test_a_dry_run_that_is_right_needs_one_run_for_its_answer() -> None:
+    machine = Machine(peak=line, predict=line)
+    advice = machine.advise(64)
+    assert machine.asked == [LARGEST]
+    assert advice.recommended_batch == advice.estimated_batch == LARGEST == 249
+    assert (advice.intercept_bytes, advice.slope_bytes) == (pytest.approx(515), pytest.approx(30))
+    assert (advice.budget_bytes, advice.device_bytes, advice.limited_by) == (8000, 10_000, "the limit")
+
+
+def test_an_answer_far_from_the_batch_described_waits_for_a_run_of_that() -> None:
+    machine = Machine(peak=line, predict=line)
+    assert machine.advise(8).recommended_batch == LARGEST
+    assert machine.asked == [8, LARGEST]
+
+
+@pytest.mark.parametrize("workspace", [0.9, 1.0, 1.1, 2.0])
+def test_what_was_measured_corrects_the_dry_run(workspace: float) -> None:
+    machine = Machine(peak=lambda n: workspace * 30 * n + 1200, predict=line)
+    advice = machine.advise(64)
+    truth = int((8000 - 1200) / (workspace * 30))
+    assert truth / 1.03 < advice.recommended_batch <= truth
+    assert len(machine.asked) <= 4
+
+
+def test_another_instant_becomes_the_peak() -> None:
+    def peak(batch: int) -> int:
+        return max(3000 + 10 * batch, 60 * batch - 2000)
+
+    machine = Machine(peak=peak, predict=peak)
+    advice = machine.advise(16)
+    assert advice.recommended_batch == 10_000 // 60
+    assert machine.asked == [16, 166]
+    assert advice.slope_bytes == pytest.approx((peak(166) - peak(83)) / 83)
+
+
+def test_a_dry_run_that_fails_beyond_some_size_bounds_the_answer() -> None:
+    machine = Machine(peak=line, predict=lambda n: line(n) if n < 100 else math.inf)
+    assert machine.advise(40).recommended_batch == 99
+
+
+# ---------------------------------------------------------------------------------------------- without
 
 
 def test_a_line_is_found_and_its_answer_run() -> None:
-    machine = Machine(peak=lambda batch: 515 + 30 * batch)
+    machine = Machine(peak=line)
     advice = machine.advise(8)
-    assert advice is not None
+    assert machine.asked == [8, 84, LARGEST]
     assert (advice.intercept_bytes, advice.slope_bytes) == (pytest.approx(515), pytest.approx(30))
-    assert machine.asked == [4, 8, 16, 249]
-    assert advice.recommended_batch == advice.estimated_batch == 249 == (8000 - 515) // 30
-    assert [probe.batch for probe in advice.probes] == [4, 8, 16, 249]
-    assert (advice.budget_bytes, advice.device_bytes) == (8000, 10_000)
-    assert advice.limited_by == "80 % of the machine's memory"
+    assert [probe.batch for probe in advice.probes] == [8, 84, LARGEST]
+    assert advice.recommended_batch == advice.estimated_batch == LARGEST
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(1, [1, 2, 3]), (2, [1, 2, 4]), (3, [1, 3, 6]), (8, [4, 8, 16])])
-def test_three_sizes_are_tried(batch: int, sizes: list[int]) -> None:
-    machine = Machine(peak=lambda batch: batch)
-    machine.advise(batch)
-    assert machine.asked[:3] == sizes
-
-
-def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
-    machine = Machine(peak=lambda batch: 10 * batch - 5, seconds=lambda batch: 0.5 * batch)
-    advice = machine.advise(4)
-    assert advice is not None
-    assert advice.recommended_batch == 40 == machine.asked[-1]
-    assert advice.estimated_batch == 800
-    assert "time of a step (20 s)" in advice.limited_by
-
-
-def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
-    machine = Machine(peak=lambda batch: 10 * batch - 5, seconds=lambda batch: 1.0 + 0.01 * batch)
-    advice = machine.advise(4, longest_step_s=10.0)
-    assert advice is not None
-    assert machine.asked[:4] == [2, 4, 8, 74]  # 10 s at the pace of batch 8
-    assert machine.asked[4:] == [425, 800]  # of batch 74; then within the budget
-    assert advice.recommended_batch == advice.estimated_batch == 800
+def test_a_batch_described_that_is_too_large() -> None:
+    machine = Machine(peak=line)
+    assert machine.advise(1000).recommended_batch == LARGEST
+    assert len(machine.asked) <= 4
 
 
 def test_a_peak_that_grows_faster_than_the_line() -> None:
     machine = Machine(peak=lambda batch: 30 * batch + (500 if batch > 200 else 0))
     advice = machine.advise(8)
-    assert advice is not None
-    assert machine.asked[3:] == [266, 239]
-    assert advice.recommended_batch == advice.estimated_batch == 239
-    assert advice.limited_by == "a run at batch 266: it took more than the budget"
-
-
-def test_failing_runs_fall_back_to_what_fitted() -> None:
-    machine = Machine(peak=lambda batch: 30 * batch, fails=lambda batch: batch > 16)
-    advice = machine.advise(8)
-    assert advice is not None
-    assert len(machine.asked) == 6
-    assert advice.recommended_batch == 16
-    assert advice.limited_by == "a run at batch 215: out of memory"
-
-
-def test_no_advice_where_nothing_fits() -> None:
-    assert Machine(peak=lambda batch: 9000 + batch).advise(8) is None
-
-
-@pytest.mark.parametrize(
-    ("runs", "sizes"),
-    [
-        (range(1, 11), [4, 8, 2]),  # a device that is nearly full
-        (range(7, 100), [8, 16, 24]),  # statistics that want several samples
-        ([4, 8, 32], [4, 8, 32]),
-    ],
-)
-def test_other_sizes_stand_in_for_those_that_cannot_run(runs: Container[int], sizes: list[int]) -> None:
-    machine = Machine(peak=lambda batch: batch, fails=lambda batch: batch not in runs)
-    advice = machine.advise(8)
-    assert advice is not None
-    assert set(sizes) <= {probe.batch for probe in advice.probes}
-    assert advice.recommended_batch == max(sizes)
+    assert 250 / 1.03 < advice.recommended_batch <= 250
+    assert max(machine.asked) == 266
 
 
 @pytest.mark.parametrize("peak", [lambda batch: 700, lambda batch: 700 - batch])
 def test_a_peak_that_does_not_grow_says_nothing_of_larger_batches(peak: Callable[[int], int]) -> None:
     machine = Machine(peak=peak)
     advice = machine.advise(8)
-    assert advice is not None
-    assert machine.asked == [4, 8, 16]
-    assert advice.recommended_batch == advice.estimated_batch == 16
+    assert advice.recommended_batch == max(machine.asked)
+    assert advice.recommended_batch >= 8
 
 
-@pytest.mark.parametrize("runs", [[], [4], [4, 8]])
-def test_no_advice_from_less_than_three_sizes(runs: list[int]) -> None:
-    assert Machine(peak=lambda batch: batch, fails=lambda batch: batch not in runs).advise(8) is None
+# ---------------------------------------------------------------------------------------------- bounds
+
+
+def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
+    machine = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 0.5 * batch)
+    advice = machine.advise(4)
+    assert advice.recommended_batch == 40 == machine.asked[-1]
+    assert advice.estimated_batch == 800
+    assert "time of a step (20 s)" in advice.limited_by
+
+
+def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
+    machine = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 1.0 + 0.01 * batch)
+    advice = machine.advise(8, longest_step_s=10.0)
+    assert machine.asked == [8, 74, 425, 800]  # 10 s at the pace of batch 8, then of batch 74; then within the budget
+    assert advice.recommended_batch == advice.estimated_batch == 800
+
+
+def test_beyond_this_machine_it_is_an_estimate() -> None:
+    machine = Machine(peak=line, predict=line)
+    advice = machine.advise(64, runnable_bytes=4000)
+    assert advice.recommended_batch == (4000 - 515) // 30 == max(machine.asked)
+    assert advice.estimated_batch == LARGEST
+    assert advice.limited_by == "this machine, where 3.9 KiB are free"
+
+
+def test_failing_runs_fall_back_to_what_fitted() -> None:
+    machine = Machine(peak=lambda batch: 30 * batch, fails=lambda batch: batch > 16)
+    advice = machine.advise(8)
+    assert len(machine.asked) <= MOST_PROBES
+    assert 8 <= advice.recommended_batch <= 16
+    assert "out of memory" in advice.limited_by
+    assert advice.estimated_batch == advice.recommended_batch
+
+
+def test_nothing_fits() -> None:
+    machine = Machine(peak=lambda batch: 9000 + batch)
+    found = machine.search(8).largest()
+    assert found == NoBatchFits(batch=1, budget_bytes=8000, reason="it took 8.8 KiB")
+    assert machine.asked[-1] == 1
+
+
+def test_nothing_runs() -> None:
+    machine = Machine(peak=line, fails=lambda batch: True)
+    found = machine.search(8).largest()
+    assert found == NoBatchFits(batch=1, budget_bytes=8000, reason="out of memory")
+    assert machine.asked == [8, 4, 2, 1]
+
+
+def test_without_runs_it_is_an_estimate() -> None:
+    machine = Machine(peak=line, predict=line)
+    found = machine.search(8, probes=0).largest()
+    assert found == BatchEstimate(batch=LARGEST, predicted_peak_bytes=line(LARGEST), budget_bytes=8000)
+    assert machine.asked == []
+    nothing = machine.search(8, budget_bytes=300, probes=0).largest()
+    assert nothing == NoBatchFits(batch=1, budget_bytes=300, reason="its predicted peak is 545 B")
+
+
+def test_the_last_run_is_to_fit() -> None:
+    machine = Machine(peak=lambda n: 1.01 * line(n), predict=line)
+    assert isinstance(machine.search(64, probes=1).largest(), BatchAdvice)
+
+
+@pytest.mark.parametrize("unit", [2, 8, 64])
+def test_multiples(unit: int) -> None:
+    machine = Machine(peak=line, predict=line)
+    advice = machine.advise(60, multiple_of=unit)
+    assert advice.recommended_batch == LARGEST // unit * unit
+    assert all(batch % unit == 0 for batch in machine.asked)
+
+
+def test_not_even_one_multiple_fits() -> None:
+    found = Machine(peak=line, predict=line).search(8, multiple_of=500).largest()
+    assert isinstance(found, NoBatchFits)
+    assert found.batch == 500
+
+
+def test_the_fastest_of_those_that_ran() -> None:
+    machine = Machine(peak=line, predict=line, seconds=lambda n: n / (100 - abs(n - 124)))
+    search = machine.search(64)
+    search.largest()
+    search.also_run([124, 62, 31, 15, 7, 3, 2, 0])
+    assert machine.asked == [249, 124, 62, 31, 15, 7]
+    found = search.outcome()
+    assert isinstance(found, BatchAdvice)
+    assert (found.recommended_batch, found.fastest_batch) == (249, 124)
+
+
+@pytest.mark.parametrize("runs", [range(1, 11), range(7, 100), [4, 8, 32]])
+def test_sizes_that_cannot_run(runs: Container[int]) -> None:
+    machine = Machine(peak=lambda batch: batch, fails=lambda batch: batch not in runs)
+    advice = machine.advise(8)
+    assert advice.recommended_batch in runs
+    assert advice.recommended_batch >= 8
 
 
 @given(
@@ -137,24 +240,84 @@ def test_no_advice_from_less_than_three_sizes(runs: list[int]) -> None:
     jump_at=st.integers(1, 200),
     longest=st.floats(0.1, 100),
     limit=st.integers(1, 400),
+    share=st.none() | st.floats(0.2, 2.0),
+    unit=st.integers(1, 9),
 )
 def test_only_what_was_run_within_the_budget_is_recommended(
-    batch: int, base: int, slope: int, jump: int, jump_at: int, longest: float, limit: int
+    batch: int,
+    base: int,
+    slope: int,
+    jump: int,
+    jump_at: int,
+    longest: float,
+    limit: int,
+    share: float | None,
+    unit: int,
 ) -> None:
+    def peak(n: int) -> int:
+        return max(0, base + slope * n) + (jump if n >= jump_at else 0)
+
     machine = Machine(
-        peak=lambda n: max(0, base + slope * n) + (jump if n >= jump_at else 0),
+        peak=peak,
+        predict=None if share is None else lambda n: share * peak(n),
         seconds=lambda n: 0.01 + 0.1 * n,
         fails=lambda n: n > limit,
     )
-    advice = machine.advise(batch, longest_step_s=longest)
-    assert len(machine.asked) <= 10
-    if advice is None:
-        return
-    peaks = {probe.batch: probe.allocated_peak_bytes for probe in advice.probes}
-    assert set(peaks) <= set(machine.asked)
-    within = [n for n, peak in peaks.items() if peak <= advice.budget_bytes]
-    assert advice.recommended_batch == max(within)
-    assert advice.estimated_batch >= advice.recommended_batch
+    outcome: BatchOutcome = machine.search(batch, longest_step_s=longest, multiple_of=unit).largest()
+    assert len(machine.asked) <= MOST_PROBES
+    assert len(set(machine.asked)) == len(machine.asked)
+    assert all(n % unit == 0 for n in machine.asked)
+    if isinstance(outcome, BatchAdvice):
+        within = [n for n in machine.asked if n <= limit and peak(n) <= outcome.budget_bytes]
+        assert outcome.recommended_batch == max(within)
+        assert outcome.fastest_batch in within
+        assert outcome.estimated_batch >= outcome.recommended_batch
+    if isinstance(outcome, NoBatchFits):
+        assert unit > limit or peak(unit) > outcome.budget_bytes
+
+
+@given(
+    base=st.floats(100, 5000),
+    slope=st.floats(0.5, 300),
+    second=st.floats(0.5, 300),
+    at=st.integers(0, 300),
+    share=st.floats(0.5, 1.5),
+    workspace=st.floats(0, 500),
+    batch=st.integers(1, 64),
+)
+def test_a_batch_larger_by_a_twentieth_does_not_fit(
+    base: float, slope: float, second: float, at: int, share: float, workspace: float, batch: int
+) -> None:
+    def tensors(n: int) -> float:
+        return max(base + slope * n, base + slope * at + (slope + second) * (n - at))
+
+    machine = Machine(peak=lambda n: share * tensors(n) + workspace, predict=tensors, seconds=lambda n: 1e-9)
+    outcome = machine.search(batch).largest()
+    if isinstance(outcome, BatchAdvice):
+        n = outcome.recommended_batch
+        assert machine.peak(n) < 8001
+        assert machine.peak(n + max(1, math.ceil(0.05 * n))) > 8000
+    else:
+        assert machine.peak(1) > 8000
+
+
+@given(
+    st.floats(0, 1e6), st.floats(0.01, 1e3), st.floats(0, 10), st.integers(0, 10_000), st.integers(1, 500), st.data()
+)
+def test_the_root_of_joined_lines(
+    base: float, slope: float, curve: float, at: int, start: int, data: st.DataObject
+) -> None:
+    asked: list[int] = []
+
+    def value(n: int) -> float:
+        asked.append(n)
+        return base + slope * n + curve * slope * max(0, n - at)
+
+    bound = data.draw(st.floats(0, 2e6))
+    found = largest_root(value, bound, start=start)
+    assert found == 0 or value(found) <= bound
+    assert value(max(found + 1, math.ceil(found * 1.01) + 1)) > bound
+    assert len(asked) <= 26
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.lists(st.integers(1, 1000), min_size=2, max_size=6, unique=True))
@@ -182,3 +345,67 @@ def test_the_least_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
 def test_the_address_space_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity.resource, "getrlimit", lambda which: (12345, -1))
     assert device_capacity("cpu") == capacity.Capacity(12345, "the process's address space limit")
+
+
+def test_a_run_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capacity, "_MEMINFO", tmp_path / "meminfo")
+    assert runnable_bytes("cpu") == int(0.9 * device_capacity("cpu").device_bytes)
+    (tmp_path / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable:    1000 kB\nBuffers: 5 kB\n")
+    assert runnable_bytes("cpu") == 921_600
+    assert free_capacity("cpu") == device_capacity("cpu")
+
+
+class FakeNvml(SimpleNamespace):
+    """NVML of one device, 10 GiB of it free, as ``pynvml`` tells it."""
+
+    class NVMLError(Exception):
+        """As pynvml's."""
+
+    def nvmlInit(self) -> None:
+        self.open = True
+
+    def nvmlShutdown(self) -> None:
+        self.open = False
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "GPU-1234":
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(free=10 << 30)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        held = {capacity.os.getpid(): 1 << 30, 11: None, 12: 3 << 30, 13: 5 << 30, 14: 1, 15: 2}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in held.items()]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    properties = SimpleNamespace(total_memory=24 << 30, uuid="1234")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda device: "Card")
+    return fake
+
+
+def test_what_a_cuda_device_has_free_and_who_holds_the_rest(nvml: FakeNvml) -> None:
+    found = free_capacity("cuda:0")
+    assert found.device_bytes == 10 << 30 == runnable_bytes("cuda:0")
+    assert found.limited_by == (
+        "10.0 GiB free of the 24.0 GiB of Card; "
+        "held by others: process 13 with 5.0 GiB, process 12 with 3.0 GiB, process 15 with 2 B, 2 more"
+    )
+    assert not nvml.open
+
+
+def test_without_nvml_a_share_is_refused(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: nvml.nvmlDeviceGetHandleByUUID("GPU-0")
+    with pytest.raises(MeasurementError, match=r"NVML does not tell.*not found"):
+        free_capacity("cuda:0")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(MeasurementError, match="without NVML") as caught:
+        free_capacity("cuda:0")
+    assert "--memory 24GiB" in caught.value.hint
+    assert runnable_bytes("cuda:0") == 24 << 30

@@ -66,7 +66,7 @@ def test_values_are_taken_and_the_rest_is_default(tmp_path: Path) -> None:
 
 
 def test_a_file_that_memopt_wrote_is_read(tmp_path: Path) -> None:
-    from memopt_cli.records import FileHeader, InputSpec
+    from memopt_cli.records import FileHeader, InputSpec, to_data
     from memopt_cli.write import batch_yaml
 
     header = FileHeader(
@@ -79,8 +79,9 @@ def test_a_file_that_memopt_wrote_is_read(tmp_path: Path) -> None:
         seed=0,
         device="cpu",
     )
-    text = batch_yaml(header, None, measured_batch=24).decode()
-    assert read(tmp_path, text).adaptive_sizing == AdaptiveSizing(max_batch_size=24)
+    written = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=24))
+    text = batch_yaml(header, shaping=to_data(written), recommended={"batch_size": 24}).decode()
+    assert read(tmp_path, text) == written
 
 
 @pytest.mark.parametrize(

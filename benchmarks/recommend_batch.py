@@ -1,0 +1,154 @@
+"""``memopt recommend-batch`` beside a doubling-and-bisection finder whose trials run in subprocesses, too.
+
+    python benchmarks/recommend_batch.py [--models gpt,resnet] [--limits 1] [--out FILE.json]
+
+The finder is Lightning's algorithm (``Tuner.scale_batch_size(mode="binsearch")``): double from 2 until a trial fails,
+then bisect until the largest batch is known; a trial is a probe of memopt in a fresh subprocess, so that both measure
+the same thing.  Its answer is exact, and memopt's is held against it: it must fit, and 5 % more (at least one sample)
+must not.  The CPU seconds, of all subprocesses together, tell the two apart on a loaded machine, too.
+
+The sample models are those of ``make samples``.  The limits emulate small cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline import recommend_batch
+from memopt_cli.pipeline.prepare import Prepared, prepare
+from memopt_cli.progress import Progress
+from memopt_cli.records import BatchProbe, BatchRequest, ModelSource, StepSettings, Trust
+from memopt_cli.units import exact_bytes, parse_bytes
+
+SAMPLES = Path(__file__).parents[1] / "sample_models"
+LIMITS = {
+    "char_rnn": ("16MiB", "64MiB", "256MiB"),
+    "gpt": ("900MiB", "1500MiB", "2500MiB"),
+    "resnet": ("450MiB", "900MiB", "1500MiB"),
+    "spiking_vgg": ("600MiB", "1200MiB", "2000MiB"),
+}
+TIME_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model at one limit."""
+
+    model: str
+    limit_bytes: int
+    recommended: int
+    largest: int
+    """By the finder."""
+    probes: int
+    dry_runs: int
+    seconds: float
+    trials: int
+    """The finder's."""
+    finder_seconds: float
+    cpu_seconds: float
+    finder_cpu_seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """It fits, and 5 % more does not."""
+        return self.recommended <= self.largest < self.recommended + max(1, math.ceil(0.05 * self.recommended))
+
+
+def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
+    """The largest batch within the limit by doubling and bisection, and the number of trials."""
+    tried: dict[int, bool] = {}
+
+    def fits(batch: int) -> bool:
+        if batch not in tried:
+            with prepared.session(TIME_LIMIT_S) as session:
+                found = session.probe(ORIGINAL, batch)
+            tried[batch] = isinstance(found, BatchProbe) and found.allocated_peak_bytes <= limit_bytes
+        return tried[batch]
+
+    low, high = 0, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, len(tried)
+
+
+def cpu_seconds() -> float:
+    """Of this process and the subprocesses that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def run(model: str, limit_bytes: int) -> Case:
+    """Both on one case, one after the other."""
+    source = ModelSource(
+        location=str(SAMPLES / "build" / f"{model}.pt"), trust=Trust(code_paths=(str(SAMPLES.parent),))
+    )
+    settings = StepSettings(device="cuda:0" if torch.cuda.is_available() else "cpu")
+    request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes)
+    started, cpu_started = time.perf_counter(), cpu_seconds()
+    found = recommend_batch(request, progress=Progress(), ask=None)
+    between, cpu_between = time.perf_counter(), cpu_seconds()
+    prepared = prepare(source, None, settings, progress=Progress(), ask=None)
+    largest, trials = find(prepared, limit_bytes)
+    return Case(
+        model=model,
+        limit_bytes=limit_bytes,
+        recommended=found.batch,
+        largest=largest,
+        probes=found.probes,
+        dry_runs=found.dry_runs,
+        seconds=between - started,
+        trials=trials,
+        finder_seconds=time.perf_counter() - between,
+        cpu_seconds=cpu_between - cpu_started,
+        finder_cpu_seconds=cpu_seconds() - cpu_between,
+    )
+
+
+def main() -> int:
+    """Run the cases asked for; 1 if one of them is wrong or slow."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(LIMITS))
+    parser.add_argument("--limits", type=int, default=3, help="how many of the limits of each model")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    print(f"# python {shlex.join(sys.argv)}  (torch {torch.__version__}, {platform.machine()})")
+    print(
+        f"{'model':<12} {'limit':>8} {'batch':>6} {'largest':>8} {'probes':>7} {'time':>8} {'finder':>8} {'ratio':>6} "
+        f"{'of CPU':>6}"
+    )
+    cases = []
+    for model in arguments.models.split(","):
+        for limit in LIMITS[model][: arguments.limits]:
+            case = run(model, parse_bytes(limit))
+            cases.append(case)
+            ratio, cpu_ratio = case.seconds / case.finder_seconds, case.cpu_seconds / case.finder_cpu_seconds
+            print(
+                f"{model:<12} {exact_bytes(case.limit_bytes):>8} {case.recommended:>6} {case.largest:>8} "
+                f"{case.probes:>7} {case.seconds:>7.1f}s {case.finder_seconds:>7.1f}s {ratio:>6.2f} {cpu_ratio:>6.2f} "
+                f"{'' if case.is_right else 'WRONG'}",
+                flush=True,
+            )
+    if arguments.out:
+        arguments.out.write_text(json.dumps([asdict(case) for case in cases], indent=2) + "\n")
+    good = all(case.is_right and case.probes <= 6 and 3 * case.seconds <= case.finder_seconds for case in cases)
+    print("every answer is right, from at most 6 probes, in at most a third of the time" if good else "NOT as wanted")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

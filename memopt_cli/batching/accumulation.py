@@ -1,0 +1,23 @@
+"""Gradient accumulation: one step of the optimizer made of several that fit."""
+
+from __future__ import annotations
+
+from memopt_cli.records import Accumulation
+
+_MORE_STEPS = 2
+"""So many times the fewest steps are taken for a batch that divides the global one."""
+
+
+def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:
+    """The fewest equal steps of at most ``largest`` samples, a multiple of ``multiple_of``, that make up a batch.
+
+    Where no number of steps up to twice the fewest divides ``global_batch``, the steps hold a few samples more than
+    it together.  ``largest`` is at least ``multiple_of``, and a multiple of it.
+    """
+    fewest = -(-global_batch // largest)
+    for steps in range(fewest, _MORE_STEPS * fewest + 1):
+        batch, rest = divmod(global_batch, steps)
+        if rest == 0 and batch > 0 and batch % multiple_of == 0:
+            return Accumulation(global_batch=global_batch, batch=batch, steps=steps)
+    batch = -(-global_batch // (fewest * multiple_of)) * multiple_of
+    return Accumulation(global_batch=global_batch, batch=batch, steps=fewest)

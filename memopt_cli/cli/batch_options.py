@@ -1,0 +1,110 @@
+"""The flags of ``memopt recommend-batch`` that say what is to fit into what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from memopt_cli.cli.options import whole
+from memopt_cli.errors import UsageError
+from memopt_cli.records import DimRange
+from memopt_cli.records import Objective as ObjectiveName
+from memopt_cli.spec_text import parse_dims
+from memopt_cli.units import parse_bytes, parse_percent
+
+_ANSWER = "What fits"
+
+
+def _parse_memory(text: str) -> int | float:
+    """Bytes, or a share of what the device has free."""
+    try:
+        share = parse_percent(text)
+        amount = parse_bytes(text) if share is None else share
+    except UsageError as err:
+        raise typer.BadParameter(err.message) from err
+    if not amount:
+        raise typer.BadParameter("it is 0 bytes; nothing fits into that")
+    return amount
+
+
+def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
+    """``["B=8", "S=128:4096"]`` -> the dimensions with their first sizes, and the one that has a range.
+
+    Raises :class:`UsageError` for two ranges and one that is not ``LOW:HIGH``.
+    """
+    ranges = [text for text in texts if ":" in text]
+    if not ranges:
+        return list(texts), None
+    if len(ranges) > 1:
+        raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+    match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
+    if match is None:
+        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example --dim S=128:4096.")
+    symbol, low, high = match.groups()
+    for size in (low, high):
+        parse_dims([f"{symbol}={size}"])
+    if int(low) > int(high):
+        raise UsageError(f"the range {ranges[0]} is empty", hint="Write the smaller size first.")
+    found = DimRange(symbol=symbol, low=int(low), high=int(high))
+    return [f"{symbol}={low}" if text == ranges[0] else text for text in texts], found
+
+
+Dims = Annotated[
+    list[str],
+    typer.Option(
+        "--dim",
+        metavar="NAME=SIZE|LOW:HIGH",
+        default_factory=list,
+        show_default=False,
+        rich_help_panel="The inputs",
+        help="The size of a symbol in the shapes: B=8; or sizes to tabulate, doubled: S=128:4096. Repeatable.",
+    ),
+]
+Memory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SIZE|PERCENT",
+        parser=_parse_memory,
+        rich_help_panel=_ANSWER,
+        show_default="90%",
+        help="The memory of a step: 24GiB, or a share of what the device has free.",
+    ),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole(1),
+        rich_help_panel=_ANSWER,
+        show_default=False,
+        help="Samples per step of the optimizer, by gradient accumulation.",
+    ),
+]
+MultipleOf = Annotated[
+    int, typer.Option(metavar="N", parser=whole(1), rich_help_panel=_ANSWER, help="Only multiples of it are proposed.")
+]
+Objective = Annotated[
+    ObjectiveName, typer.Option(rich_help_panel=_ANSWER, help="Recommend the largest batch, or the fastest.")
+]
+Plan = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", rich_help_panel=_ANSWER, show_default=False, help="Recommend for this plan, too."),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=_ANSWER,
+        show_default=False,
+        help="Sequence lengths, one a line: compare padding, buckets, packing and a token budget on them.",
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", rich_help_panel="Output", show_default=False, help="Write it as YAML."
+    ),
+]

@@ -1,0 +1,76 @@
+"""``memopt recommend-batch``: how large a step fits."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from memopt_cli.cli import batch_options as batch
+from memopt_cli.cli import options
+from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.source import model_source
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.records import BatchRequest, StepSettings
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def recommend_batch(
+    context: typer.Context,
+    model: options.Model,
+    *,
+    inputs: options.Inputs,
+    dims: batch.Dims,
+    input_data: options.InputData = None,
+    input_script: options.InputScript = None,
+    memory: batch.Memory = None,
+    global_batch: batch.GlobalBatch = None,
+    multiple_of: batch.MultipleOf = 1,
+    objective: batch.Objective = "max",
+    plan: batch.Plan = None,
+    lengths: batch.Lengths = None,
+    device: options.Device = "auto",
+    precision: options.PrecisionChoice = "stored",
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "none",
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 600.0,
+    longest_step: options.LongestStep = 60.0,
+    weights: options.Weights = None,
+    code_path: options.CodePath,
+    allow_package: options.AllowPackage,
+    allow_global: options.AllowGlobal,
+    trust_pickle: options.TrustPickle = False,
+    config: options.Config = None,  # its callback has done the work
+    output: batch.Output = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Find the largest and the fastest batch that fit into memory, each proven by a run."""
+    sizes, dim_range = batch.split_dims(dims)
+    request = BatchRequest(
+        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        spec=input_spec(context, inputs, input_data, input_script, sizes),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        memory=0.9 if memory is None else memory,
+        objective=objective,
+        global_batch=global_batch,
+        multiple_of=multiple_of,
+        dim_range=dim_range,
+        plan_path=plan,
+        lengths_path=lengths,
+        output=output,
+        force=force,
+        timeout_s=timeout,
+        longest_step_s=longest_step,
+    )
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        found = pipeline.recommend_batch(request, progress=progress, ask=ask)
+    report: Report = JsonReport() if json else TextReport()
+    report.recommended(found, sys.stdout)

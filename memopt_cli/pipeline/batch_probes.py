@@ -1,0 +1,75 @@
+"""What a search for the largest batch asks of profiling subprocesses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from memopt_cli.batching.advice import BatchSearch, Limits
+from memopt_cli.measure.runner import Session
+from memopt_cli.progress import Progress
+from memopt_cli.records import BatchProbe, Counted, Failure, Plan
+from memopt_cli.units import format_bytes
+
+
+@contextlib.contextmanager
+def replaceable(open_session: Callable[[], Session], lost: Callable[[], None]) -> Iterator[Callable[[], Session]]:
+    """A subprocess that lives across probes; the next one, after ``lost()``, where a probe ended it."""
+    with contextlib.ExitStack() as sessions:
+        current = sessions.enter_context(open_session())
+
+        def session() -> Session:
+            nonlocal current
+            if current.ended:
+                lost()
+                current = sessions.enter_context(open_session())
+            return current
+
+        yield session
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchProbes:
+    """One case (a plan, sizes of the inputs) whose batch is varied."""
+
+    session: Callable[[], Session]
+    plan: Plan
+    progress: Progress
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols than described."""
+    limit_bytes: int | None = None
+    """The memory of the device to emulate."""
+    dry_runs: dict[int, float] = field(default_factory=dict)
+    """Tensor peaks so far, by batch."""
+
+    def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
+        """A search around ``batch``, by dry runs where the model can be run without data."""
+        without_data = math.isfinite(self.predict(batch))
+        return BatchSearch(
+            batch=batch,
+            probe=self.probe,
+            predict=self.predict if without_data else None,
+            limits=limits,
+            ratio=ratio if without_data else 1.0,
+        )
+
+    def predict(self, batch: int) -> float:
+        """The tensor peak in bytes by a dry run, taken once; infinite where that fails."""
+        if batch not in self.dry_runs:
+            self.progress.update(0, None, f"batch {self._where(batch)}, without data")
+            counted = self.session().count(self.plan, fake=True, batch=batch, dims=self.dims)
+            self.dry_runs[batch] = counted.tensor_peak_bytes if isinstance(counted, Counted) else math.inf
+        return self.dry_runs[batch]
+
+    def probe(self, batch: int) -> BatchProbe | Failure:
+        """The allocated peak and the time of a step by a run."""
+        self.progress.update(0, None, f"running batch {self._where(batch)}")
+        found = self.session().probe(self.plan, batch, self.dims, limit_bytes=self.limit_bytes)
+        shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
+        self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
+        return found
+
+    def _where(self, batch: int) -> str:
+        return ", ".join([str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())])

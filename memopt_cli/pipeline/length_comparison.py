@@ -1,0 +1,95 @@
+"""Ways to batch sequences of the user's lengths, by the memory and time of three runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memopt_cli.batching.advice import fit_line
+from memopt_cli.batching.length_strategies import BatchExtent, compare_length_strategies
+from memopt_cli.errors import UsageError
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.records import BatchProbe, Failure, InputSpec, LengthStrategy
+
+RUNS = 3
+_SYMBOLS = ("S", "T")
+
+
+def length_symbol(spec: InputSpec) -> str:
+    """The symbol of the inputs that is a sequence's length.  Raises :class:`UsageError` if there is none."""
+    found = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
+    if found is None:
+        raise UsageError(
+            "--lengths wants a dimension S or T in the inputs: which of their sizes is the length is not known",
+            hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``constant + linear * positions + quadratic * positions * steps``: attention makes the last term."""
+
+    constant: float
+    linear: float
+    quadratic: float
+
+    def __call__(self, extent: BatchExtent) -> float:
+        """The value for a batch."""
+        return self.constant + extent.positions * (self.linear + self.quadratic * extent.steps)
+
+
+def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
+    """Least squares; without the last term where it would be negative."""
+    rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
+    values = torch.tensor([[value] for _, value in points], dtype=torch.float64)
+    design = torch.tensor(rows, dtype=torch.float64)
+    scale = design.abs().amax(0)
+    constant, linear, quadratic = (torch.linalg.pinv(design / scale) @ values).flatten().div(scale).tolist()
+    if quadratic >= 0:
+        return Fit(constant, linear, quadratic)
+    return Fit(*fit_line([(extent.positions, value) for extent, value in points]), 0.0)
+
+
+def compare_lengths(
+    lengths: Sequence[int],
+    *,
+    batch: int,
+    described: int,
+    seed: int,
+    probe: Callable[[int, int], BatchProbe | Failure],
+) -> tuple[LengthStrategy, ...]:
+    """The four ways to make batches of ``batch`` sequences, by what ``probe(batch, steps)`` measures.
+
+    ``described`` steps are known to fit at that batch; no more positions are run.  Raises :class:`MemoptError` where a
+    run gives no number.
+    """
+    longest = max(2, *lengths)
+    count = max(1, min(batch, batch * described // longest))
+    runs = [_measured(probe, *size) for size in ((count, longest), (count, longest // 2), (2 * count, longest // 2))]
+    memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
+    step_s = fit([(extent, run.step_s) for extent, run in runs])
+    reports = compare_length_strategies(
+        lengths, batch_size=batch, memory=lambda e: round(memory(e)), step_s=lambda e: max(0.0, step_s(e)), seed=seed
+    )
+    return tuple(
+        LengthStrategy(
+            name=report.strategy,
+            batches=report.batches,
+            waste=report.waste,
+            peak_bytes=report.peak_bytes or 0,
+            epoch_s=report.epoch_s or 0.0,
+        )
+        for report in reports
+    )
+
+
+def _measured(
+    probe: Callable[[int, int], BatchProbe | Failure], batch: int, steps: int
+) -> tuple[BatchExtent, BatchProbe]:
+    found = probe(batch, steps)
+    if not isinstance(found, BatchProbe):
+        raise_failure(found, f"batch {batch} of {steps} steps, which --lengths needs, could not be run: ")
+    return BatchExtent(sequences=batch, steps=steps, positions=batch * steps), found

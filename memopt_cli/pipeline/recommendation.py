@@ -1,0 +1,311 @@
+"""``memopt recommend-batch``: the largest and the fastest batch that fit, each proven by a run."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memopt_cli.batching.accumulation import accumulate
+from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
+from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batching.length_strategies import read_lengths
+from memopt_cli.errors import NothingFitsError, StepError, UsageError
+from memopt_cli.loading.input_spec import BATCH, batch_of, with_batch
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, length_symbol
+from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    Accumulation,
+    BatchAdvice,
+    BatchEstimate,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRequest,
+    BatchRow,
+    DimRange,
+    Failure,
+    InputSpec,
+    LengthStrategy,
+    NoBatchFits,
+    OutOfMemory,
+    Plan,
+    to_data,
+)
+from memopt_cli.units import exact_bytes, format_bytes
+from memopt_cli.write import batch_yaml, check_targets, read_plan, recommended_data, write_all
+
+
+def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
+    """Find what fits into the memory asked for, and write the batch configuration if a path was given.
+
+    Raises :class:`MemoptError`, among them :class:`NothingFitsError` if not even the smallest batch fits.
+    """
+    started = time.monotonic()
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
+    if request.output is not None:
+        check_targets([Path(request.output)], force=request.force)
+    prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    _check_inputs(request.dim_range, prepared.subject.spec)
+    if lengths:
+        length_symbol(prepared.subject.spec)
+    job = _Job(
+        request=request,
+        prepared=prepared,
+        progress=progress,
+        notes=list(prepared.notes),
+        most_runs=MOST_PROBES - RUNS * bool(lengths),
+    )
+    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
+    with replaceable(open_session, job.session_lost) as session:
+        found = job.recommend(session, plan, lengths)
+    files = _write(found, request) if request.output is not None else ()
+    return replace(found, files=files, spent_s=time.monotonic() - started)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`recommend_batch`."""
+
+    request: BatchRequest
+    prepared: Prepared
+    progress: Progress
+    notes: list[str]
+    most_runs: int
+    """To find what fits; comparing lengths takes some more."""
+    runs: int = 0
+
+    def recommend(
+        self, session: Callable[[], Session], plan: Plan | None, lengths: Sequence[int]
+    ) -> BatchRecommendation:
+        """Search each case, run what else the answer needs, and put it together."""
+        limits = self._limits()
+        sizes: Sequence[dict[str, int]] = [{}]
+        if self.request.dim_range is not None:
+            sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
+        plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
+        cases = [_Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
+        self._search(cases, limits, session)
+        main = self._main(cases, limits)
+        accumulation = self._complete(main, extra=len(sizes) == 1 and not lengths)
+        rows = tuple(BatchRow(planned=c.planned, dims=c.dims, outcome=c.search.outcome()) for c in cases)
+        batch = self._chosen(main)
+        if accumulation is not None:
+            self._note_accumulation(accumulation, main)
+        strategies = self._compare(lengths, batch, main, session) if lengths else ()
+        return BatchRecommendation(
+            header=file_header(self.prepared),
+            objective=self.request.objective,
+            limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
+            rows=rows,
+            batch=batch,
+            verified=bool(main.search.fitting),
+            accumulation=accumulation,
+            lengths=strategies,
+            notes=tuple(self.notes),
+            probes=self.runs,
+            dry_runs=sum(len(case.probes.dry_runs) for case in cases),
+            files=(),
+            spent_s=0.0,
+        )
+
+    def session_lost(self) -> None:
+        """A run ended its subprocess."""
+        self.notes.append("A run ended its profiling subprocess; another took over.")
+
+    # ------------------------------------------------------------------------------------------ the cases
+
+    def _search(self, cases: Sequence[_Case], limits: Limits, session: Callable[[], Session]) -> None:
+        """Search one case after another, the last first; the runs are shared out, and what they taught is passed on.
+
+        Where there are more cases than runs, those of the plan and of long sequences are the ones to be sure of.
+        """
+        ratio = 1.0
+        for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
+            self.progress.stage(f"finding the batch that fits{case.text}")
+            case.probes = BatchProbes(
+                session=session,
+                plan=case.plan,
+                progress=self.progress,
+                dims=case.dims,
+                limit_bytes=limits.budget_bytes,
+            )
+            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
+            batch = batch_of(self.prepared.subject.spec)
+            case.search = case.probes.search(batch, replace(limits, probes=share), ratio)
+            case.search.largest()
+            self._check(case)
+            self.runs += len(case.search.runs)
+            ratio = case.search.measured_ratio() if case.search.predict else 1.0
+
+    def _main(self, cases: Sequence[_Case], limits: Limits) -> _Case:
+        """The case that is recommended: the last in which a batch was run, else the last with an estimate."""
+        outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
+        for kind in (BatchAdvice, BatchEstimate):
+            for case, outcome in outcomes:
+                if isinstance(outcome, kind):
+                    return case
+        smallest = outcomes[-1][1]
+        assert isinstance(smallest, NoBatchFits)
+        raise NothingFitsError(
+            f"not even batch {smallest.batch} fits into {format_bytes(limits.budget_bytes)} ({limits.name}): "
+            f"{smallest.reason}",
+            hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
+        )
+
+    def _check(self, case: _Case) -> None:
+        """Raise what went wrong where nothing ran, unless it was for lack of memory."""
+        failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
+        others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
+        if others and not case.search.measured:
+            raise_failure(others[0])
+        if case.search.predict is None and not case.search.runs:
+            raise StepError(
+                f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
+                f"{self.most_runs} runs are all there are",
+                hint="Give a range of fewer sizes to --dim.",
+            )
+        if case.search.predict is None:
+            self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
+
+    def _complete(self, main: _Case, *, extra: bool) -> Accumulation | None:
+        """Run smaller batches for their speed, and the batch that is accumulated."""
+        search, before = main.search, len(main.search.runs)
+        unit, wanted = self.request.multiple_of, self.request.global_batch
+        left = self.most_runs - self.runs
+        search.limits = replace(search.limits, probes=before + left)
+        if extra and search.fitting:
+            self.progress.stage("finding the fastest batch")
+            units = search.fitting[-1].batch // unit
+            search.also_run([units // 2 * unit, units // 4 * unit][: max(0, left - (wanted is not None))])
+        accumulation = None
+        if wanted is not None:
+            accumulation = accumulate(wanted, self._chosen(main), unit)
+            if search.fitting:
+                search.also_run([accumulation.batch])
+        self.runs += len(search.runs) - before
+        return accumulation
+
+    def _compare(
+        self, lengths: Sequence[int], batch: int, main: _Case, session: Callable[[], Session]
+    ) -> tuple[LengthStrategy, ...]:
+        """Ways to batch the user's sequences, by three runs more."""
+        self.progress.stage("comparing ways to batch sequences")
+        spec = self.prepared.subject.spec
+        symbol = length_symbol(spec)
+
+        def probe(size: int, steps: int) -> BatchProbe | Failure:
+            self.runs += 1
+            self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
+            return session().probe(main.plan, size, {**main.dims, symbol: steps})
+
+        described = {**spec.dims, **main.dims}[symbol]
+        return compare_lengths(lengths, batch=batch, described=described, seed=self.request.settings.seed, probe=probe)
+
+    def _chosen(self, main: _Case) -> int:
+        outcome = main.search.outcome()
+        assert not isinstance(outcome, NoBatchFits)
+        if isinstance(outcome, BatchEstimate):
+            return outcome.batch
+        return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
+
+    def _note_accumulation(self, found: Accumulation, main: _Case) -> None:
+        if found.batch * found.steps != found.global_batch:
+            self.notes.append(
+                f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
+                f"{found.steps} × {found.batch} are {found.batch * found.steps}."
+            )
+        if main.search.fitting and found.batch not in main.search.runs:
+            self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
+        if found.steps > 1 and _has_batch_norm(self.prepared.loaded.module):
+            self.notes.append(
+                f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
+                f"{found.global_batch}, so accumulation is not the same training step as one large batch."
+            )
+
+    def _limits(self) -> Limits:
+        device, memory = self.prepared.subject.settings.device, self.request.memory
+        whole = device_capacity(device)
+        if isinstance(memory, float):
+            free = free_capacity(device)
+            budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
+        else:
+            budget, name = memory, f"--memory {exact_bytes(memory)}"
+        return Limits(
+            budget_bytes=budget,
+            device_bytes=whole.device_bytes,
+            runnable_bytes=runnable_bytes(device),
+            name=name,
+            longest_step_s=self.request.longest_step_s,
+            multiple_of=self.request.multiple_of,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Case:
+    """A plan and sizes, and the search of their largest batch."""
+
+    planned: bool
+    plan: Plan
+    dims: dict[str, int]
+    probes: BatchProbes = field(init=False)
+    search: BatchSearch = field(init=False)
+
+    @property
+    def text(self) -> str:
+        """`` at S=128, under the plan``, or nothing."""
+        sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
+        return sizes + (" under the plan" if self.planned else "")
+
+
+def _check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:
+    """Raise :class:`UsageError` for inputs that have no batch to vary, or no such symbol."""
+    with_batch(spec, batch_of(spec) + 1)
+    if dim_range is None:
+        return
+    if dim_range.symbol == BATCH:
+        raise UsageError(
+            f"{BATCH} cannot have a range: it is what is looked for", hint=f"Give it a size: --dim {BATCH}=8."
+        )
+    symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
+    if spec.tensors and dim_range.symbol not in symbols:
+        raise UsageError(
+            f"{dim_range.symbol} is no dimension of the inputs, whose symbols are: "
+            f"{', '.join(sorted(symbols)) or 'none'}",
+            hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
+        )
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    names = (getattr(module, "original_name", type(module).__name__) for module in model.modules())
+    return any("BatchNorm" in name for name in names)
+
+
+def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:
+    assert request.output is not None
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.batch))
+    content = batch_yaml(found.header, shaping=to_data(shaping), recommended=_recommended(found))
+    return write_all({Path(request.output): lambda stream: stream.write(content)}, force=request.force)
+
+
+def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
+    main = next((r.outcome for r in reversed(found.rows) if isinstance(r.outcome, BatchAdvice)), None)
+    data = {**(recommended_data(main) if main else {}), "batch_size": found.batch, "verified": found.verified}
+    if found.accumulation is not None:
+        data["accumulation"] = to_data(found.accumulation)
+    if found.lengths:
+        data["lengths"] = to_data(found.lengths)
+    if len(found.rows) > 1:
+        data["rows"] = to_data(found.rows)
+    return data

@@ -1,0 +1,138 @@
+"""``memopt recommend-batch`` for people: what fits, and the settings to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchEstimate,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRow,
+    NoBatchFits,
+)
+from memopt_cli.units import format_bytes, format_seconds
+
+
+def headline(found: BatchRecommendation) -> Iterator[str]:
+    """The answer, and what it was asked of."""
+    where = _case(_main(found))
+    if not found.verified:
+        yield f"about batch {found.batch}{where} would fit: an estimate, it was not run"
+    elif found.objective == "throughput":
+        yield f"recommended: batch {found.batch}{where}, the fastest of those run within the limit"
+    else:
+        yield f"recommended: batch {found.batch}{where}, the largest that fits; it was run"
+    if found.accumulation is not None:
+        steps = found.accumulation.steps
+        yield f"global batch {found.accumulation.global_batch}: {steps} × batch {found.accumulation.batch}"
+    yield f"memory limit: {found.limit}"
+
+
+def case_table(found: BatchRecommendation) -> Table:
+    """One line for each plan and size."""
+    symbol = next((name for row in found.rows for name in row.dims), "")
+    planned = any(row.planned for row in found.rows)
+    headings = [*(["plan"] if planned else []), *([symbol] if symbol else [])]
+    table = _table(*headings, "largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by")
+    for row in found.rows:
+        keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
+        table.add_row(*keys, *_cells(row))
+    return table
+
+
+def _cells(row: BatchRow) -> tuple[str, ...]:
+    match row.outcome:
+        case BatchAdvice() as advice:
+            runs = {run.batch: run for run in advice.probes}
+            fastest = runs[advice.fastest_batch]
+            return (
+                str(advice.recommended_batch),
+                format_bytes(runs[advice.recommended_batch].allocated_peak_bytes),
+                str(fastest.batch),
+                _rate(fastest),
+                format_bytes(advice.slope_bytes),
+                advice.limited_by + _beyond(advice),
+            )
+        case BatchEstimate() as estimate:
+            peak = f"~{format_bytes(estimate.predicted_peak_bytes)}"
+            return (f"~{estimate.batch}", peak, "–", "–", "–", "an estimate: no run was left for it")
+        case NoBatchFits() as nothing:
+            return ("none", "–", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
+
+
+def _beyond(advice: BatchAdvice) -> str:
+    if advice.estimated_batch == advice.recommended_batch:
+        return ""
+    return f"; about {advice.estimated_batch} would fit (an estimate)"
+
+
+def run_table(found: BatchRecommendation) -> Table:
+    """Every batch that was run in the case of the headline."""
+    table = _table("batch run", "peak", "step", "samples/s")
+    outcome = _main(found).outcome
+    for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
+        table.add_row(str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run))
+    return table
+
+
+def length_table(found: BatchRecommendation) -> Table:
+    """Ways to batch the user's sequences."""
+    table = _table("sequences", "batches", "waste", "peak", "epoch")
+    for way in found.lengths:
+        cells = (f"{100 * way.waste:.1f} %", f"~{format_bytes(way.peak_bytes)}", f"~{format_seconds(way.epoch_s)}")
+        table.add_row(way.name.replace("_", " "), str(way.batches), *cells)
+    return table
+
+
+def settings(found: BatchRecommendation) -> Iterator[str]:
+    """Lines to paste, for Lightning, Hugging Face's Trainer and plain PyTorch."""
+    batch, steps = found.batch, 1
+    if found.accumulation is not None:
+        batch, steps = found.accumulation.batch, found.accumulation.steps
+    yield "# Lightning"
+    yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
+    yield f"trainer = Trainer(accumulate_grad_batches={steps})"
+    yield "# Hugging Face"
+    yield f"arguments = TrainingArguments(per_device_train_batch_size={batch}, gradient_accumulation_steps={steps})"
+    yield "# PyTorch"
+    yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
+    if steps == 1:
+        return
+    yield "for number, (inputs, targets) in enumerate(loader, start=1):"
+    yield f"    (loss_function(model(inputs), targets) / {steps}).backward()"
+    yield f"    if number % {steps} == 0:"
+    yield "        optimizer.step()"
+    yield "        optimizer.zero_grad()"
+
+
+def remarks(found: BatchRecommendation) -> Iterator[str]:
+    """What the answer rests on."""
+    yield f"{found.probes} runs on data, {found.dry_runs} without; total time {format_seconds(found.spent_s)}"
+    yield from found.notes
+
+
+def _main(found: BatchRecommendation) -> BatchRow:
+    """The case that the recommendation is of: the last in which a batch was run."""
+    run = (row for row in reversed(found.rows) if isinstance(row.outcome, BatchAdvice))
+    return next(run, found.rows[-1])
+
+
+def _case(row: BatchRow) -> str:
+    sizes = "".join(f" at {symbol}={size}" for symbol, size in row.dims.items())
+    return sizes + (" under the plan" if row.planned else "")
+
+
+def _rate(run: BatchProbe) -> str:
+    rate = run.batch / run.step_s
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("plan", "limited by", "sequences") else "right")
+    return table

@@ -1,0 +1,210 @@
+"""``memopt recommend-batch``: flags to one request, and what is printed and written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt_cli.cli.app import main
+from memopt_cli.errors import StepError
+from memopt_cli.records import BatchRequest, DimRange, InputSpec, ModelSource, StepSettings, TensorSpec, Trust
+
+
+@pytest.fixture
+def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[BatchRequest]:
+    """What the pipeline was asked; it fails once it has been."""
+    asked: list[BatchRequest] = []
+
+    def recommend_batch(request: BatchRequest, *, progress: Any, ask: Any) -> None:
+        asked.append(request)
+        raise StepError("enough")
+
+    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "recommend_batch", recommend_batch, raising=False)
+    return asked
+
+
+def test_defaults(requests: list[BatchRequest]) -> None:
+    assert main(["recommend-batch", "model.pt"]) == 3
+    settings = StepSettings(device="auto")
+    assert requests == [BatchRequest(source=ModelSource(location="model.pt"), spec=None, settings=settings)]
+    assert requests[0].memory == 0.9
+
+
+def test_every_flag_arrives(requests: list[BatchRequest]) -> None:
+    flags = (
+        "-i BxS --dim B=8 --dim S=128:4096 --memory 24GiB --global-batch 512 --multiple-of 8 --objective throughput "
+        "--plan p.plan.yaml --lengths l.txt -o b.yaml --force --device cuda:1 --precision fp64 --loss l.py:f "
+        "--optimizer adamw --seed 7 --timeout 12.5 --longest-step 3 --weights w.pt --code-path train.py "
+        "--allow-package a --allow-global c.D -q"
+    )
+    assert main(["recommend-batch", "model.pt", *flags.split()]) == 3
+    trust = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
+    assert requests == [
+        BatchRequest(
+            source=ModelSource(location="model.pt", weights="w.pt", trust=trust),
+            spec=InputSpec(tensors=(TensorSpec(shape=("B", "S")),), dims={"B": 8, "S": 128}, source="--input"),
+            settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
+            memory=24 << 30,
+            objective="throughput",
+            global_batch=512,
+            multiple_of=8,
+            dim_range=DimRange(symbol="S", low=128, high=4096),
+            plan_path="p.plan.yaml",
+            lengths_path="l.txt",
+            output="b.yaml",
+            force=True,
+            timeout_s=12.5,
+            longest_step_s=3.0,
+        )
+    ]
+
+
+@pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024", 1024)])
+def test_memory(text: str, memory: float, requests: list[BatchRequest]) -> None:
+    assert main(["recommend-batch", "model.pt", "--memory", text]) == 3
+    assert requests[0].memory == memory
+    assert type(requests[0].memory) is type(memory)
+
+
+def test_a_config_file(requests: list[BatchRequest]) -> None:
+    Path("memopt.yaml").write_text("memory: 60%\nglobal-batch: 64\nlevel: 4\n")
+    assert main(["recommend-batch", "model.pt"]) == 3
+    assert (requests[0].memory, requests[0].global_batch) == (0.6, 64)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--memory", "lots"], "'lots' is not a memory size"),
+        (["--memory", "0"], "0 bytes"),
+        (["--memory", "0%"], "not a percentage between 0 and 100"),
+        (["--memory", "101%"], "not a percentage between 0 and 100"),
+        (["--memory", "-1GiB"], "is not a memory size"),
+        (["--global-batch", "0"], "at least 1"),
+        (["--global-batch", "many"], "whole number"),
+        (["--multiple-of", "0"], "at least 1"),
+        (["--objective", "fun"], "fun"),
+        (["--dim", "S=128:"], "not NAME=LOW:HIGH"),
+        (["--dim", "S=128:64"], "is empty"),
+        (["--dim", "S=0:64"], "is not NAME=SIZE"),
+        (["--dim", "S=1:2", "--dim", "T=1:2"], "two dimensions have a range"),
+        (["--dim", "S=1:2", "--dim", "S=8"], "two sizes"),
+        (["-i", "BxS", "--dim", "B=1"], "S has no size"),
+        (["-i", "4xq"], "4xq"),
+        (["--level", "2"], "--level"),
+    ],
+)
+def test_bad_usage(bad: list[str], said: str, requests: list[BatchRequest], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend-batch", "model.pt", *bad]) == 2
+    assert said in capsys.readouterr().err
+    assert requests == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sizes"),
+    [(128, 4096, (128, 256, 512, 1024, 2048, 4096)), (3, 13, (3, 6, 12, 13)), (5, 5, (5,)), (1, 2, (1, 2))],
+)
+def test_a_range_is_doubled(low: int, high: int, sizes: tuple[int, ...]) -> None:
+    assert DimRange(symbol="S", low=low, high=high).sizes() == sizes
+
+
+# ---------------------------------------------------------------------------------------------- with the pipeline
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8)]
+    torch.save(nn.Sequential(*layers), tmp_path / "net.pt")
+    return "net.pt"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
+    done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--global-batch", "4096")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("recommended: batch ")
+    assert lines[0].endswith("the largest that fits; it was run")
+    steps, batch = (int(word) for word in lines[1].removeprefix("global batch 4096: ").split(" × batch "))
+    assert steps * batch == 4096
+    assert "memory limit: 1.0 MiB (--memory 1MiB)" in lines
+    for pasted in (
+        f"DataLoader(dataset, batch_size={batch}, shuffle=True)",
+        f"Trainer(accumulate_grad_batches={steps})",
+        f"TrainingArguments(per_device_train_batch_size={batch}, gradient_accumulation_steps={steps})",
+        f"/ {steps}).backward()",
+    ):
+        assert pasted in done.out
+    assert f"its statistics are those of {batch} samples, not of 4096" in done.out
+    assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
+    from memopt_cli.batching.config import read_batch_shaping
+
+    flags = ("-i", "TxBx64", "--dim", "B=8", "--dim", "T=1:2", "--memory", "512KiB", "--json", "-o", "b.yaml")
+    import torch
+    from torch import nn
+
+    torch.save(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), net)
+    done = memopt("recommend-batch", net, *flags)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    one, two = (row["outcome"] for row in found["rows"])
+    assert [row["dims"] for row in found["rows"]] == [{"T": 1}, {"T": 2}]
+    assert one["kind"] == two["kind"] == "BatchAdvice"
+    assert one["recommended_batch"] == pytest.approx(2 * two["recommended_batch"], rel=0.06)
+    assert found["probes"] <= 6
+    assert found["batch"] == two["recommended_batch"]
+    assert done.changed == {"b.yaml"}
+    assert read_batch_shaping("b.yaml").adaptive_sizing.max_batch_size == found["batch"]
+    again = memopt("recommend-batch", net, *flags)
+    assert again.code == 2
+    assert "b.yaml exists" in again.err
+
+
+@pytest.mark.usefixtures("in_process")
+def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
+    import torch
+    from torch import nn
+
+    torch.save(nn.Linear(64, 64), net)
+    done = memopt("recommend-batch", net, "-i", "8x64", "--memory", "16KiB", "-o", "b.yaml")
+    assert done.code == 6
+    assert "error: not even batch 1 fits into 16.0 KiB (--memory 16KiB): it took 3" in done.err
+    assert done.out == ""
+    assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["-i", "8x63"], 3, "rejected its input"),
+        (["-i", "8x64", "--dim", "S=2:4"], 2, "S is no dimension of the inputs"),
+        (["-i", "Bx64", "--dim", "B=2:4"], 2, "B cannot have a range"),
+        (["-i", "8x64", "--plan", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["-i", "8x64", "-o", "no/such/folder.yaml"], 3, "there is no folder"),
+        (["--input-data", "x.pt"], 2, "cannot be resized"),
+        (["-i", "8x64", "--lengths", "nowhere.txt"], 2, "nowhere.txt"),
+        (["-i", "8x64", "--lengths", "lengths.txt"], 2, "--lengths wants a dimension S or T"),
+    ],
+)
+def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[..., Any], net: str) -> None:
+    import torch
+
+    torch.save([torch.randn(8, 64)], "x.pt")
+    Path("lengths.txt").write_text("3\n4\n")
+    done = memopt("recommend-batch", net, *flags, "--memory", "1MiB", "-q")
+    assert done.code == code, done.err
+    assert said in done.err

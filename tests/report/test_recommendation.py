@@ -1,0 +1,145 @@
+"""``memopt recommend-batch`` for people: what was run is told from what was not."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from memopt_cli.records import (
+    Accumulation,
+    BatchAdvice,
+    BatchEstimate,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRow,
+    FileHeader,
+    InputSpec,
+    LengthStrategy,
+    NoBatchFits,
+)
+from memopt_cli.report.text import TextReport
+
+MIB = 1 << 20
+ADVICE = BatchAdvice(
+    recommended_batch=40,
+    fastest_batch=20,
+    estimated_batch=40,
+    probes=(
+        BatchProbe(batch=20, allocated_peak_bytes=52 * MIB, step_s=0.1),
+        BatchProbe(batch=40, allocated_peak_bytes=99 * MIB, step_s=0.25),
+    ),
+    intercept_bytes=5.0 * MIB,
+    slope_bytes=2.5 * MIB,
+    budget_bytes=100 * MIB,
+    device_bytes=1 << 33,
+    limited_by="--memory 100MiB",
+)
+FOUND = BatchRecommendation(
+    header=FileHeader(
+        schema_version=1,
+        memopt="0.1",
+        torch="2.13",
+        model="model.pt",
+        sha256=None,
+        spec=InputSpec(source="--input"),
+        seed=0,
+        device="cpu",
+    ),
+    objective="max",
+    limit="100.0 MiB (--memory 100MiB)",
+    rows=(BatchRow(planned=False, dims={}, outcome=ADVICE),),
+    batch=40,
+    verified=True,
+    accumulation=None,
+    lengths=(),
+    notes=("A note.",),
+    probes=2,
+    dry_runs=7,
+    files=("b.yaml",),
+    spent_s=3.0,
+)
+
+
+def shown(found: BatchRecommendation) -> list[str]:
+    stream = io.StringIO()
+    TextReport().recommended(found, stream)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_the_whole_report() -> None:
+    assert shown(FOUND) == [
+        "recommended: batch 40, the largest that fits; it was run",
+        "memory limit: 100.0 MiB (--memory 100MiB)",
+        "",
+        "largest            fastest",
+        "  batch      peak    batch  samples/s  per sample  limited by",
+        "     40  99.0 MiB       20        200     2.5 MiB  --memory 100MiB",
+        "",
+        "batch run      peak      step  samples/s",
+        "       20  52.0 MiB  100.0 ms        200",
+        "       40  99.0 MiB  250.0 ms        160",
+        "",
+        "# Lightning",
+        "loader = DataLoader(dataset, batch_size=40, shuffle=True)",
+        "trainer = Trainer(accumulate_grad_batches=1)",
+        "# Hugging Face",
+        "arguments = TrainingArguments(per_device_train_batch_size=40, gradient_accumulation_steps=1)",
+        "# PyTorch",
+        "loader = DataLoader(dataset, batch_size=40, shuffle=True)",
+        "",
+        "2 runs on data, 7 without; total time 3.00 s",
+        "A note.",
+        "wrote b.yaml",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"objective": "throughput", "batch": 20}, "recommended: batch 20, the fastest of those run within the limit"),
+        ({"verified": False}, "about batch 40 would fit: an estimate, it was not run"),
+        ({"accumulation": Accumulation(global_batch=512, batch=32, steps=16)}, "global batch 512: 16 × batch 32"),
+    ],
+)
+def test_the_answer(change: dict[str, object], line: str) -> None:
+    assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
+
+
+def test_accumulation_as_code_runs() -> None:
+    lines = shown(replace(FOUND, accumulation=Accumulation(global_batch=512, batch=32, steps=16)))
+    start = lines.index("# PyTorch")
+    compile("\n".join(lines[start : lines.index("", start)]), "pasted", "exec")
+    assert "    (loss_function(model(inputs), targets) / 16).backward()" in lines
+    assert "    if number % 16 == 0:" in lines
+
+
+def test_plans_sizes_and_what_was_not_run() -> None:
+    rows = (
+        BatchRow(planned=False, dims={"S": 128}, outcome=replace(ADVICE, estimated_batch=55, limited_by="the time")),
+        BatchRow(
+            planned=False,
+            dims={"S": 256},
+            outcome=BatchEstimate(batch=9, predicted_peak_bytes=3 * MIB, budget_bytes=4 * MIB),
+        ),
+        BatchRow(planned=True, dims={"S": 512}, outcome=NoBatchFits(batch=8, budget_bytes=4, reason="it took 9.0 GiB")),
+    )
+    lines = shown(replace(FOUND, rows=rows))
+    assert lines[0] == "recommended: batch 40 at S=128, the largest that fits; it was run"
+    assert [" ".join(line.split()) for line in lines[4:8]] == [
+        "plan S batch peak batch samples/s per sample limited by",
+        "without 128 40 99.0 MiB 20 200 2.5 MiB the time; about 55 would fit (an estimate)",
+        "without 256 ~9 ~3.0 MiB – – – an estimate: no run was left for it",
+        "with 512 none – – – – batch 8: it took 9.0 GiB",
+    ]
+
+
+def test_ways_to_batch_sequences() -> None:
+    ways = (
+        LengthStrategy(name="padding", batches=7, waste=0.4321, peak_bytes=MIB, epoch_s=2.0),
+        LengthStrategy(name="token_budget", batches=6, waste=0.01, peak_bytes=2 * MIB, epoch_s=1.0),
+    )
+    lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
+    assert "padding 7 43.2 % ~1.0 MiB ~2.00 s" in lines
+    assert "token budget 6 1.0 % ~2.0 MiB ~1.00 s" in lines
