@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SAMPLES := sample_models/build/.written
 
-.PHONY: demo samples test lint clean
+.PHONY: demo samples test lint check-memory bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 --force
@@ -13,13 +13,20 @@ demo: $(SAMPLES)
 samples: $(SAMPLES)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+
+check-memory: $(SAMPLES)
+	for name in char_rnn lif_rnn gpt resnet spiking_vgg; do \
+	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || exit; done
+
+bench: $(SAMPLES)
+	for case in benchmarks/[a-z]*.py; do $(BIN)/python $$case || exit 1; done
 
 clean:
 	rm -rf .venv sample_models/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -28,6 +35,7 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps spikingjelly
 	touch $@
 
 $(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)

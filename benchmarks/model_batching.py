@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Forward and backward of many models: memopt's batched model beside the loop, ``vmap`` and torchmb 0.2.
 
     python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--out FILE.json]

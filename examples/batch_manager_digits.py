@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Trains on scikit-learn's digits while a batch manager keeps the process below a memory limit that shrinks half-way.
 
 ``python examples/batch_manager_digits.py`` takes about twenty seconds on one CPU core.  Memory is the resident set of

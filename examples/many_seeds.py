@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Trains 16 seeds of a small network on scikit-learn's digits at once, then each alone, and compares them.
 
 ``python examples/many_seeds.py`` takes about half a minute on one CPU core, most of it for the separate trainings.

@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Trains a classifier of surnames on packed batches, and shows what batching by length saves.
 
 ``python examples/name_classifier.py`` takes about ten seconds on one CPU core.  The names in ``names/`` are

@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Trains a recurrent spiking network online, batched by hand and by vmap, beside back-propagation through time.
 
 ``python examples/online_lif.py`` takes about ten seconds on one CPU core.  The network, the data and the ten epochs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from memopt_cli.documents import json_text, read_mapping, yaml_text
-from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.errors import BaselineError, UsageError, WriteError, first_line
 from memopt_cli.records import (
     SCHEMA_VERSION,
+    Baseline,
     BatchAdvice,
     FileHeader,
+    Measurement,
     MemOptSummary,
     Plan,
+    StepMemory,
     from_data,
     to_data,
 )
+from memopt_cli.spec_text import parse_factory
 
 Fill = Callable[[BinaryIO], object]
 """Writes one file's content to an open binary file."""
-
-_FACTORY = re.compile(r"(\w+\.)*(?P<module>\w+):[\w.]+")
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -64,9 +66,9 @@ def output_paths(location: str, output: str | None) -> OutputPaths:
 
 
 def _beside(location: str) -> Path:
-    factory = _FACTORY.fullmatch(location)
+    factory = parse_factory(location)
     if factory and not os.path.exists(location):
-        return Path(f"{factory['module']}.memopt.pt")
+        return Path(f"{factory[0].rpartition('.')[2]}.memopt.pt")
     return Path(location).parent / f"{Path(location).stem}.memopt.pt"
 
 
@@ -85,7 +87,7 @@ def check_targets(paths: Iterable[Path], *, force: bool) -> None:
                 f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."
             )
         if os.path.lexists(path) and not force:
-            raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file with -o.")
+            raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file.")
         if not os.path.isdir(path.parent):
             raise WriteError(
                 f"cannot write {path}: there is no folder {path.parent}", hint="Make it, or choose another."
@@ -181,7 +183,7 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
 
 def plan_yaml(header: FileHeader, plan: Plan) -> bytes:
     """The content of ``*.plan.yaml``: the header's keys, ``level`` and ``segments``; :func:`read_plan` reads it."""
-    data = {**_header(header), "level": plan.level, "segments": [_short(segment) for segment in plan.segments]}
+    data = {**_header(header), **_short(plan), "segments": [_short(segment) for segment in plan.segments]}
     return yaml_text(data).encode()
 
 
@@ -206,55 +208,70 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
-def batch_yaml(header: FileHeader, advice: BatchAdvice | None, *, measured_batch: int) -> bytes:
-    """The content of ``*.batch.yaml``: the configuration of batch shaping, and what it rests on.
+def baseline_json(baseline: Baseline) -> bytes:
+    """The content of a baseline: the header's keys, ``conditions`` and ``memory``; :func:`read_measured` reads it."""
+    parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
+    return json_text({**to_data(baseline.header), **parts}).encode()
 
-    ``measured_batch`` is the batch size the applied plan was measured at; it is the recommendation where no probe gave
-    a better one.  Sizes are in bytes.
+
+def read_measured(path: str | os.PathLike[str]) -> Baseline:
+    """What a step needed, from a baseline or from a ``*.summary.json``.
+
+    Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
     """
-    recommended = _advice(advice) if advice else {"batch_size": measured_batch, "verified": True}
-    data = {**_header(header), "batch_shaping": _batch_shaping(recommended["batch_size"]), "recommended": recommended}
-    return yaml_text(data).encode()
+    try:
+        data = json.loads(Path(path).read_bytes())
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UsageError(f"its schema_version is {version!r}, and this memopt reads {SCHEMA_VERSION}")
+        header = from_data(FileHeader, {key: data[key] for key in data if key in _HEADER_KEYS}, where="the file")
+        if "summary" in data:
+            memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
+            return Baseline(header=header, conditions=None, memory=memory)
+        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
+        return from_data(Baseline, {"header": to_data(header), **parts}, where="the file")
+    except (OSError, ValueError, UsageError) as err:
+        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or first_line(err)
+        raise BaselineError(
+            f"there is no baseline at {path}: {reason}", hint="Record one with memopt baseline MODEL -o FILE."
+        ) from err
 
 
-def _advice(advice: BatchAdvice) -> dict[str, Any]:
+_HEADER_KEYS = {f.name for f in fields(FileHeader)}
+
+
+def _summarized(summary: MemOptSummary) -> StepMemory:
+    """What the step of the applied level needs; raises :class:`UsageError` if it was not measured."""
+    outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
+    measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
+    if measured is None:
+        raise UsageError(f"it is a summary whose level {summary.applied_level} has no measurement")
+    return StepMemory(
+        plan=summary.plan or Plan(level=0),
+        tensor_peak_bytes=measured.tensor_peak_bytes,
+        allocated_peak_bytes=measured.allocated_peak_bytes,
+        step_s=measured.step_s,
+        breakdown=measured.breakdown,
+    )
+
+
+def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
+    """The content of ``*.batch.yaml``: ``batch_shaping``, the configuration, and ``recommended``, what it rests on."""
+    return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
+
+
+def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
+    """Advice as it stands below ``recommended``; sizes in bytes, times in seconds."""
     return {
         "batch_size": advice.recommended_batch,
         "verified": True,  # by a run: memopt recommends nothing else
+        "fastest_batch_size": advice.fastest_batch,
         "estimated_batch_size": advice.estimated_batch,
         "limited_by": advice.limited_by,
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
         "probes": [to_data(probe) for probe in advice.probes],
-    }
-
-
-def _batch_shaping(max_batch: int) -> dict[str, Any]:
-    return {
-        "adaptive_sizing": {
-            "enabled": True,
-            "target_memory_usage": 0.8,
-            "min_batch_size": 1,
-            "max_batch_size": max_batch,
-            "adaptation_interval": 10,
-            "performance_window": 50,
-        },
-        "memory_aware_shaping": {
-            "memory_threshold": 0.9,
-            "preserve_gradients": True,
-            "optimization_hints": {
-                "attention": "contiguous",
-                "convolution": "channels_last",
-                "recurrent": "packed_sequence",
-            },
-        },
-        "performance_monitoring": {
-            "enabled": True,
-            "metrics_window": 100,
-            "alert_thresholds": {"memory_usage": 0.95, "throughput_drop": 0.2},
-        },
-        "validation": {"strict_mode": False, "hardware_checks": True, "performance_validation": True},
     }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -68,30 +67,8 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling in this process, in a tenth of the time; what is said still goes through JSON."""
-    from memopt_cli.measure.jobs import Subject
-    from memopt_cli.measure.runner import Session
-    from memopt_cli.measure.worker import Worker, _failure
+    from memopt_cli.measure.local import LocalSession
     from memopt_cli.pipeline import prepare
-    from memopt_cli.records import from_data, to_data
-
-    def over_the_wire(kind: Any, record: Any) -> Any:
-        return from_data(kind, json.loads(json.dumps(to_data(record))))
-
-    class LocalSession(Session):
-        def __enter__(self) -> Self:
-            self._worker: Worker | None = None
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def _ask(self, job: Any, answer: Any) -> Any:
-            try:
-                self._worker = self._worker or Worker(over_the_wire(Subject, self._subject))
-                return over_the_wire(answer, self._worker.do(over_the_wire(type(job), job)))
-            except Exception as error:
-                failure = _failure(error)
-                return over_the_wire(type(failure), failure)
 
     monkeypatch.setattr(prepare, "Session", LocalSession)
 

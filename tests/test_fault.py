@@ -1,7 +1,8 @@
-"""Subprocesses that die, hang, chatter or starve; Ctrl-C and SIGKILL: an answer each time, and nobody left behind."""
+"""Faults: an answer, the right exit code and a clear message each time; nobody and nothing half done is left behind."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import signal
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from memopt_cli.cli.terminal import LogProgress
 from memopt_cli.measure import runner
 from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline import prepare
 from memopt_cli.records import (
     Counted,
     Crashed,
@@ -35,6 +41,8 @@ from memopt_cli.records import (
 )
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
+Memopt = Callable[..., Any]
 
 ORIGINAL = Plan(level=0)
 AGES_S = 60.0
@@ -98,38 +106,216 @@ def pid_of(session: Session) -> int:
     return session._process.pid
 
 
-# ---------------------------------------------------------------------------------------------- one session
+# ---------------------------------------------------------------------------------------------- the tables
+
+IN_A_SUBPROCESS = [
+    # what its step does, command, exit code, what the message says
+    ("is killed", "optimize faulty:Killed -i 2x3 --level 0", 3, ["the profiling subprocess was killed", "memory"]),
+    ("is killed", "profile faulty:Killed -i 2x3", 3, ["the profiling subprocess was killed", "memory"]),
+    ("crashes", "optimize faulty:Crashes -i 2x3", 3, ["killed by SIGSEGV", "in plain Python"]),
+    ("exits", "optimize faulty:Exits -i 2x3", 3, ["exit code 7", "the model's last words"]),
+    ("exits, its own child does not", "optimize faulty:LeavesOneBehind -i 2x3", 3, ["exit code 7"]),
+    ("closes its pipe", "optimize faulty:ClosesItsPipe -i 2x3", 3, ["closed its pipe without an answer"]),
+    ("sleeps for ever", "optimize faulty:Sleeps -i 2x3 --timeout 4", 3, ["time limit of 4 s", "--timeout"]),
+    ("forks, both sleep", "profile faulty:Forks -i 2x3 --timeout 4", 3, ["time limit of 4 s", "--timeout"]),
+    ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller batch"]),
+    ("raises", "optimize faulty:Raises -i 2x3", 3, ["rejected its input", "the model's own complaint"]),
+]
+
+AN_ANSWER = "an answer of a subprocess"
+LOADED, FILLED = "memopt_cli.pipeline.prepare.load_model", "memopt_cli.write._fill"
+CTRL_C = [
+    # command, in which stage, just after what
+    ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
+    ("optimize good.pt -i 8x6 --level 4", "level 0", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 1", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 2", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 3", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 4", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 0", "verifying", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 0", "finding the batch", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 0", "writing", FILLED),
+    ("profile good.pt -i 8x6", "loading", LOADED),
+    ("profile good.pt -i 8x6", "measuring", AN_ANSWER),
+    ("profile good.pt -i 8x6", "recording", AN_ANSWER),
+    ("apply good.pt p.yaml", "", "memopt_cli.pipeline.application.load_model"),
+    ("apply good.pt p.yaml", "", FILLED),
+    ("inspect good.pt", "", "memopt_cli.pipeline.inspection.read_file"),
+]
+
+WRITING = ["optimize good.pt -i 8x6 --level 0", "apply good.pt p.yaml"]
+FOLDERS = [
+    # what -o names, what the message says
+    pytest.param(
+        "a_folder/out.pt",
+        "the folder a_folder is not writable",
+        marks=pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere"),
+    ),
+    ("/proc/self/out.pt", "cannot write /proc/self/out"),
+    ("no/such/out.pt", "there is no folder no/such"),
+]
+
+OUTPUTS = [
+    # command, files that it has written by the time it reports
+    ("inspect good.pt", set()),
+    ("profile good.pt -i 8x6", set()),
+    ("apply good.pt p.yaml", {"good.memopt.pt"}),
+    (
+        "optimize good.pt -i 8x6 --level 0",
+        {f"good.memopt.{end}" for end in ("pt", "summary.json", "plan.yaml", "batch.yaml")},
+    ),
+]
+
+PLAN_TEXT = (
+    "{schema_version: 1, memopt: '0', torch: '2', model: m, sha256: null, spec: {source: here}, "
+    "seed: 0, device: cpu, level: 0}"
+)
+
+
+@pytest.fixture
+def folder(memopt: Memopt, tmp_path: Path) -> Path:
+    """Every file that the tables name."""
+    blocks = [nn.Sequential(*(nn.Linear(6, 6), nn.Tanh()) * 3) for _ in range(3)]
+    torch.save(nn.Sequential(*blocks), "good.pt")
+    Path("p.yaml").write_text(PLAN_TEXT)
+    os.mkdir("a_folder", 0o500)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("model", "answer"),
-    [
-        ("Killed", OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")),
-        ("Crashes", Crashed(reason="killed by SIGSEGV", output_tail="")),
-        ("Exits", Crashed(reason="exit code 7", output_tail="the model's last words")),
-        ("ClosesItsPipe", Crashed(reason="it closed its pipe without an answer", output_tail="")),
-    ],
+    ("does", "command", "code", "said"),
+    IN_A_SUBPROCESS,
+    ids=[f"{row[0]}, {row[1].split()[0]}" for row in IN_A_SUBPROCESS],
 )
-def test_its_death_is_an_answer(
-    model: str, answer: Any, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+def test_fault_in_a_subprocess(
+    does: str,
+    command: str,
+    code: int,
+    said: list[str],
+    memopt: Memopt,
+    user_code: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "_PATIENCE_S", 0.5)
-    with start(model) as session:
+    assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
+
+
+class Attended(LocalSession):
+    """A real subprocess from its birth to its end; what it is asked is answered here, without its importing torch."""
+
+    __enter__, __exit__ = Session.__enter__, Session.__exit__
+
+
+@pytest.mark.parametrize(("command", "stage", "moment"), CTRL_C)
+def test_fault_ctrl_c(
+    command: str, stage: str, moment: str, memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "Session", Attended)
+    monkeypatch.setattr(runner, "_PATIENCE_S", 0)  # nobody waits for the subprocess to have imported PyTorch
+    left = press_ctrl_c(stage, moment, monkeypatch)
+    assert_failed(memopt(*command.split()), 130, ["interrupted"])
+    assert left == [1 if moment == AN_ANSWER else 0]
+
+
+def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have it pressed once, in a stage, just after a function has returned; tells how many subprocesses lived then."""
+    alive: list[int] = []
+    announced = ""
+
+    def announce(progress: LogProgress, text: str) -> None:
+        nonlocal announced
+        announced = text
+
+    owner, _, name = moment.rpartition(".")
+    target: Any = importlib.import_module(owner) if owner else Attended
+    name = name if owner else "_ask"
+    original = getattr(target, name)
+
+    def pressed(*arguments: Any) -> Any:
+        result = original(*arguments)
+        if announced.startswith(stage):
+            alive.append(len(workers_of(os.getpid())))
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(LogProgress, "stage", announce)
+    monkeypatch.setattr(target, name, pressed)
+    return alive
+
+
+@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize("room", [0, 1000])
+def test_fault_full_disk(command: str, room: int, memopt: Memopt, folder: Path, in_process: None) -> None:
+    with files_no_larger_than(room):
+        done = memopt(*command.split())
+    assert_failed(done, 3, ["cannot write good.memopt.pt: File too large", "Nothing was written"])
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Writing more fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize(("output", "said"), FOLDERS)
+def test_fault_folder(command: str, output: str, said: str, memopt: Memopt, folder: Path, in_process: None) -> None:
+    assert_failed(memopt(*command.split(), "-o", output), 3, [said, "hint: "])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize(("command", "written"), OUTPUTS)
+def test_fault_full_stdout(
+    command: str,
+    written: set[str],
+    memopt: Memopt,
+    folder: Path,
+    in_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        done = memopt(*command.split())
+    said = ["the output could not be written in full: No space left on device", "Make room"]
+    assert_failed(done, 3, said, written=written)
+
+
+def assert_failed(done: Any, code: int, said: list[str], *, written: set[str] | None = None) -> None:
+    """An exit code and one message; no subprocess and no file is left, but for those written in full."""
+    assert done.code == code, done.out + done.err
+    assert done.out == ""
+    assert done.err.count("error: ") == 1
+    message = done.err.partition("error: ")[2]
+    for words in said:
+        assert words in message
+    assert "Traceback" not in message
+    assert done.changed == (written or set())
+    assert wait_for(lambda: not workers_of(os.getpid()), 5)
+
+
+# ---------------------------------------------------------------------------------------------- one session
+
+
+def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
+    with start("Killed") as session:
         pid = pid_of(session)
-        assert session.measure(ORIGINAL) == answer
+        detail = "the profiling subprocess was killed, as the system does when memory runs out"
+        assert session.measure(ORIGINAL) == OutOfMemory(detail=detail)
         assert processes_of(pid) == []
         # A session that has ended says so, and starts nothing.
         assert isinstance(session.measure(ORIGINAL), Crashed)
         assert isinstance(session.chunking(""), Refused)
 
 
-@pytest.mark.parametrize("model", ["Sleeps", "Forks"])
-def test_a_time_limit_leaves_no_orphan(model: str, start: Callable[..., Session], tmp_path: Path) -> None:
-    with start(model, timeout_s=4.0) as session:
+def test_a_time_limit_is_an_answer(start: Callable[..., Session]) -> None:
+    with start("Forks", timeout_s=4.0) as session:
         pid = pid_of(session)
-        began = time.monotonic()
         assert session.measure(ORIGINAL) == TimedOut(limit_s=4.0)
-        assert time.monotonic() - began < 8
         assert wait_for(lambda: processes_of(pid) == [], 5)
 
 
@@ -204,29 +390,6 @@ def running(arguments: str, folder: Path, user_code: str, **environment: str) ->
             process.kill()
 
 
-def wait_for_line(process: subprocess.Popen[str], start: str) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith(start):
-            return
-    raise AssertionError(f"it never said '{start}'")
-
-
-@pytest.mark.parametrize(
-    ("command", "stage"),
-    [
-        ("optimize faulty:Sleeps -i 2x3 --level 0", "level 0"),  # its subprocess is still importing
-        ("optimize faulty:Fine -i 2x3 --level 1", "level 1"),
-        ("optimize faulty:Fine -i 2x3 --level 0", "finding the batch that fits"),
-    ],
-)
-def test_ctrl_c_leaves_nothing(command: str, stage: str, tmp_path: Path, user_code: str) -> None:
-    with running(command, tmp_path, user_code) as process:
-        wait_for_line(process, stage)
-        assert_interrupted(process)
-    assert os.listdir(tmp_path) == []
-
-
 def test_ctrl_c_in_the_middle_of_a_step(tmp_path: Path, user_code: str) -> None:
     asleep = tmp_path / "asleep"
     with running("optimize faulty:Sleeps -i 2x3", tmp_path, user_code, ASLEEP=str(asleep)) as process:
@@ -237,10 +400,7 @@ def test_ctrl_c_in_the_middle_of_a_step(tmp_path: Path, user_code: str) -> None:
 
 
 def test_ctrl_c_while_writing(tmp_path: Path, user_code: str) -> None:
-    (tmp_path / "p.yaml").write_text(
-        "{schema_version: 1, memopt: '0', torch: '2', model: m, sha256: null, spec: {source: here}, "
-        "seed: 0, device: cpu, level: 0}"
-    )
+    (tmp_path / "p.yaml").write_text(PLAN_TEXT)
     with running("apply faulty:SlowToSave p.yaml", tmp_path, user_code) as process:
         assert wait_for(lambda: len(os.listdir(tmp_path)) > 1)
         assert_interrupted(process)

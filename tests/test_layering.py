@@ -25,28 +25,32 @@ PARTS: dict[str, set[str]] = {
     "records": {"errors", "units"},
     "progress": {"errors", "units"},
     "documents": {"errors"},
-    "spec_text": {"errors", "records"},
+    "spec_text": {"errors", "records", "units"},
     "runtime": set(),
     "step": BASE | {"runtime"},
     "equality": BASE | {"runtime", "step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
     "measure.worker": BELOW_STAGES | STAGES,
-    "pipeline": BELOW_STAGES | STAGES,
+    "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
+    "pipeline": BELOW_STAGES | STAGES | {"measure.local"},
+    "api": BELOW_STAGES | STAGES | {"measure.local", "pipeline"},
+    "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
-    "cli": BASE | {"progress", "pipeline", "report"},
+    "cli": BASE | {"progress", "pipeline", "report", "write"},
     "__main__": {"cli"},
 }
 """Each part of the package (a module or a folder) -> the other parts it may import."""
 
-TORCH_FREE = {*BASE, "progress", "plan", "report", "cli", "__main__"}
+TORCH_FREE = {*BASE, "progress", "plan", "report", "cli", "regression", "pytest_plugin", "__main__"}
 """Parts that import torch for the type checker only."""
 
 
 def part_of(module: str) -> str:
-    """``memopt_cli.plan.search`` -> ``plan``; the worker stands apart from its folder; the package itself is ``""``."""
+    """``memopt_cli.plan.search`` -> ``plan``; some stand apart from their folder; the package itself is ``""``."""
     inner = module.removeprefix(PACKAGE).strip(".")
-    return "measure.worker" if inner.startswith("measure.worker") else inner.partition(".")[0]
+    apart = (part for part in PARTS if "." in part and f"{inner}.".startswith(f"{part}."))
+    return next(apart, inner.partition(".")[0])
 
 
 def imported(node: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
@@ -165,6 +169,10 @@ def modules_after(statement: str) -> set[str]:
 
 def test_the_command_line_starts_without_torch() -> None:
     assert "torch" not in modules_after("import memopt_cli.cli.app")
+
+
+def test_the_pytest_plugin_starts_without_torch() -> None:
+    assert "torch" not in modules_after("import memopt_cli.pytest_plugin")
 
 
 def test_a_training_script_imports_the_runtime_alone() -> None:

@@ -103,6 +103,7 @@ def summary() -> MemOptSummary:
         ),
         advice=BatchAdvice(
             recommended_batch=8,
+            fastest_batch=8,
             estimated_batch=9,
             probes=(BatchProbe(batch=1, allocated_peak_bytes=10, step_s=0.1),),
             intercept_bytes=5.0,

@@ -7,13 +7,13 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from memopt_cli import write
@@ -21,6 +21,7 @@ from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.records import (
     BatchAdvice,
     BatchProbe,
+    CompressorName,
     FileHeader,
     InputSpec,
     MemOptSummary,
@@ -29,7 +30,16 @@ from memopt_cli.records import (
     TensorSpec,
     Verification,
 )
-from memopt_cli.write import batch_yaml, check_targets, output_paths, plan_yaml, read_plan, summary_json, write_all
+from memopt_cli.write import (
+    batch_yaml,
+    check_targets,
+    output_paths,
+    plan_yaml,
+    read_plan,
+    recommended_data,
+    summary_json,
+    write_all,
+)
 
 HEADER = FileHeader(
     schema_version=1,
@@ -208,14 +218,18 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 segments = st.builds(
     SegmentPlan,
     path=text,
-    compressor=st.sampled_from(["null", "boolean", "uint8", "bit", "sparse"]),
+    compressor=st.sampled_from(get_args(CompressorName)),
     chunks=st.integers(1, 100),
     axis=st.integers(-3, 3),
     seq_inputs=st.integers(0, 3),
     seq_outputs=st.integers(0, 3),
     spatial_split=st.booleans(),
+    keep=st.lists(text, max_size=2).map(tuple),
+    batch_statistics=st.booleans(),
 )
-plans = st.builds(Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple))
+plans = st.builds(
+    Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans()
+)
 tensors = st.builds(
     TensorSpec,
     name=st.none() | text,
@@ -255,6 +269,13 @@ def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, 
     assert read_plan(plan_file) == (header, plan)
 
 
+@pytest.mark.parametrize("name", [f.name for f in fields(SegmentPlan)])
+def test_every_field_of_a_segment_is_written_and_generated(name: str) -> None:
+    """Or the identity above would hold of a field that is never anything but its default."""
+    other = find(segments, lambda segment: getattr(segment, name) != getattr(SegmentPlan(path=""), name))
+    assert f"{name}: " in plan_yaml(HEADER, Plan(level=1, segments=(other,))).decode()
+
+
 @settings(deadline=None)
 @given(data=st.binary(max_size=80) | st.text("{}[]:-&*!|>?%@`'\" \n\tab1.0", max_size=60).map(str.encode))
 def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> None:
@@ -271,6 +292,37 @@ def test_a_damaged_plan_never_gives_a_traceback(at: int, byte: int, plan_file: P
     plan_file.write_bytes(data)
     with suppress(UsageError):  # it may still be a plan
         read_plan(plan_file)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | text | st.dates() | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(data: Any) -> list[tuple[Any, Any]]:
+    """Every container in plain values, with every key or index that it has."""
+    keys = list(data) if isinstance(data, dict) else list(range(len(data))) if isinstance(data, list) else []
+    return [(data, key) for key in keys] + [place for key in keys for place in places(data[key])]
+
+
+@settings(deadline=None)
+@given(draw=st.data(), value=values)
+def test_a_plan_with_any_value_anywhere_is_a_plan_or_a_usage_error(
+    draw: st.DataObject, value: Any, plan_file: Path
+) -> None:
+    data = yaml.safe_load(PLAN_TEXT)
+    container, key = draw.draw(st.sampled_from(range(len(places(data)))).map(lambda i: places(data)[i]))
+    if draw.draw(st.booleans()) and isinstance(container, dict):
+        container[draw.draw(text)] = container.pop(key)
+    else:
+        container[key] = value
+    plan_file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
+    with suppress(UsageError):  # it may still be a plan
+        header, plan = read_plan(plan_file)
+        plan_file.write_bytes(plan_yaml(header, plan))
+        assert read_plan(plan_file) == (header, plan)
 
 
 def test_line_breaks_in_names_are_kept(tmp_path: Path) -> None:
@@ -356,6 +408,7 @@ def test_summary_is_json_whatever_it_holds() -> None:
 
 ADVICE = BatchAdvice(
     recommended_batch=16,
+    fastest_batch=8,
     estimated_batch=52,
     probes=(BatchProbe(batch=4, allocated_peak_bytes=1000, step_s=0.5),),
     intercept_bytes=200.0,
@@ -367,16 +420,12 @@ ADVICE = BatchAdvice(
 
 
 def test_batch_configuration() -> None:
-    data = yaml.safe_load(batch_yaml(HEADER, ADVICE, measured_batch=4))
-    assert data["schema_version"] == 1
-    assert data["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == 16
-    assert data["batch_shaping"]["adaptive_sizing"]["target_memory_usage"] == 0.8
+    text = batch_yaml(HEADER, shaping={"validation": {"strict_mode": True}}, recommended=recommended_data(ADVICE))
+    data = yaml.safe_load(text)
+    assert next(iter(data)) == "schema_version"
+    assert list(data)[-2:] == ["batch_shaping", "recommended"]
+    assert data["batch_shaping"] == {"validation": {"strict_mode": True}}
     assert data["recommended"]["batch_size"] == 16
+    assert data["recommended"]["fastest_batch_size"] == 8
     assert data["recommended"]["estimated_batch_size"] == 52
     assert data["recommended"]["peak_fit"] == {"intercept_bytes": 200.0, "bytes_per_sample": 200.0}
-
-
-def test_without_advice_the_measured_batch_is_recommended() -> None:
-    data = yaml.safe_load(batch_yaml(HEADER, None, measured_batch=4))
-    assert data["recommended"] == {"batch_size": 4, "verified": True}
-    assert data["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,18 +16,33 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from memopt_cli.cli.apply import apply
+from memopt_cli.cli.baseline import baseline
+from memopt_cli.cli.check import check
+from memopt_cli.cli.compare import compare
+from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
+from memopt_cli.cli.profile import profile
+from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 
 
-class OutputClosedError(MemoptError):
-    """Whoever reads stdout or stderr has closed it."""
+class OutputError(MemoptError):
+    """Stdout or stderr takes no more: its reader has closed it, or its disk is full."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode="rich")
+app.command("inspect")(inspect)
+app.command("profile")(profile)
 app.command("optimize")(optimize)
+app.command("recommend-batch")(recommend_batch)
 app.command("apply")(apply)
+app.command("baseline")(baseline)
+app.command("check")(check)
+app.command("compare")(compare)
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     except (Exception, KeyboardInterrupt, SystemExit) as err:
         failure = _as_memopt_error(err)
-        if isinstance(failure, OutputClosedError):
+        if isinstance(failure, OutputError):
             _drop_stdout()
         with suppress(OSError):
             _print_failure(failure, err)
@@ -83,7 +99,11 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted("interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
-            return OutputClosedError("the reader of the output went away before it was complete")
+            return OutputError("the reader of the output went away before it was complete")
+        case OSError(errno=number, filename=None) if number in _FULL:  # files have an error of their own
+            return OutputError(
+                f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."
+            )
         case _:
             text = " ".join(str(err).split())
             return MemoptError(

@@ -9,10 +9,12 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli import search_options as search
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.errors import VerificationError
-from memopt_cli.records import OptimizeRequest, SearchOptions, StepSettings
+from memopt_cli.errors import UsageError, VerificationError
+from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
+from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -26,12 +28,23 @@ def optimize(
     dims: options.Dims,
     input_data: options.InputData = None,
     input_script: options.InputScript = None,
-    level: search.Level = 3,
+    level: search.Level = None,
+    budget: search.BudgetChoice = None,
+    frontier: search.Frontier = False,
+    pick: search.Pick = None,
     target: search.Target,
-    compress_x: search.CompressX = True,
+    profile: search.ProfileChoice = None,
+    prefer: search.Prefer = None,
+    checkpoint_budget: search.CheckpointBudget = None,
+    max_gc_wrapped_modules: search.MaxGcWrappedModules = None,
+    gc_target_budget_ratio: search.GcTargetBudgetRatio = None,
+    compress_x: search.CompressX = None,
     temporal_split_factor: search.TemporalSplitFactor = 2,
     max_split_rounds: search.MaxSplitRounds = None,
     max_candidates_per_round: search.MaxCandidatesPerRound = None,
+    allow_expensive_profiling: search.AllowExpensiveProfiling = None,
+    warmup_in_main_process: search.WarmupInMainProcess = None,
+    warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
@@ -48,33 +61,53 @@ def optimize(
     output: options.Output = None,
     force: options.Force = False,
     dry_run: options.DryRun = False,
+    html: Html = None,
+    snapshot: Snapshot = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
     """Find how one training step needs the least memory, prove it exact, and write the optimized model."""
+    if budget is not None and (frontier or pick is not None):
+        raise UsageError(
+            "--budget and --frontier exclude each other", hint="Keep --budget, or --frontier with --pick N."
+        )
+    files = ReportFiles(html=html, snapshot=snapshot, force=force)
+    files.check()
     request = OptimizeRequest(
         source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
-        search=SearchOptions(
+        search=SearchRequest(
             level=level,
             targets=tuple(target),
             compress_x=compress_x,
             temporal_split_factor=temporal_split_factor,
             max_split_rounds=max_split_rounds,
             max_candidates_per_round=max_candidates_per_round,
+            warmup_in_main_process=warmup_in_main_process,
+            warmup_in_profile_workers=warmup_in_profile_workers,
+            prefer=prefer,
+            profile=profile,
+            allow_expensive_profiling=allow_expensive_profiling,
+            checkpoint_budget=checkpoint_budget,
+            max_gc_wrapped_modules=max_gc_wrapped_modules,
+            gc_target_budget_ratio=gc_target_budget_ratio,
         ),
+        goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
         output=output,
         dry_run=dry_run,
         force=force,
         timeout_s=timeout,
         longest_step_s=longest_step,
+        record_steps=files.wanted,
     )
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
+        if result.steps is not None:
+            files.write(lambda: optimize_page(result), result.steps.optimized, progress)
     report: Report = JsonReport() if json else TextReport()
     report.optimized(result, sys.stdout)
     if result.summary.verification and not result.summary.verification.passed:

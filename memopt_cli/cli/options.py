@@ -12,6 +12,7 @@ import typer
 
 from memopt_cli.cli.config import read_config
 from memopt_cli.records import OptimizerName, Precision
+from memopt_cli.spec_text import parse_factory
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -65,13 +66,13 @@ def _check_model(location: str) -> str:
     if os.path.exists(location):
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
-    elif not re.fullmatch(r"[\w.]+:[\w.]+", location):
+    elif parse_factory(location) is None:
         raise typer.BadParameter(f"there is no file '{location}', and it is not of the form package.module:callable")
     return location
 
 
-def _check_device(device: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device, re.ASCII):
+def _check_device(device: str | None) -> str | None:
+    if device is not None and not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device, re.ASCII):
         raise typer.BadParameter(f"'{device}' is none of auto, cpu, cuda:N")
     return device
 
@@ -90,7 +91,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         callback=_check_model,
-        help="A file that torch.save or torch.jit.save wrote, or package.module:callable.",
+        help="A file of torch.save, torch.jit.save or torch.export.save, or package.module:callable.",
         show_default=False,
     ),
 ]
@@ -135,15 +136,12 @@ InputScript = Annotated[
     ),
 ]
 
-Device = Annotated[
-    str, typer.Option(metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=_STEP, help="Where it runs.")
-]
-PrecisionChoice = Annotated[
-    Precision,
-    typer.Option(
-        "--precision", rich_help_panel=_STEP, help="stored keeps the file's dtypes; bf16 and fp16 run under autocast."
-    ),
-]
+DEVICE = typer.Option(metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=_STEP, help="Where it runs.")
+PRECISION = typer.Option(
+    "--precision", rich_help_panel=_STEP, help="stored keeps the file's dtypes; bf16 and fp16 run under autocast."
+)
+Device = Annotated[str, DEVICE]
+PrecisionChoice = Annotated[Precision, PRECISION]
 Loss = Annotated[
     str | None,
     typer.Option(
@@ -155,12 +153,19 @@ Loss = Annotated[
         "seeded random product with the outputs.",
     ),
 ]
-Optimizer = Annotated[
-    OptimizerName, typer.Option("--optimizer", rich_help_panel=_STEP, help="Whose state counts as memory.")
-]
-Seed = Annotated[
-    int,
-    typer.Option(metavar="N", parser=whole(0), rich_help_panel=_STEP, help="For inputs, dropout and the loss."),
+OPTIMIZER = typer.Option("--optimizer", rich_help_panel=_STEP, help="Whose state counts as memory.")
+SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=_STEP, help="For inputs, dropout and the loss.")
+Optimizer = Annotated[OptimizerName, OPTIMIZER]
+Seed = Annotated[int, SEED]
+RunUnder = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        rich_help_panel=_STEP,
+        show_default="the one that the file carries, if any",
+        help="Run the step under this plan.",
+    ),
 ]
 Timeout = Annotated[
     float,
@@ -187,7 +192,7 @@ AllowPackage = Annotated[
         default_factory=list,
         show_default=False,
         rich_help_panel=_TRUST,
-        help="Trust whatever a package defines. Repeatable.",
+        help="Trust the classes that a package defines. Repeatable.",
     ),
 ]
 AllowGlobal = Annotated[

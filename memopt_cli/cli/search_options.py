@@ -7,14 +7,39 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.options import whole
+from memopt_cli.errors import UsageError
+from memopt_cli.records import Budget, Preference, Profile
+from memopt_cli.units import parse_bytes, parse_percent
 
 _SEARCH = "The search"
 
+
+def _share(text: str) -> float:
+    """A parser of shares from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise typer.BadParameter(f"'{text}' is not a number") from err
+    if not 0 <= value <= 1:
+        raise typer.BadParameter(f"it is {value:g}; it must be from 0 to 1")
+    return value
+
+
+def _budget(text: str) -> Budget:
+    """A parser of ``8GiB`` and ``60%``."""
+    try:
+        share = parse_percent(text)
+        return Budget(share=share) if share is not None else Budget(nbytes=parse_bytes(text))
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}{f' ({err.hint})' if err.hint else ''}") from err
+
+
 Level = Annotated[
-    int,
+    int | None,
     typer.Option(
         metavar="0..4",
         parser=whole(0, 4),
+        show_default="the profile's, else 3",
         rich_help_panel=_SEARCH,
         help="0 measure; 1 recompute segments; 2 split them; 3 run them in chunks; 4 unwrap what does not pay.",
     ),
@@ -29,8 +54,62 @@ Target = Annotated[
         help="Modules that may become segments, by class or path. Repeatable.",
     ),
 ]
+ProfileChoice = Annotated[
+    Profile | None,
+    typer.Option(
+        "--profile",
+        rich_help_panel=_SEARCH,
+        show_default="none",
+        help="How far to search: safe, level 1; balanced, level 2 and one round; memory, level 3 and two rounds; "
+        "exhaustive, level 4 without limits. Any flag given beside it wins.",
+    ),
+]
+CheckpointBudget = Annotated[
+    Preference | None,
+    typer.Option(
+        "--checkpoint-budget",
+        rich_help_panel=_SEARCH,
+        show_default="none",
+        help="How many of the candidates become segments: half of them, three quarters, all.",
+    ),
+]
+Prefer = Annotated[
+    Preference | None,
+    typer.Option(
+        "--prefer",
+        rich_help_panel=_SEARCH,
+        show_default="none",
+        help="Profile safe, balanced or memory, with the checkpoint budget of the same name as this.",
+    ),
+]
+MaxGcWrappedModules = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole(0),
+        rich_help_panel=_SEARCH,
+        show_default="no limit",
+        help="The most segments at level 1, those with the largest inputs.",
+    ),
+]
+GcTargetBudgetRatio = Annotated[
+    float | None,
+    typer.Option(
+        metavar="0..1",
+        parser=_share,
+        rich_help_panel=_SEARCH,
+        show_default="all",
+        help="The largest share of the candidates that become segments at level 1.",
+    ),
+]
 CompressX = Annotated[
-    bool, typer.Option(rich_help_panel=_SEARCH, help="Store the inputs of segments packed, losslessly.")
+    bool | None,
+    typer.Option(
+        "--compress-x/--no-compress-x",
+        rich_help_panel=_SEARCH,
+        show_default="on",
+        help="Store the inputs of segments packed, losslessly.",
+    ),
 ]
 TemporalSplitFactor = Annotated[
     int,
@@ -48,5 +127,60 @@ MaxCandidatesPerRound = Annotated[
     int | None,
     typer.Option(
         metavar="N", parser=whole(1), rich_help_panel=_SEARCH, show_default="no limit", help="Plans tried per round."
+    ),
+]
+AllowExpensiveProfiling = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-expensive-profiling/--no-allow-expensive-profiling",
+        rich_help_panel=_SEARCH,
+        show_default="the profile's, else on",
+        help="Off: one round, one segment tried in it, no warm-up before measuring, whatever else is said.",
+    ),
+]
+WarmupInMainProcess = Annotated[
+    bool | None,
+    typer.Option(
+        "--warmup-in-main-process/--no-warmup-in-main-process",
+        rich_help_panel=_SEARCH,
+        show_default="off",
+        help="For the Python API, whose process goes on to train. This command's ends: there is nothing to warm up.",
+    ),
+]
+WarmupInProfileWorkers = Annotated[
+    bool | None,
+    typer.Option(
+        "--warmup-in-profile-workers/--no-warmup-in-profile-workers",
+        rich_help_panel=_SEARCH,
+        show_default="the profile's, else on",
+        help="Take a step before the timed ones. Off: quicker, and the first timed step is slow.",
+    ),
+]
+
+BudgetChoice = Annotated[
+    Budget | None,
+    typer.Option(
+        "--budget",
+        metavar="8GiB|60%",
+        parser=_budget,
+        show_default=False,
+        rich_help_panel=_SEARCH,
+        help="Find the fastest plan whose measured peak fits, instead of the lowest peak; % of the original's.",
+    ),
+]
+Frontier = Annotated[
+    bool,
+    typer.Option(
+        "--frontier", rich_help_panel=_SEARCH, help="Show plans from the fastest to the smallest; apply none of them."
+    ),
+]
+Pick = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole(1),
+        show_default=False,
+        rich_help_panel=_SEARCH,
+        help="Apply the frontier's N-th plan.",
     ),
 ]

@@ -1,6 +1,10 @@
 """What each command does, stage by stage.  The only place that knows the order."""
 
 from memopt_cli.pipeline.application import apply
+from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
+from memopt_cli.pipeline.profiling import profile
+from memopt_cli.pipeline.recommendation import recommend_batch
+from memopt_cli.pipeline.regression import baseline, check, compare_files
 
-__all__ = ["apply", "optimize"]
+__all__ = ["apply", "baseline", "check", "compare_files", "inspect", "optimize", "profile", "recommend_batch"]

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from memopt_cli.batching.advice import advise
+from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
-from memopt_cli.errors import MeasurementError
-from memopt_cli.loading.input_spec import batch_of
-from memopt_cli.measure.jobs import Traced
+from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
+from memopt_cli.errors import MeasurementError, UsageError
+from memopt_cli.loading.input_spec import batch_of, with_batch
+from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.application import model_writer
+from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.planner import Planner, Priced
+from memopt_cli.plan.policy import Resolved, Selection, resolve, skipped_step
+from memopt_cli.plan.search import Allowed
 from memopt_cli.plan.strategies import STRATEGIES
+from memopt_cli.plan.strategies.segments import matching_targets
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchAdvice,
-    BatchProbe,
     Counted,
     Crashed,
     Failure,
     LevelRow,
     Measurement,
+    MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
     OutOfMemory,
+    ParetoPoint,
     Plan,
+    RecordedSteps,
+    SearchGoal,
+    SearchOptions,
     StepFailed,
     TimedOut,
     Verification,
     describe,
+    to_data,
 )
 from memopt_cli.units import format_bytes
 from memopt_cli.write import (
@@ -46,6 +58,7 @@ from memopt_cli.write import (
     check_targets,
     output_paths,
     plan_yaml,
+    recommended_data,
     summary_json,
     write_all,
 )
@@ -62,35 +75,65 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     Raises :class:`MemoptError`; a plan that fails verification is reported and not written.
     """
     started = time.monotonic()
+    resolved = resolve(request.search)
     paths = output_paths(request.source.location, request.output)
     if not request.dry_run:
         check_targets(paths.all(), force=request.force)
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
-    job = _Job(request=request, prepared=prepared, progress=progress, notes=list(prepared.notes))
-    rows = job.search()
-    best, verification = job.verify(rows)
-    advice = job.advise(best) if verification.passed else None
-    summary = summarize(
-        Findings(
-            request=request,
-            model_format=prepared.loaded.format,
-            device=prepared.subject.settings.device,
-            rows=rows,
-            best=best,
-            verification=verification,
-            advice=advice,
-            candidates=job.candidates,
-            skipped=job.skipped,
-            notes=job.notes,
-        )
-    )
-    result = OptimizeResult(header=file_header(prepared), summary=summary, files=())
+    summary = find_plan(request, resolved, prepared, progress)
+    if request.search.warmup_in_main_process:
+        summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
+    steps = _record_steps(request, prepared, summary, progress) if request.record_steps else None
+    result = OptimizeResult(header=file_header(prepared), summary=summary, files=(), steps=steps)
     result.summary.spent_s = time.monotonic() - started
-    if verification.passed and not request.dry_run:
+    if summary.verification and summary.verification.passed and not request.dry_run:
         progress.stage("writing")
         written = _write(paths, result, prepared, force=request.force)
         result = replace(result, files=written)
     return result
+
+
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> MemOptSummary:
+    """Search, measure and verify, and find the batch that fits if asked to; writes nothing.
+
+    The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
+    """
+    notes = [*resolved.notes, *prepared.notes]
+    job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
+    rows = job.search()
+    nothing_chosen = request.goal == SearchGoal(frontier=True)
+    best, verification = (rows[0], None) if nothing_chosen else job.verify(rows)
+    advice = job.advise(best) if verification and verification.passed and request.recommend_batch else None
+    summary = summarize(
+        Findings(
+            resolved=resolved,
+            model=prepared.loaded.module,
+            model_format=prepared.loaded.format,
+            device=prepared.subject.settings.device,
+            plan=best.plan,
+            selection=job.selection,
+            rows=rows,
+            verification=verification,
+            skipped=job.skipped,
+            notes=job.notes,
+        )
+    )
+    summary.advice, summary.budget_bytes, summary.frontier = advice, job.budget_bytes, job.frontier
+    return summary
+
+
+def _record_steps(
+    request: OptimizeRequest, prepared: Prepared, summary: MemOptSummary, progress: Progress
+) -> RecordedSteps:
+    """The step of the original, and that of the applied plan."""
+    progress.stage("recording the step before and after")
+    traces = {}
+    for row in summary.levels:
+        if row.level in (0, summary.applied_level):
+            data: Data = "full size" if isinstance(row.outcome, Measurement) else "small batch"
+            with prepared.session(request.timeout_s, data) as session:
+                traces[row.level] = record_step(session, row.plan, row.outcome, summary.notes).trace
+    return RecordedSteps(original=traces[0], optimized=traces[summary.applied_level])
 
 
 def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
@@ -117,12 +160,14 @@ class _Job:
     """One run of :func:`optimize`: what the stages need of each other."""
 
     request: OptimizeRequest
+    options: SearchOptions
     prepared: Prepared
     progress: Progress
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    candidates: int = 0
-    """Called modules that can be segments."""
+    selection: Selection | None = None
+    budget_bytes: int | None = None
+    frontier: list[ParetoPoint] = field(default_factory=list)
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then improve and measure level by level."""
@@ -132,10 +177,9 @@ class _Job:
         if not isinstance(original, Measurement | OutOfMemory):
             raise_failure(original)
         rows = [_row(Plan(level=0), original, None, 0, started)]
-        if self.request.search.level == 0:
+        if self.options.level == 0:
             return rows
-        with contextlib.ExitStack() as sessions:
-            session = self._replaceable(sessions)
+        with replaceable(self.session, self._session_lost) as session:
             traced = self._trace(session(), original)
             count = functools.cache(lambda plan: session().count(plan, fake=traced.fake))
             start = count(Plan(level=0))
@@ -148,8 +192,55 @@ class _Job:
                     f"The original does not fit here; its peak of "
                     f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
                 )
-            self._climb(session, traced, first, count, rows)
+            if self.request.goal == SearchGoal():
+                self._climb(session, traced, first, count, rows)
+            else:
+                self._meet_goal(session, traced, first, count, rows)
         return rows
+
+    def _meet_goal(
+        self,
+        session: Callable[[], Session],
+        traced: Traced,
+        first: Candidate,
+        count: Callable[[Plan], Counted | Failure],
+        rows: list[LevelRow],
+    ) -> None:
+        """The fastest plan within a budget, or the plans between least time and least memory."""
+        goal, options = self.request.goal, self.options
+        self.progress.stage("frontier" if goal.budget is None else "budget")
+        started = time.monotonic()
+        reporter = _Reporter(self.progress, options.level, first.peak_bytes)
+        probes = Probes(
+            count=reporter.watching(count),
+            chunking=functools.cache(lambda path: session().chunking(path)),
+            report=reporter.report,
+        )
+        tree = ModuleTree(traced.trace)
+        targets = None if not options.targets else {m.path for m in matching_targets(tree, options.targets)}
+        allowed = Allowed(
+            targets=lambda path: targets is None or path in targets,
+            compress=options.compress_x,
+            chunk_factor=options.temporal_split_factor,
+        )
+        planner = Planner(traced.trace, probes, allowed, may_chunk=options.level >= 3, level=options.level)
+        search = GoalSearch(
+            planner=planner,
+            measure=self.measure,
+            progress=self.progress,
+            level=options.level,
+            dry_run=traced.fake,
+        )
+        start = Priced(candidate=first, slowdown=1.0)
+        original = rows[0].outcome
+        if goal.budget is not None:
+            peak = original.allocated_peak_bytes if isinstance(original, Measurement) else first.peak_bytes
+            self.budget_bytes = budget_bytes(goal.budget, peak)
+            rows.append(search.within(self.budget_bytes, start))
+            return
+        self.frontier = search.frontier(start, original)
+        if goal.pick is not None:
+            rows.append(search.row_of(picked(self.frontier, goal.pick), started))
 
     def _climb(
         self,
@@ -160,16 +251,17 @@ class _Job:
         rows: list[LevelRow],
     ) -> None:
         tree = ModuleTree(traced.trace)
-        self.candidates = sum(not module.refusal for module in tree)
         chunking = functools.cache(lambda path: session().chunking(path))
-        for strategy in STRATEGIES[: self.request.search.level]:
+        for strategy in STRATEGIES[: self.options.level]:
             self.progress.stage(f"level {strategy.level}")
             started = time.monotonic()
             reporter = _Reporter(self.progress, strategy.level, best.peak_bytes)
             probes = Probes(count=reporter.watching(count), chunking=chunking, report=reporter.report)
-            improvement = strategy.improve(best, tree, self.request.search, probes)
+            improvement = strategy.improve(best, tree, self.options, probes)
             self.notes.extend(improvement.notes)
-            changed = improvement.best.plan.segments != best.plan.segments
+            self.selection = improvement.selection or self.selection
+            started_from = len(best.plan.segments)
+            changed = replace(improvement.best.plan, level=best.plan.level) != best.plan
             best = replace(improvement.best, plan=replace(improvement.best.plan, level=strategy.level))
             if changed:
                 self.progress.update(improvement.tried, improvement.tried, "measuring the best plan")
@@ -178,21 +270,14 @@ class _Job:
             if not changed:
                 measured = next(r.level for r in reversed(rows) if not r.note)
                 row = replace(row, note=f"the plan of level {measured}, measured there")
-                self.skipped.append(f"level{strategy.level}:no_improving_candidate")
+                reason = skipped_step(
+                    strategy.level, segments=started_from, tried=improvement.tried, options=self.options
+                )
+                self.skipped.append(reason)
             rows.append(row)
 
-    def _replaceable(self, sessions: contextlib.ExitStack) -> Callable[[], Session]:
-        """A subprocess that lives across probes; the next one where a probe killed it."""
-        current = sessions.enter_context(self.session())
-
-        def session() -> Session:
-            nonlocal current
-            if current.ended:
-                self.notes.append("A trial ended its profiling subprocess; another took over.")
-                current = sessions.enter_context(self.session())
-            return current
-
-        return session
+    def _session_lost(self) -> None:
+        self.notes.append("A trial ended its profiling subprocess; another took over.")
 
     def _trace(self, session: Session, original: Outcome) -> Traced:
         """The recorded step: on tensors without data if they tell the truth, so that plans need not be run."""
@@ -208,13 +293,13 @@ class _Job:
         if not isinstance(traced, Traced):
             raise_failure(traced, "a step of the model could not be recorded: ")
         if traced.note:
-            self.notes.append(traced.note)
+            self.notes.append(f"{traced.note}; every plan is run to be counted")
         return traced
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own."""
         with self.session() as session:
-            return session.measure(plan)
+            return session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified.
@@ -247,24 +332,28 @@ class _Job:
     def advise(self, best: LevelRow) -> BatchAdvice | None:
         """How large a batch the plan allows on this device."""
         self.progress.stage("finding the batch that fits")
+        batch = batch_of(self.prepared.subject.spec)
+        try:
+            with_batch(self.prepared.subject.spec, batch + 1)
+        except UsageError as err:
+            self.notes.append(f"No batch recommendation: {err.message}.")
+            return None
         capacity = device_capacity(self.prepared.subject.settings.device)
-
-        with contextlib.ExitStack() as sessions:
-            session = self._replaceable(sessions)
-
-            def probe(batch: int) -> BatchProbe | Failure:
-                self.progress.update(0, None, f"batch {batch}")
-                return session().probe(best.plan, batch)
-
-            advice = advise(
-                batch_of(self.prepared.subject.spec),
-                probe,
-                device_bytes=capacity.device_bytes,
-                device_limit=capacity.limited_by,
-                longest_step_s=self.request.longest_step_s,
-            )
-        if advice is None:
+        budget = int(capacity.device_bytes * TARGET_SHARE)
+        limits = Limits(
+            budget_bytes=budget,
+            device_bytes=capacity.device_bytes,
+            runnable_bytes=budget,
+            name=f"80 % of {capacity.limited_by}",
+            longest_step_s=self.request.longest_step_s,
+        )
+        open_session = functools.partial(self.prepared.session, self.request.timeout_s, "small batch")
+        with replaceable(open_session, self._session_lost) as session:
+            probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
+            advice = probes.search(batch, limits).largest()
+        if not isinstance(advice, BatchAdvice):
             self.notes.append("No batch recommendation: the inputs could not be run at other batch sizes.")
+            return None
         return advice
 
     def session(self) -> Session:
@@ -326,10 +415,13 @@ def _row(plan: Plan, outcome: Outcome, predicted: Candidate | None, tried: int, 
 def _write(paths: OutputPaths, result: OptimizeResult, prepared: Prepared, *, force: bool) -> tuple[str, ...]:
     header, summary = result.header, result.summary
     assert summary.plan is not None
+    measured = {"batch_size": batch_of(prepared.subject.spec), "verified": True}
+    recommended = recommended_data(summary.advice) if summary.advice else measured
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
     contents = {
         paths.summary: summary_json(header, summary),
         paths.plan: plan_yaml(header, summary.plan),
-        paths.batch: batch_yaml(header, summary.advice, measured_batch=batch_of(prepared.subject.spec)),
+        paths.batch: batch_yaml(header, shaping=to_data(shaping), recommended=recommended),
     }
     writers = {path: functools.partial(_write_bytes, content) for path, content in contents.items()}
     return write_all({paths.model: model_writer(prepared.loaded, summary.plan), **writers}, force=force)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
 
-from memopt_cli.apply import remove_plan
+from memopt_cli.apply import plan_of, remove_plan
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import BATCH, find_spec
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.jobs import ORIGINAL, Data, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.progress import Ask, Progress, WantedGlobal
-from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, StepSettings
-from memopt_cli.runtime import segment_of
+from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, Plan, StepSettings
 from memopt_cli.spec_text import format_tensor
 
 
@@ -43,32 +42,50 @@ class Prepared:
     loaded: LoadedModel
     notes: tuple[str, ...]
     """What the user should know of how it was loaded and what it is fed."""
+    open_session: Callable[[Subject, float], Session] | None = None
+    """Opens a session that is no subprocess."""
+    carried: Plan = ORIGINAL
+    """The plan that the file carries; it is taken off the loaded model."""
 
-    def session(self, timeout_s: float) -> Session:
-        """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers."""
-        return Session(self.subject, timeout_s)
+    def session(self, timeout_s: float, data: Data = "full size") -> Session:
+        """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
+        return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
 
 
 def prepare(
     source: ModelSource, spec: InputSpec | None, settings: StepSettings, *, progress: Progress, ask: Ask | None
 ) -> Prepared:
-    """Load the model, find its inputs and its device.
+    """Load the model without the plan that it may carry, find its inputs and its device.
 
     What the user vouches for when asked goes to the subprocesses too.  Raises :class:`MemoptError`.
     """
+    prepared = prepare_with_plan(source, spec, settings, progress=progress, ask=ask)
+    if prepared.carried == ORIGINAL:
+        return prepared
+    note = "The file carries a plan already; it was taken off first."
+    progress.note(note)
+    return replace(prepared, carried=ORIGINAL, notes=(note, *prepared.notes))
+
+
+def prepare_with_plan(
+    source: ModelSource, spec: InputSpec | None, settings: StepSettings, *, progress: Progress, ask: Ask | None
+) -> Prepared:
+    """The same for a command that runs the step as the file says, under the plan that it carries."""
     progress.stage("loading")
     settings = replace(settings, device=resolve_device(settings.device))
     loaded = _load(source, ask)
     notes = list(loaded.notes)
-    if any(segment_of(module) for module in loaded.module.modules()):
-        remove_plan(loaded.module)
-        notes.append("The file carries a plan already; it was taken off first.")
-    spec = find_spec(loaded.source, loaded.module, spec)
+    carried = plan_of(loaded.module)
+    remove_plan(loaded.module)
+    spec = find_spec(loaded.source, loaded.module, spec, loaded.example_spec)
     notes.append(_inputs_note(spec))
     for note in notes:
         progress.note(note)
     return Prepared(
-        subject=Subject(source=loaded.source, spec=spec, settings=settings), loaded=loaded, notes=tuple(notes)
+        subject=Subject(source=loaded.source, spec=spec, settings=settings),
+        loaded=loaded,
+        notes=tuple(notes),
+        carried=carried,
     )
 
 

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
-from memopt_cli.records import OptimizeResult
+from memopt_cli.records import BaselineResult, BatchRecommendation, Comparison, Inspection, OptimizeResult, StepProfile
 
 
 class Report(Protocol):
     """Writes what a command found out to a stream, which is stdout unless a test says otherwise."""
 
+    def inspected(self, found: Inspection, stream: TextIO) -> None:
+        """``memopt inspect`` is done."""
+
+    def profiled(self, found: StepProfile, stream: TextIO) -> None:
+        """``memopt profile`` is done."""
+
+    def recorded(self, result: BaselineResult, stream: TextIO) -> None:
+        """``memopt baseline`` is done."""
+
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         """``memopt optimize`` is done."""
 
+    def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        """``memopt recommend-batch`` is done."""
+
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """``memopt apply`` is done."""
+
+
+class ComparisonReport(Protocol):
+    """What a form of report needs for ``memopt check`` and ``compare``."""
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        """``memopt check`` or ``memopt compare`` is done."""
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        """``memopt check`` ended without a comparison; stderr says so, too."""

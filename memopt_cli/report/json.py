@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TextIO
 
 from memopt_cli.documents import json_text
-from memopt_cli.records import OptimizeResult, to_data
+from memopt_cli.records import (
+    BaselineResult,
+    BatchRecommendation,
+    Comparison,
+    Inspection,
+    OptimizeResult,
+    StepProfile,
+    to_data,
+)
 
 
 class JsonReport:
     """Every record as it is; a number that is not finite becomes ``null``."""
 
-    def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
+    def inspected(self, found: Inspection, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def profiled(self, found: StepProfile, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def recorded(self, result: BaselineResult, stream: TextIO) -> None:
         stream.write(json_text(to_data(result)))
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        stream.write(json_text({"regression": bool(found.exceeded), **to_data(found)}))
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        """Nothing: where there is no answer, there is no document."""
+
+    def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
+        data = to_data(replace(result, steps=None))  # they are for looking at: --html, --snapshot
+        stream.write(json_text({key: value for key, value in data.items() if key != "steps"}))
+
+    def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         stream.write(json_text({"files": list(files)}))

@@ -6,18 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memopt_cli.records import (
+    BaselineResult,
     BatchAdvice,
+    BatchRecommendation,
+    Comparison,
+    Inspection,
     LevelRow,
     Measurement,
     MemOptSummary,
     OptimizeResult,
+    ParetoPoint,
     Plan,
+    StepProfile,
     Verification,
     describe,
 )
+from memopt_cli.report import comparison, inspection, profiling, recommendation
 from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
@@ -31,8 +39,64 @@ _COLUMNS = (
 )
 
 
+_PLOT_COLUMNS = 72
+
+
 class TextReport:
     """Sizes in binary units; a ratio is against level 0, the original."""
+
+    def inspected(self, found: Inspection, stream: TextIO) -> None:
+        console = _console(stream)
+        for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
+            _print(console, line, style=style)
+        table = inspection.contents_table(found)
+        if table is not None:
+            _print(console)
+            console.print(table)
+        _print(console)
+        for line in inspection.remarks(found):
+            _print(console, line)
+        if found.globals:
+            _print(console)
+            console.print(inspection.globals_table(found.globals))
+
+    def profiled(self, found: StepProfile, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(profiling.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        tables = (profiling.category_table(found), profiling.module_table(found), profiling.saved_table(found))
+        for part in (profiling.plot(found, _PLOT_COLUMNS), *tables):
+            _print(console)
+            console.print(part, markup=False)
+        _print(console)
+        for line in profiling.remarks(found):
+            _print(console, line)
+
+    def recorded(self, result: BaselineResult, stream: TextIO) -> None:
+        memory = result.baseline.memory
+        peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
+        line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
+        _print(_console(stream), line, style="bold")
+        self.written([result.file], stream)
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        console = _console(stream)
+        for line in comparison.headline(found):
+            _print(console, line, style="bold")
+        tables = (
+            (comparison.METRIC_HEADINGS, comparison.metric_rows(found)),
+            (comparison.MODULE_HEADINGS, comparison.module_rows(found)),
+        )
+        for headings, rows in tables:
+            if rows:
+                _print(console)
+                console.print(_plain_table(headings, rows))
+        _print(console)
+        for line in comparison.reasons(found):
+            _print(console, line)
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        """Nothing: stderr says it."""
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         console, summary = _console(stream), result.summary
@@ -40,10 +104,28 @@ class TextReport:
         _print(console)
         console.print(_table(summary))
         _print(console)
+        if summary.frontier:
+            console.print(_frontier(summary.frontier))
+            _print(console)
         for line in _remarks(summary):
             _print(console, line)
         self.written(result.files, stream)
         _print(console, f"total time {format_seconds(summary.spent_s)}")
+
+    def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(recommendation.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        ways = [recommendation.length_table(found)] if found.lengths else []
+        for part in (recommendation.case_table(found), recommendation.run_table(found), *ways):
+            _print(console)
+            console.print(part, markup=False)
+        for lines in (recommendation.settings(found), recommendation.remarks(found)):
+            _print(console)
+            for line in lines:
+                _print(console, line)
+        for file in found.files:
+            _print(console, f"wrote {file}")
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         console = _console(stream)
@@ -59,6 +141,16 @@ def _console(stream: TextIO) -> Console:
 
 def _print(console: Console, text: str = "", *, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Its last three columns hold numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index >= len(headings) - 3 else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _headline(summary: MemOptSummary) -> str:
@@ -79,7 +171,7 @@ def _headline(summary: MemOptSummary) -> str:
 
 
 def _changes(summary: MemOptSummary) -> bool:
-    return any(row.plan.segments for row in summary.levels if row.level == summary.applied_level)
+    return any(row.plan.segments or row.plan.packed for row in summary.levels if row.level == summary.applied_level)
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -121,20 +213,51 @@ def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
             return ("–", "–", "–", forecast, "–", "–", "–")
 
 
+_PLOT_WIDTH = 40
+"""Columns of the plot of step time beside the frontier."""
+
+
+def _frontier(points: Sequence[ParetoPoint]) -> Table:
+    """Numbered plans, fastest first, with a plot: down is less memory, to the right is a longer step."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan")
+    table.add_column("step time →", no_wrap=True)
+    measured = [point.outcome for point in points if isinstance(point.outcome, Measurement)]
+    longest = max((found.step_s for found in measured), default=0.0)
+    for number, point in enumerate(points, 1):
+        match point.outcome:
+            case Measurement() as found:
+                cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
+                ratio = _ratio(found.step_s, measured[0].step_s)
+                plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
+            case _:
+                cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
+        predicted = format_bytes(point.predicted_allocated_peak_bytes)
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, _what(point.plan), plot)
+    return table
+
+
 def _what(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 5 packed``."""
-    if not plan.segments:
-        return "no segments"
+    """``8 segments, 3 in chunks, 5 packed, saved packed``."""
     count = len(plan.segments)
     parts = {
+        f"segment{'s' * (count > 1)}": count,
         "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
         "packed": sum(segment.compressor != "null" for segment in plan.segments),
     }
-    return ", ".join([f"{count} segment{'s' * (count > 1)}", *(f"{n} {what}" for what, n in parts.items() if n)])
+    said = [f"{number} {what}" for what, number in parts.items() if number]
+    return ", ".join([*said, *(["saved packed"] if plan.packed else [])]) or "no segments"
 
 
 def _remarks(summary: MemOptSummary) -> Iterator[str]:
+    if summary.frontier and summary.verification is None:
+        yield "nothing is applied; choose a plan with --pick N"
+        return
     yield f"* level {summary.applied_level} is applied{_less_than(summary)}"
+    if summary.budget_bytes is not None:
+        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:
         if not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"

@@ -11,7 +11,7 @@ from memopt_cli.records import (
     InputSpec,
     ModelSource,
     OptimizeRequest,
-    SearchOptions,
+    SearchRequest,
     StepSettings,
     TensorSpec,
     Trust,
@@ -31,6 +31,9 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
     request = optimize(
         *"-i B,3 -i y:Bx4@int64=0..9 --dim B=8 --level 4 --target Linear --target blocks.* --no-compress-x".split(),
         *"--temporal-split-factor 3 --max-split-rounds 5 --max-candidates-per-round 6 --device cuda:1".split(),
+        *"--profile safe --prefer speed --checkpoint-budget memory --max-gc-wrapped-modules 7".split(),
+        *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling --warmup-in-main-process".split(),
+        *"--no-warmup-in-profile-workers".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
         *"-o out.pt --force --dry-run -q".split(),
@@ -50,13 +53,21 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
             source="--input",
         ),
         settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
-        search=SearchOptions(
+        search=SearchRequest(
             level=4,
             targets=("Linear", "blocks.*"),
             compress_x=False,
             temporal_split_factor=3,
             max_split_rounds=5,
             max_candidates_per_round=6,
+            profile="safe",
+            prefer="speed",
+            checkpoint_budget="memory",
+            max_gc_wrapped_modules=7,
+            gc_target_budget_ratio=0.25,
+            allow_expensive_profiling=False,
+            warmup_in_main_process=True,
+            warmup_in_profile_workers=False,
         ),
         output="out.pt",
         force=True,
@@ -127,7 +138,7 @@ def test_named_config_file(optimize: Optimize) -> None:
 
 def test_empty_config_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text("# nothing yet\n")
-    assert optimize().search.level == 3
+    assert optimize().search.level is None
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ VERIFIED = Verification(
 )
 ADVICE = BatchAdvice(
     recommended_batch=16,
+    fastest_batch=16,
     estimated_batch=16,
     probes=(BatchProbe(batch=4, allocated_peak_bytes=300 * MIB, step_s=1.0),) * 3,
     intercept_bytes=1e8,

@@ -1,6 +1,7 @@
 """Models that go wrong, each in one way; input ``2x3`` unless said otherwise."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -118,6 +119,24 @@ class Forks(_After):
         os.fork()
         time.sleep(600)
         return y
+
+
+class LeavesOneBehind(_After):
+    """Ends, but for a process that it has started."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        if os.fork():
+            os._exit(7)
+        time.sleep(600)
+        return y
+
+
+class Starves(_After):
+    """Wants 3 GiB where there are 2."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return y + torch.empty(3 << 28)[0]
 
 
 class SlowToSave(_After):

@@ -1,0 +1,64 @@
+"""``memopt baseline``: write down what a training step needs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.source import model_source
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.records import BaselineRequest, StepSettings
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def baseline(
+    context: typer.Context,
+    model: options.Model,
+    *,
+    inputs: options.Inputs,
+    dims: options.Dims,
+    input_data: options.InputData = None,
+    input_script: options.InputScript = None,
+    plan: options.RunUnder = None,
+    device: options.Device = "auto",
+    precision: options.PrecisionChoice = "stored",
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "none",
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 600.0,
+    weights: options.Weights = None,
+    code_path: options.CodePath,
+    allow_package: options.AllowPackage,
+    allow_global: options.AllowGlobal,
+    trust_pickle: options.TrustPickle = False,
+    config: options.Config = None,  # its callback has done the work
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = (
+        "memopt-baseline.json"
+    ),
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Measure what one training step needs and write it to a file that `memopt check` measures against."""
+    request = BaselineRequest(
+        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        spec=input_spec(context, inputs, input_data, input_script, dims),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        plan_path=plan,
+        output=output,
+        force=force,
+        timeout_s=timeout,
+    )
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        result = pipeline.baseline(request, progress=progress, ask=ask)
+    report: Report = JsonReport() if json else TextReport()
+    report.recorded(result, sys.stdout)

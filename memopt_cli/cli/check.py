@@ -1,0 +1,118 @@
+"""``memopt check``: the step of a baseline measured again; memory that grew past a limit ends it with 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.source import model_source
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.errors import MemoptError
+from memopt_cli.records import CheckRequest, OptimizerName, Precision
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.interface import ComparisonReport
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.junit import JunitReport
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextReport
+from memopt_cli.spec_text import parse_limit
+
+_GATE = "The gate"
+_REGRESSION = 1
+"""Exit code."""
+
+FailOn = Annotated[
+    list[str],
+    typer.Option(
+        metavar="METRIC:LIMIT",
+        default_factory=lambda: ["peak:0"],
+        show_default="peak:0",
+        rich_help_panel=_GATE,
+        help="How much a metric may grow: peak:5%, peak:64MiB, allocated:1%, activations:0, parameters:0, step:20%. "
+        "Repeatable; each is a limit of its own.",
+    ),
+]
+Format = Annotated[
+    Literal["table", "json", "md", "github", "junit"],
+    typer.Option("--format", rich_help_panel=_GATE, help="github: annotations, and $GITHUB_STEP_SUMMARY if it is set."),
+]
+Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=_GATE, help="A file of memopt baseline.")]
+
+
+def check(
+    context: typer.Context,
+    model: options.Model,
+    *,
+    baseline: Baseline = "memopt-baseline.json",
+    fail_on: FailOn,
+    format: Format = "table",
+    inputs: options.Inputs,
+    dims: options.Dims,
+    input_data: options.InputData = None,
+    input_script: options.InputScript = None,
+    plan: options.RunUnder = None,
+    device: Annotated[str | None, options.DEVICE] = None,
+    precision: Annotated[Precision | None, options.PRECISION] = None,
+    loss: options.Loss = None,
+    optimizer: Annotated[OptimizerName | None, options.OPTIMIZER] = None,
+    seed: Annotated[int | None, options.SEED] = None,
+    timeout: options.Timeout = 600.0,
+    weights: options.Weights = None,
+    code_path: options.CodePath,
+    allow_package: options.AllowPackage,
+    allow_global: options.AllowGlobal,
+    trust_pickle: options.TrustPickle = False,
+    config: options.Config = None,  # its callback has done the work
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Measure the step of a baseline again; exit with 1 if it needs more than a limit allows, and say why.
+
+    Inputs, device and the rest of the step are as in the baseline; what is given here must agree with it.
+    Without a baseline, or with one that was recorded under other conditions, it exits with 5.
+    """
+    request = CheckRequest(
+        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        baseline_path=baseline,
+        limits=tuple(map(parse_limit, fail_on)),
+        spec=input_spec(context, inputs, input_data, input_script, dims),
+        device=device,
+        precision=precision,
+        loss=loss,
+        optimizer=optimizer,
+        seed=seed,
+        plan_path=plan,
+        timeout_s=timeout,
+    )
+    report = _report("json" if json else format)
+    try:
+        from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+        with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+            found = pipeline.check(request, progress=progress, ask=ask)
+    except MemoptError as err:
+        report.refused(err.message, sys.stdout)
+        raise
+    report.compared(found, sys.stdout)
+    if found.exceeded:
+        raise typer.Exit(_REGRESSION)
+
+
+def _report(name: str) -> ComparisonReport:
+    match name:
+        case "json":
+            return JsonReport()
+        case "md":
+            return MarkdownReport()
+        case "github":
+            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
+        case "junit":
+            return JunitReport()
+        case _:
+            return TextReport()

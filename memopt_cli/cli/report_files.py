@@ -1,0 +1,75 @@
+"""``--html`` and ``--snapshot``: reports that are files of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from memopt_cli.progress import Progress
+from memopt_cli.records import StepTrace
+from memopt_cli.report.html import require_plotly
+from memopt_cli.report.snapshot import snapshot_bytes
+from memopt_cli.write import check_targets, write_all
+
+_OUTPUT = "Output"
+
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
+        show_default=False,
+        help="Also write a report to look at: one file, no network. Needs memopt\\[html].",
+    ),
+]
+Snapshot = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshot",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
+        show_default=False,
+        help="Also write the step as a memory snapshot, for pytorch.org/memory_viz.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFiles:
+    """The files asked for, if any."""
+
+    html: str | None
+    snapshot: str | None
+    force: bool
+    """They may replace files that exist."""
+
+    @property
+    def wanted(self) -> bool:
+        """There is something to write."""
+        return self.html is not None or self.snapshot is not None
+
+    def check(self) -> None:
+        """Raise now what :meth:`write` would raise after minutes of work."""
+        check_targets([Path(path) for path in (self.html, self.snapshot) if path is not None], force=self.force)
+        if self.html is not None:
+            require_plotly()
+
+    def write(self, page: Callable[[], str], trace: StepTrace, progress: Progress) -> None:
+        """Both or none; ``trace`` is the step of the snapshot."""
+        contents: dict[Path, Callable[[BinaryIO], object]] = {}
+        if self.html is not None:
+            contents[Path(self.html)] = functools.partial(_write, page().encode())
+        if self.snapshot is not None:
+            contents[Path(self.snapshot)] = functools.partial(_write, snapshot_bytes(trace))
+        for path in write_all(contents, force=self.force):
+            progress.note(f"wrote {path}")
+
+
+def _write(content: bytes, stream: BinaryIO) -> None:
+    stream.write(content)

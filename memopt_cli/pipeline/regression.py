@@ -1,0 +1,216 @@
+"""``memopt baseline``, ``check`` and ``compare``: what a step needs, written down, and held against it later."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopt_cli.errors import BaselineError
+from memopt_cli.measure.jobs import Traced
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared, file_header, prepare_with_plan
+from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    Baseline,
+    BaselineRequest,
+    BaselineResult,
+    CheckRequest,
+    Comparison,
+    Conditions,
+    InputSpec,
+    Measurement,
+    ModuleBytes,
+    PeakPlace,
+    Plan,
+    StepMemory,
+    StepSettings,
+    StepTrace,
+)
+from memopt_cli.regression import KEPT, compare, differences, terms
+from memopt_cli.write import baseline_json, check_targets, read_measured, read_plan, write_all
+
+
+def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
+    """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
+    target = Path(request.output)
+    check_targets([target], force=request.force)
+    prepared = prepare_with_plan(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    plan = _plan(request.plan_path, prepared)
+    measured = Baseline(
+        header=file_header(prepared),
+        conditions=_conditions(prepared),
+        memory=_measure(prepared, plan, request.timeout_s, progress),
+    )
+    (file,) = write_all({target: lambda stream: stream.write(baseline_json(measured))}, force=request.force)
+    return BaselineResult(baseline=measured, file=file)
+
+
+def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
+    """Measure the step of a baseline again, once, in a fresh subprocess, and judge it by the limits.
+
+    Raises :class:`BaselineError` before anything is measured if the baseline is missing or was recorded under other
+    conditions, and :class:`MemoptError` if the step cannot be measured.
+    """
+    before = read_measured(request.baseline_path)
+    if before.conditions is None:
+        raise BaselineError(
+            f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
+        )
+    settings = _settings(request, before.conditions.settings)
+    prepared = prepare_with_plan(
+        request.source, _spec(request.spec, before.header.spec), settings, progress=progress, ask=ask
+    )
+    now = replace(before, header=file_header(prepared), conditions=_conditions(prepared))
+    _require_alike(request, before, now)
+    memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
+    return compare(before, replace(now, memory=memory), request.limits)
+
+
+def compare_files(before: str, after: str) -> Comparison:
+    """Two baselines, or summaries of ``memopt optimize``, against each other; nothing is measured.
+
+    Raises :class:`BaselineError` for a file that is missing or is neither.
+    """
+    return compare(read_measured(before), read_measured(after))
+
+
+# ---------------------------------------------------------------------------------------------- the same step again
+
+
+def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
+    return StepSettings(
+        device=request.device or _same_device(before.device),
+        precision=request.precision or before.precision,
+        loss=request.loss or before.loss,
+        optimizer=request.optimizer or before.optimizer,
+        seed=before.seed if request.seed is None else request.seed,
+    )
+
+
+def _same_device(device: str) -> str:
+    """A device of the same kind, if there is one."""
+    kind = device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BaselineError(
+            f"the baseline was recorded on {device}, and PyTorch sees no CUDA device here",
+            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: memopt baseline --device cpu.",
+        )
+    return kind
+
+
+def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
+    """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
+    if given and (given.tensors or given.data_file or given.script):
+        return given
+    return replace(before, dims=before.dims | (given.dims if given else {}), source="the baseline")
+
+
+def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:
+    unlike = differences(terms(before), terms(now))
+    if unlike:
+        told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
+        raise BaselineError(f"{request.baseline_path} is not comparable: {told}", hint=_record_anew(request))
+
+
+def _record_anew(request: CheckRequest) -> str:
+    return f"Record one: memopt baseline {request.source.location} -o {request.baseline_path} --force"
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def _plan(path: str | None, prepared: Prepared) -> Plan:
+    return prepared.carried if path is None else read_plan(path)[1]
+
+
+def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> StepMemory:
+    with prepared.session(timeout_s) as session:
+        progress.stage("measuring a step")
+        measured = session.measure(plan)
+        if not isinstance(measured, Measurement):
+            raise_failure(measured)
+        progress.stage("recording a step")
+        traced = session.trace(plan, fake=False)
+        if not isinstance(traced, Traced):
+            raise_failure(traced, "a step of the model could not be recorded: ")
+    return _step_memory(plan, measured, traced.trace)
+
+
+def _step_memory(plan: Plan, measured: Measurement, trace: StepTrace) -> StepMemory:
+    live = live_bytes(trace)
+    peak = live.index(max(live)) - 1
+    return StepMemory(
+        plan=plan,
+        tensor_peak_bytes=measured.tensor_peak_bytes,
+        allocated_peak_bytes=measured.allocated_peak_bytes,
+        step_s=measured.step_s,
+        breakdown=measured.breakdown,
+        peak=_place(trace, peak),
+        modules=_modules(trace, peak),
+        saved=saved_tensors(trace)[:KEPT],
+    )
+
+
+def _place(trace: StepTrace, op: int) -> PeakPlace:
+    if op < 0:
+        return PeakPlace(op="", module="", phase="forward")
+    return PeakPlace(op=trace.ops[op].name, module=trace.ops[op].module, phase=trace.ops[op].phase)
+
+
+def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
+    """What each module itself holds when an operator has run."""
+    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for storage in trace.storages:
+        if is_alive(storage, op):
+            held[storage.module][storage.kind] += storage.nbytes
+    known = {module.path: module for module in trace.modules}
+    return tuple(
+        ModuleBytes(
+            path=path,
+            class_name=known[path].class_name if path in known else "",
+            output_bytes=known[path].output_bytes if path in known else 0,
+            held_bytes=dict(held[path]),
+        )
+        for path in dict.fromkeys((*known, *held))
+    )
+
+
+# ---------------------------------------------------------------------------------------------- conditions
+
+
+def _conditions(prepared: Prepared) -> Conditions:
+    settings = prepared.subject.settings
+    return Conditions(
+        settings=settings,
+        backend=_backend(settings.device),
+        device_name=_device_name(settings.device),
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _backend(device: str) -> tuple[str, ...]:
+    """Libraries that PyTorch takes kernels from, beside its own."""
+    if device == "cpu":
+        return ("mkldnn",) if _is_used(torch.backends.mkldnn) else ()
+    libraries = {"cudnn": _is_used(torch.backends.cudnn), "rocm": torch.version.hip is not None}
+    return tuple(name for name, used in libraries.items() if used)
+
+
+def _is_used(library: Any) -> bool:
+    return bool(library.is_available() and library.enabled)
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,136 @@
+"""A pytest plugin: ``@pytest.mark.limit_train_memory("120 MiB")`` for models that live in code.
+
+::
+
+    @pytest.mark.limit_train_memory("120 MiB")
+    def test_net_trains_in_little_memory(train_memory):
+        train_memory(Net(), torch.randn(8, 3, 64, 64))
+
+The fixture takes one training step in this process and counts its tensor peak, the same bytes in every run.  PyTorch
+is imported when the fixture is used, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import Counted, OptimizerName, StepSettings, to_data
+from memopt_cli.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MARKER = "limit_train_memory"
+_HOLDERS = 5
+"""Modules that a failure names."""
+
+
+class TrainMemory:
+    """Takes training steps of models and counts what they need; one that needs more than the limit fails the test."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self.steps = 0
+        """How many were counted."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *args: Any,
+        inputs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        optimizer: OptimizerName = "none",
+        seed: int = 0,
+    ) -> Counted:
+        """The tensor peak of one step on ``model(*args, **inputs)``, in bytes, and who holds it.
+
+        ``loss`` is called with the output; without it a scalar output or an entry ``loss`` is the loss, else backward
+        starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on.  The model stays
+        where and in the mode it is; its gradients are ``None`` afterwards.
+        """
+        from memopt_cli.measure.local import undisturbed
+        from memopt_cli.step import Step, make_optimizer, run_checked
+        from memopt_cli.trace import count
+
+        settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
+        step = Step(
+            model=model,
+            args=args,
+            kwargs=dict(inputs or {}),
+            settings=settings,
+            loss=loss,
+            optimizer=make_optimizer(model, settings),
+        )
+        with undisturbed():
+            run_checked(step)  # the optimizer's state exists from here on
+            step.update()
+            model.zero_grad(set_to_none=True)
+            counted = count(step)
+        self.steps += 1
+        if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
+            pytest.fail(_complaint(type(model).__name__, counted, self._limit_bytes), pytrace=False)
+        return counted
+
+
+@pytest.fixture
+def train_memory(request: pytest.FixtureRequest) -> TrainMemory:
+    """Counts the memory of one training step: ``train_memory(model, *inputs)``; see the marker for a limit."""
+    marker = request.node.get_closest_marker(_MARKER)
+    return TrainMemory(None if marker is None else _limit(marker))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line(
+        "markers",
+        f'{_MARKER}(size): fail if a training step measured with the fixture train_memory needs more, as in "120 MiB"',
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A limit on nothing would be green for ever: a marked test must count a step."""
+    result = yield
+    marker = pyfuncitem.get_closest_marker(_MARKER)
+    if marker is not None:
+        limit = format_bytes(_limit(marker))
+        counter = pyfuncitem.funcargs.get(train_memory.__name__)
+        if not isinstance(counter, TrainMemory) or not counter.steps:
+            pytest.fail(
+                f"limited to {limit}, but no training step was counted: call the fixture train_memory(model, *inputs)",
+                pytrace=False,
+            )
+    return result
+
+
+def _limit(marker: pytest.Mark) -> int:
+    """Bytes; fails the test if the marker says something else."""
+    if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
+        pytest.fail(f'write @pytest.mark.{_MARKER}("120 MiB")', pytrace=False)
+    try:
+        return parse_bytes(marker.args[0])
+    except UsageError as err:
+        pytest.fail(f"@pytest.mark.{_MARKER}: {err}", pytrace=False)
+
+
+def _device(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else str(parameter.device)
+
+
+def _complaint(name: str, counted: Counted, limit: int) -> str:
+    """The peak, what it consists of, and the modules that hold most."""
+    peak = counted.tensor_peak_bytes
+    over = f"{format_bytes(peak - limit)} more than its limit of {format_bytes(limit)}"
+    parts = {kind.removesuffix("_bytes"): size for kind, size in to_data(counted.breakdown).items() if size}
+    categories = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(parts.items(), key=lambda p: -p[1]))
+    holders = ", ".join(f"{h.path or '(root)'} {format_bytes(h.held_bytes)}" for h in counted.holders[:_HOLDERS])
+    return (
+        f"a training step of {name} needs {format_bytes(peak)}, {over}\n"
+        f"at the peak: {categories}\n"
+        f"activations and temporaries are held by: {holders}"
+    )

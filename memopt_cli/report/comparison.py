@@ -1,0 +1,193 @@
+"""The words and rows of a comparison, the same in every form of report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
+from memopt_cli.units import format_bytes, format_seconds
+
+_NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
+_MODULES = 10
+"""Rows of modules in a table."""
+_NAMED = 3
+"""Modules, segments and tensors that a sentence names."""
+
+METRIC_HEADINGS = ("", "before", "now", "change")
+MODULE_HEADINGS = ("module", "", "before", "now", "change")
+
+
+def headline(found: Comparison) -> Iterator[str]:
+    """The verdict: each limit that was passed; else that none was; without limits how the tensor peak changed."""
+    for verdict in found.exceeded:
+        yield judged(verdict)
+    if not found.exceeded:
+        yield f"no regression: {_change(found.changes[0])}" if found.verdicts else _change(found.changes[0])
+
+
+def judged(verdict: Verdict) -> str:
+    """``regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %), past the limit peak:5%``."""
+    if verdict.exceeded:
+        return f"regression: {_change(verdict.change)}, past the limit {verdict.limit.text}"
+    return f"{_change(verdict.change)}, within the limit {verdict.limit.text}"
+
+
+def reasons(found: Comparison) -> Iterator[str]:
+    """Sentences on what explains the change, and on what does not."""
+    if found.unlike:
+        yield f"not like for like: {_listed(found.unlike)}"
+    plan = {"dropped": found.plan.dropped, "added": found.plan.added, "changed": found.plan.changed}
+    for what, paths in plan.items():
+        if paths:
+            yield f"plan: {_counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
+    if found.plan.packing != "same":
+        yield f"plan: packing of what is saved {found.plan.packing}"
+    yield from _resized(found)
+    yield from _places(found)
+    for saved in found.new_saved[:_NAMED]:
+        yield f"new among the largest tensors kept for backward: {_saved(saved)}"
+    for rename in found.renames:
+        names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
+        yield f"renamed: {names} ({_counted(rename.modules, 'module')}), which takes no memory"
+    yield from _circumstances(found)
+
+
+def growth(found: Comparison) -> Iterator[str]:
+    """The tables as two sentences: what grew most, by category and by module."""
+    grown = [change for change in _categories(found) if change.after > change.before]
+    grown.sort(key=lambda change: change.before - change.after)
+    if grown:
+        yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in grown)
+    modules = [change for change in found.modules if change.after_bytes > change.before_bytes]
+    if modules:
+        named = [f"{_module(m)} ({m.class_name}) {_signed_bytes(m.after_bytes - m.before_bytes)}" for m in modules]
+        yield "by module: " + _first_few(named)
+
+
+def metric_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """Cells under :data:`METRIC_HEADINGS`, for every metric that is not zero."""
+    shown = (change for change in found.changes if change.before or change.after)
+    return [(_name(c), _amount(c, c.before), _amount(c, c.after), _difference(c)) for c in shown]
+
+
+def module_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """Cells under :data:`MODULE_HEADINGS`, for the modules whose own bytes at the tensor peak changed most."""
+    most = sorted(found.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
+    return [
+        (
+            _module(m) + (f" (was {m.was})" if m.was else ""),
+            m.class_name,
+            format_bytes(m.before_bytes),
+            format_bytes(m.after_bytes),
+            _signed_bytes(m.after_bytes - m.before_bytes),
+        )
+        for m in found.modules
+        if m in most
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- sentences
+
+
+def _resized(found: Comparison) -> Iterator[str]:
+    """Modules that themselves are not what they were: what they hold alive, however it is used, has another size."""
+    for kind in ("parameters", "buffers"):
+        grown = [(m, m.growth_bytes[kind]) for m in found.modules if kind in m.growth_bytes]
+        grown.sort(key=lambda pair: -abs(pair[1]))
+        if grown:
+            yield f"{kind} changed: " + _first_few(
+                [f"{_module(m)} ({m.class_name}) {_signed_bytes(n)}" for m, n in grown]
+            )
+
+
+def _places(found: Comparison) -> Iterator[str]:
+    before, after = found.peak_before, found.peak_after
+    if before is None or after is None:
+        return
+    if found.peak_moved:
+        yield f"the tensor peak moved from {_place(before)} to {_place(after)}"
+    else:
+        yield f"the tensor peak is reached in {_place(after)}, as before"
+
+
+def _circumstances(found: Comparison) -> Iterator[str]:
+    if found.surroundings:
+        yield f"measured elsewhere than before: {_listed(found.surroundings)}"
+    if not found.exceeded:
+        peak = found.changes[0]
+        if found.verdicts and peak.after < peak.before:
+            yield "record the baseline anew to keep what was gained"
+        return
+    if any(d.name in ("torch", "memopt") for d in found.surroundings):
+        yield "a baseline recorded anew from the old model would tell the versions' part from the model's"
+    if found.before.sha256 is not None and found.before.sha256 == found.after.sha256:
+        yield "the model file is the same as before"
+
+
+def _saved(saved: SavedTensor) -> str:
+    made = f"made by {_short(saved.made_by)}" if saved.made_by else "an input"
+    return f"{format_bytes(saved.nbytes)}, {made}, kept by {_short(saved.op)} of {saved.module or '(root)'}"
+
+
+def _place(place: PeakPlace) -> str:
+    if not place.op:
+        return "what exists before the step"
+    return f"{place.phase} of {place.module or '(root)'} ({_short(place.op)})"
+
+
+def _listed(differences: Sequence[Difference]) -> str:
+    return ", ".join(f"{d.name} {d.before} → {d.after}" for d in differences)
+
+
+def _first_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+# ---------------------------------------------------------------------------------------------- amounts
+
+
+def _change(change: Change) -> str:
+    if change.before == change.after:
+        return f"{_name(change)} {_amount(change, change.after)}, as before"
+    return f"{_name(change)} {_amount(change, change.before)} → {_amount(change, change.after)} ({_difference(change)})"
+
+
+def _difference(change: Change) -> str:
+    """``+2.0 MiB, +16.7 %``."""
+    if change.before == change.after:
+        return "–"
+    share = f", {100 * (change.after / change.before - 1):+.1f} %" if change.before else ""
+    return _signed(change) + share.replace("-", "−")
+
+
+def _signed(change: Change) -> str:
+    difference = change.after - change.before
+    return f"{'+' if difference > 0 else '−'}{_amount(change, abs(difference))}"
+
+
+def _signed_bytes(size: int) -> str:
+    return f"{'+' if size > 0 else '−'}{format_bytes(abs(size))}"
+
+
+def _amount(change: Change, value: float) -> str:
+    return format_seconds(value) if change.metric == "step" else format_bytes(value)
+
+
+def _categories(found: Comparison) -> list[Change]:
+    return [change for change in found.changes if change.metric not in ("peak", "allocated", "step")]
+
+
+def _name(change: Change) -> str:
+    return _NAMES.get(change.metric, change.metric)
+
+
+def _module(change: ModuleChange) -> str:
+    return change.path or "(root)"
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten::")

@@ -1,0 +1,43 @@
+"""Reports for GitHub Actions: annotations of the run, and the job's summary page."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from memopt_cli.records import Comparison
+from memopt_cli.report.comparison import growth, headline, judged, reasons
+from memopt_cli.report.markdown import MarkdownReport, markdown
+
+
+class GithubReport:
+    """One ``::error`` for each limit that was passed, or a ``::notice``; the tables go to the summary page."""
+
+    def __init__(self, summary: str | None) -> None:
+        """``summary``: the file that ``$GITHUB_STEP_SUMMARY`` names, which is appended to; ``None``: there is none."""
+        self._summary = summary
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        why = [*growth(found), *reasons(found)]
+        for verdict in found.exceeded:
+            stream.write(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
+        if not found.exceeded:
+            stream.write(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
+        if self._summary:
+            with open(self._summary, "a", encoding="utf-8") as page:
+                page.write(markdown(found))
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        stream.write(_annotation("error", "memopt: not checked", [reason]))
+        if self._summary:
+            with open(self._summary, "a", encoding="utf-8") as page:
+                MarkdownReport().refused(reason, page)
+
+
+def _annotation(kind: str, title: str, lines: list[str]) -> str:
+    message = "\n".join(lines)
+    return f"::{kind} title={_escaped(title, ':,')}::{_escaped(message, '')}\n"
+
+
+def _escaped(text: str, also: str) -> str:
+    """As the runner decodes it: what would end a value becomes ``%XX``."""
+    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{also}" else c for c in text)

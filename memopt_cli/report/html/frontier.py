@@ -1,0 +1,106 @@
+"""Peak against step time: the plans that were measured, and those that no other one beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memopt_cli.records import Measurement, MemOptSummary
+from memopt_cli.report.html.figure import Figure, bytes_axis, text
+from memopt_cli.units import format_bytes, format_seconds
+
+_MEASURED = "#3f83dd"
+_APPLIED = "#d8604f"
+"""Colours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One plan as it was measured."""
+
+    label: str
+    peak_bytes: int
+    """Allocated peak."""
+    step_s: float
+    applied: bool = False
+
+
+def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
+    """The plans of the frontier that ran, by the number to pick them by; without a frontier, the levels that ran."""
+    if not summary.frontier:
+        return _levels(summary)
+    return [
+        _point(f"pick {number}", found.outcome, applied=summary.verification is not None and found.plan == summary.plan)
+        for number, found in enumerate(summary.frontier, 1)
+        if isinstance(found.outcome, Measurement)
+    ]
+
+
+def _levels(summary: MemOptSummary) -> list[FrontierPoint]:
+    """Levels that share a plan, and so its measurement, are one point."""
+    points: list[FrontierPoint] = []
+    for row in summary.levels:
+        if isinstance(row.outcome, Measurement):
+            point = _point(f"level {row.level}", row.outcome, applied=row.level == summary.applied_level)
+            if points and (points[-1].peak_bytes, points[-1].step_s) == (point.peak_bytes, point.step_s):
+                last = points.pop()
+                point = replace(point, label=f"{last.label}, {row.level}", applied=last.applied or point.applied)
+            points.append(point)
+    return points
+
+
+def _point(label: str, outcome: Measurement, *, applied: bool) -> FrontierPoint:
+    return FrontierPoint(label=label, peak_bytes=outcome.allocated_peak_bytes, step_s=outcome.step_s, applied=applied)
+
+
+def frontier(points: Iterable[FrontierPoint]) -> Iterator[FrontierPoint]:
+    """The Pareto set, fastest first: for every other point one of these is no slower and needs no more."""
+    least = float("inf")
+    for point in sorted(points, key=lambda p: (p.step_s, p.peak_bytes)):
+        if point.peak_bytes < least:
+            least = point.peak_bytes
+            yield point
+
+
+def frontier_figure(points: Sequence[FrontierPoint]) -> Figure:
+    """Down and to the left is better; the applied plan is a star."""
+    best = list(frontier(points))
+    hover = [f"<b>{text(p.label)}</b><br>{format_bytes(p.peak_bytes)}, {format_seconds(p.step_s)}" for p in points]
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [p.step_s for p in best],
+        "y": [p.peak_bytes for p in best],
+        "line": {"shape": "hv", "width": 2, "dash": "dot", "color": _MEASURED},
+        "hoverinfo": "skip",
+    }
+    marks = {
+        "type": "scatter",
+        "mode": "markers+text",
+        "x": [p.step_s for p in points],
+        "y": [p.peak_bytes for p in points],
+        "text": [text(p.label) for p in points],
+        "textposition": "bottom center",
+        "cliponaxis": False,
+        "hovertext": hover,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {
+            "size": [18 if p.applied else 11 for p in points],
+            "symbol": ["star" if p.applied else "circle" for p in points],
+            "color": [_APPLIED if p.applied else _MEASURED for p in points],
+        },
+    }
+    fastest, slowest = min(p.step_s for p in points), max(p.step_s for p in points)
+    margin = 0.15 * ((slowest - fastest) or slowest or 1.0)
+    layout = {
+        "height": 340,
+        "margin": {"l": 64, "r": 12, "t": 12, "b": 44},
+        "showlegend": False,
+        "xaxis": {
+            "title": {"text": "time of a step, seconds"},
+            "range": [fastest - margin, slowest + margin],
+            "fixedrange": True,
+        },
+        "yaxis": bytes_axis(max(p.peak_bytes for p in points)),
+    }
+    return {"data": [edge, marks], "layout": layout}

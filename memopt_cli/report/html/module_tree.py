@@ -1,0 +1,49 @@
+"""The module tree as nested HTML lists: what each module leaves for backward, and what the plan does there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.report.html.modules import KeptByModule
+from memopt_cli.units import format_bytes
+
+
+def module_tree(before: KeptByModule, after: KeptByModule | None, plan: Plan) -> str:
+    """The tree opened down to what the plan names; each module with its bytes, before and after if there is a plan."""
+    planned = {segment.path: segment for segment in plan.segments}
+    now = None if after is None else {module.path: module.nbytes for module in after.walk()}
+    return f'<ul class="tree">{_branch(before, planned, now)}</ul>'
+
+
+def _branch(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[str, int] | None) -> str:
+    line = _line(module, planned.get(module.path), after)
+    if not module.children:
+        return f"<li><div>{line}</div></li>"
+    below = "".join(_branch(child, planned, after) for child in module.children)
+    wanted = not module.path or any(child.path in planned for child in module.walk() if child is not module)
+    return f"<li><details{' open' if wanted else ''}><summary>{line}</summary><ul>{below}</ul></details></li>"
+
+
+def _line(module: KeptByModule, segment: SegmentPlan | None, after: dict[str, int] | None) -> str:
+    badges = "".join(f'<span class="badge {kind}">{escape(label)}</span>' for kind, label in _badges(segment))
+    size = format_bytes(module.nbytes)
+    if after is not None:
+        size += f" → {format_bytes(after.get(module.path, 0))}"
+    name = f"<b>{escape(module.name)}</b> <i>{escape(module.class_name)}</i>"
+    title = escape(module.path)
+    return f'<span class="line"><span title="{title}">{name}</span>{badges}<span class="size">{size}</span></span>'
+
+
+def _badges(segment: SegmentPlan | None) -> Iterator[tuple[str, str]]:
+    """Kind and text of what the plan does at a module."""
+    if segment is None:
+        return
+    yield "segment", "segment"
+    if segment.chunks > 1:
+        yield "chunks", f"{segment.chunks} chunks, axis {segment.axis}"
+    if segment.spatial_split:
+        yield "segment", "spatial split"
+    if segment.compressor != "null":
+        yield "packed", f"packed: {segment.compressor}"

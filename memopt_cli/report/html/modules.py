@@ -1,0 +1,147 @@
+"""What each module leaves alive for backward: as a tree, and as a treemap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memopt_cli.records import StepTrace
+from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
+from memopt_cli.units import format_bytes
+
+_SMALLEST = 0.0005
+"""Parts of the treemap below this share of the whole are drawn as one."""
+_BULK = 0.9
+"""A part above this share of a module is what the module consists of."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptByModule:
+    """A module, and the activations made in it that forward leaves for backward."""
+
+    path: str
+    class_name: str
+    nbytes: int = 0
+    """With those of the modules below it."""
+    operators: Counter[str] = field(default_factory=Counter)
+    """Operator -> bytes that it made, in this module itself."""
+    children: list[KeptByModule] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2] or "(model)"
+
+    def walk(self) -> Iterator[KeptByModule]:
+        """This module and all below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def kept_by_module(trace: StepTrace) -> KeptByModule:
+    """The module tree of a step; a module whose parent was not called hangs below the nearest one that was."""
+    tree = {module.path: KeptByModule(path=module.path, class_name=module.class_name) for module in trace.modules}
+    root = tree.setdefault("", KeptByModule(path="", class_name=""))
+    for path, module in tree.items():
+        if path:
+            tree[_nearest(path.rpartition(".")[0], tree)].children.append(module)
+    for nbytes, operator, path in _left_by_forward(trace):
+        tree[_nearest(path, tree)].operators[operator] += nbytes
+    _add_up(root)
+    return root
+
+
+def _left_by_forward(trace: StepTrace) -> Iterator[tuple[int, str, str]]:
+    """Bytes, operator and module of each activation alive when forward has ended."""
+    end = sum(op.phase == "forward" for op in trace.ops)
+    for s in trace.storages:
+        if s.kind == "activations" and 0 <= s.born < end and (s.died is None or s.died >= end):
+            yield s.nbytes, trace.ops[s.born].name, s.module
+
+
+def _nearest(path: str, tree: dict[str, KeptByModule]) -> str:
+    while path not in tree:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _add_up(module: KeptByModule) -> int:
+    module.nbytes = module.operators.total() + sum(map(_add_up, module.children))
+    return module.nbytes
+
+
+@dataclass(slots=True)
+class _Sectors:
+    """The columns of a treemap."""
+
+    total_bytes: int
+    ids: list[str] = field(default_factory=list)
+    parents: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    hovers: list[str] = field(default_factory=list)
+    colours: list[str] = field(default_factory=list)
+
+    def add(self, parent: str, label: str, nbytes: int, hover: str, colour: str) -> str:
+        """Another sector, and the id under which others can be put into it."""
+        name = f"s{len(self.ids)}"
+        share = 100 * nbytes / self.total_bytes
+        self.ids.append(name)
+        self.parents.append(parent)
+        self.labels.append(text(label))
+        self.values.append(nbytes)
+        self.hovers.append(f"{hover}<br><b>{format_bytes(nbytes)}</b>, {share:.1f} %")
+        self.colours.append(colour)
+        return name
+
+    def fill(self, module: KeptByModule, parent: str, colours: dict[str, str], colour: str = NEUTRAL) -> None:
+        """A module, its operators and the modules below it; what is small as one."""
+        colour = colours.get(module.path, colour)
+        hover = f"{text(module.path or '(model)')}<br>{text(module.class_name)}"
+        own = self.add(parent, module.name, module.nbytes, hover, colour)
+        least = _SMALLEST * self.total_bytes
+        operators = [(name, nbytes) for name, nbytes in module.operators.most_common() if nbytes >= least]
+        for i, (name, nbytes) in enumerate(operators):
+            made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
+            distinct = PALETTE[i % len(PALETTE)] if colour == NEUTRAL else colour
+            self.add(own, name.removeprefix("aten::"), nbytes, made, distinct)
+        below = [child for child in module.children if child.nbytes >= least]
+        for child in below:
+            self.fill(child, own, colours, colour)
+        rest = module.nbytes - sum(nbytes for _, nbytes in operators) - sum(child.nbytes for child in below)
+        if rest:
+            self.add(own, "smaller", rest, "what is too small to be drawn", colour)
+
+
+def treemap_figure(root: KeptByModule) -> Figure:
+    """Areas are bytes; tapping a module opens it."""
+    sectors = _Sectors(max(1, root.nbytes))
+    sectors.fill(root, "", _colours(root))
+    trace = {
+        "type": "treemap",
+        "ids": sectors.ids,
+        "parents": sectors.parents,
+        "labels": sectors.labels,
+        "values": sectors.values,
+        "branchvalues": "total",
+        "text": list(map(format_bytes, sectors.values)),
+        "textinfo": "label+text",
+        "hovertext": sectors.hovers,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {"colors": sectors.colours, "line": {"width": 1, "color": "rgba(16,21,28,.4)"}},
+        "textfont": {"color": INK},
+        "tiling": {"pad": 2},
+        "pathbar": {"thickness": 24},
+        "maxdepth": 4,
+    }
+    return {"data": [trace], "layout": {"height": 420, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
+
+
+def _colours(root: KeptByModule) -> dict[str, str]:
+    """A colour for each part of the first module, from the top, that is not all but one of its parts."""
+    module = root
+    while module.children and (largest := max(module.children, key=lambda m: m.nbytes)).nbytes > _BULK * module.nbytes:
+        module = largest
+    return {child.path: PALETTE[i % len(PALETTE)] for i, child in enumerate(module.children)}

@@ -1,0 +1,271 @@
+"""The whole page: style, script and data in one file that asks the network for nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import PurePath
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import (
+    FileHeader,
+    Measurement,
+    MemOptSummary,
+    OptimizeResult,
+    Plan,
+    RecordedSteps,
+    SavedTensor,
+    StepProfile,
+    StepTrace,
+    Verification,
+)
+from memopt_cli.report.html.figure import Figure
+from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, points_of
+from memopt_cli.report.html.module_tree import module_tree
+from memopt_cli.report.html.modules import kept_by_module, treemap_figure
+from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
+from memopt_cli.units import format_bytes, format_seconds
+
+_SAVED = 12
+"""Rows of the table of saved tensors."""
+
+
+def require_plotly() -> None:
+    """Raise :class:`UsageError` now if the report could not be made later."""
+    if importlib.util.find_spec("plotly") is None:
+        raise UsageError("an HTML report needs plotly, which is not installed", hint="pip install 'memopt[html]'")
+
+
+def profile_page(found: StepProfile) -> str:
+    """The HTML of one profiled step.  Raises :class:`UsageError` without plotly."""
+    page = _Page(found.header)
+    page.tiles(_profile_tiles(found))
+    page.steps({"": found.trace})
+    page.modules({"": found.trace}, found.plan)
+    page.saved(found.saved[:_SAVED])
+    page.remarks(found.notes)
+    return page.html()
+
+
+def optimize_page(result: OptimizeResult) -> str:
+    """The HTML of one optimization; what needs a recorded step is left out where none was recorded.
+
+    Raises :class:`UsageError` without plotly.
+    """
+    page, summary = _Page(result.header), result.summary
+    plan = summary.plan or Plan(level=0)
+    page.tiles(_optimize_tiles(summary))
+    if result.steps is not None:
+        traces = _before_and_after(result.steps, plan)
+        page.steps(traces)
+        page.modules(traces, plan)
+    page.frontier(points_of(summary))
+    page.remarks(summary.notes)
+    return page.html()
+
+
+def _before_and_after(steps: RecordedSteps, plan: Plan) -> dict[str, StepTrace]:
+    if not plan.segments and not plan.packed:
+        return {"": steps.original}
+    return {"before": steps.original, "after": steps.optimized}
+
+
+Tile = tuple[str, str, str]
+"""What it is, its value, and a remark below."""
+
+
+def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
+    measured = found.measurement if isinstance(found.measurement, Measurement) else None
+    allocated = measured.allocated_peak_bytes if measured else found.peak.allocated_bytes
+    tensor = measured.tensor_peak_bytes if measured else found.tensor_peak_bytes
+    how = measured.backend if measured else "estimated, the step was not run"
+    yield "allocated peak", format_bytes(allocated), how
+    yield "tensor peak", format_bytes(tensor), "the same in every run"
+    if measured:
+        yield "step", format_seconds(measured.step_s), f"batch {measured.batch}"
+    if found.peak.op >= 0:
+        yield "peaks in", found.peak.phase, f"{found.peak.name} in {found.peak.module or 'the model'}"
+
+
+def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
+    outcomes = {row.level: row.outcome for row in summary.levels}
+    before, after = outcomes.get(0), outcomes.get(summary.applied_level)
+    if isinstance(after, Measurement):
+        base = before if isinstance(before, Measurement) else None
+        peaks = (base.allocated_peak_bytes if base else None, after.allocated_peak_bytes)
+        yield "allocated peak", _change(*map(_bytes_or_dash, peaks)), _ratio(*peaks)
+        times = (base.step_s if base else None, after.step_s)
+        yield "step", _change(*map(_seconds_or_dash, times)), _ratio(*times)
+    if summary.verification:
+        yield "level applied", str(summary.applied_level), f"{summary.requested_level} asked for"
+        yield _verified(summary.verification)
+    else:
+        yield "applied", "nothing", "choose a plan with --pick N"
+
+
+def _verified(found: Verification) -> Tile:
+    allowed = "bit for bit" if found.exact else f"within {found.tolerance:.0e}"
+    value = "passed" if found.passed else "failed"
+    return "verification", value, f"{found.compared} tensors, {allowed}, at batch {found.batch}"
+
+
+def _change(before: str, after: str) -> str:
+    return after if before == after else f"{before} → {after}"
+
+
+def _bytes_or_dash(size: float | None) -> str:
+    return "does not run" if size is None else format_bytes(size)
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return "does not run" if seconds is None else format_seconds(seconds)
+
+
+def _ratio(before: float | None, after: float | None) -> str:
+    return f"{after / before:.2f}× of the original" if before and after else ""
+
+
+@dataclass(slots=True)
+class _Page:
+    """Sections and figures, put together at the end."""
+
+    header: FileHeader
+    sections: list[str] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+
+    def section(self, title: str, lead: str, *content: str) -> None:
+        """``lead`` and ``content`` are HTML, the title is text."""
+        self.sections.append(f"<section><h2>{escape(title)}</h2><p>{lead}</p>{''.join(content)}</section>")
+
+    def figure(self, title: str, figure: Figure) -> str:
+        """The place where the script draws a figure."""
+        name = f"figure-{len(self.figures)}"
+        self.figures[name] = figure
+        caption = f"<h3>{escape(title)}</h3>" if title else ""
+        return f'<figure>{caption}<div class="plot" id="{name}"></div></figure>'
+
+    def tiles(self, tiles: Iterable[Tile]) -> None:
+        """The few numbers at the top."""
+        shown = (
+            f"<div><dt>{escape(what)}</dt><dd><b>{escape(value)}</b><small>{escape(remark)}</small></dd></div>"
+            for what, value, remark in tiles
+        )
+        self.sections.append(f'<dl class="tiles">{"".join(shown)}</dl>')
+
+    def steps(self, traces: dict[str, StepTrace]) -> None:
+        """The timelines, to one scale."""
+        lines = {title: timeline(trace) for title, trace in traces.items()}
+        top = max(max(line.totals) for line in lines.values())
+        plots = [
+            self.figure(title, timeline_figure(trace, lines[title], top_bytes=top)) for title, trace in traces.items()
+        ]
+        drawn = {area["name"] for name in self.figures for area in self.figures[name]["data"]}
+        buttons = (
+            f'<button data-category="{name}" style="--colour:{colour}">{name}</button>'
+            for name, colour in CATEGORIES.items()
+            if name in drawn
+        )
+        lead = "Bytes alive while each operator runs. A category is hidden and shown by its button."
+        self.section("One training step", lead, f'<p class="legend">{"".join(buttons)}</p>', _side_by_side(plots))
+
+    def modules(self, traces: dict[str, StepTrace], plan: Plan) -> None:
+        """What forward leaves for backward, as treemaps, and the plan on the module tree."""
+        kept = {title: kept_by_module(trace) for title, trace in traces.items()}
+        plots = [
+            self.figure(f"{title} {format_bytes(root.nbytes)}".strip(), treemap_figure(root))
+            for title, root in kept.items()
+        ]
+        lead = "Activations alive when forward has ended, by the module that made them. A module opens when clicked."
+        self.section("What each module keeps for backward", lead, _side_by_side(plots))
+        before, *after = kept.values()
+        lead = "The same, module by module" + (", and what the plan does there." if plan.segments else ".")
+        if plan.packed:
+            lead += " What is saved outside of segments is packed where that is lossless."
+        self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))
+
+    def frontier(self, points: Sequence[FrontierPoint]) -> None:
+        """Peak against time, if there is a choice."""
+        if len(points) > 1:
+            lead = "Allocated peak against the time of a step. No plan beats those on the line in both."
+            self.section("Memory against time", lead, self.figure("", frontier_figure(points)))
+
+    def saved(self, tensors: Sequence[SavedTensor]) -> None:
+        """The largest tensors that autograd keeps."""
+        rows = "".join(
+            f"<tr><td>{format_bytes(s.nbytes)}</td><td>{escape(s.made_by or 'an input')}</td>"
+            f"<td>{escape(s.op)}</td><td>{escape(s.module or '(model)')}</td></tr>"
+            for s in tensors
+        )
+        if rows:
+            head = "<tr><th>bytes</th><th>made by</th><th>saved by</th><th>in</th></tr>"
+            table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+            self.section("Largest tensors saved for backward", "What autograd holds until their gradients run.", table)
+
+    def remarks(self, notes: Iterable[str]) -> None:
+        """What the user should know of how this was found."""
+        lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+        if lines:
+            self.sections.append(f"<section><h2>Notes</h2><ul>{lines}</ul></section>")
+
+    def html(self) -> str:
+        """The file."""
+        title = escape(f"{PurePath(self.header.model).name} · memopt")
+        origin = escape(
+            f"{self.header.model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}"
+        )
+        return _PAGE.format(
+            title=title,
+            origin=origin,
+            style=_resource("page.css"),
+            body="".join(self.sections),
+            figures=_json(self.figures),
+            plotly=_plotly(),
+            script=_resource("page.js"),
+        )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header><h1>{title}</h1><p>{origin}</p></header>
+<main>{body}</main>
+<script type="application/json" id="figures">{figures}</script>
+<script>{plotly}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _side_by_side(plots: Iterable[str]) -> str:
+    return f'<div class="plots">{"".join(plots)}</div>'
+
+
+def _json(figures: dict[str, Figure]) -> str:
+    """JSON that no text in it can end: ``<`` only occurs in strings, where it may be written as its code."""
+    return json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    require_plotly()
+    from plotly.offline import get_plotlyjs  # takes a while to import, and not every report needs it
+
+    return str(get_plotlyjs())

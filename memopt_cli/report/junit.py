@@ -1,0 +1,73 @@
+"""Reports as JUnit XML: each limit is a test case.
+
+The elements and attributes are those that both common schemas know, of Ant's reports and of Jenkins.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TextIO
+from xml.etree import ElementTree as ET
+
+from memopt_cli.records import Comparison
+from memopt_cli.report.comparison import growth, judged, reasons
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class JunitReport:
+    """One test suite, ``memopt check``."""
+
+    def compared(self, found: Comparison, stream: TextIO) -> None:
+        why = "\n".join((*growth(found), *reasons(found)))
+        cases = []
+        for verdict in found.verdicts:
+            case = _case(found.after.model, verdict.limit.text)
+            if verdict.exceeded:
+                _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
+            cases.append(case)
+        _write(cases, why, stream)
+
+    def refused(self, reason: str, stream: TextIO) -> None:
+        case = _case("memopt", "check")
+        _fault(case, "error", "not checked", reason, reason)
+        _write([case], "", stream)
+
+
+def _case(model: str, name: str) -> ET.Element:
+    return ET.Element("testcase", name=_clean(name), classname=_clean(f"memopt.{model}"), time="0")
+
+
+def _fault(case: ET.Element, tag: str, kind: str, message: str, text: str) -> None:
+    ET.SubElement(case, tag, type=kind, message=_clean(message)).text = _clean(text)
+
+
+def _write(cases: Sequence[ET.Element], output: str, stream: TextIO) -> None:
+    suite = ET.Element(
+        "testsuite",
+        name="memopt check",
+        package="memopt",
+        id="0",
+        hostname=_clean(platform.node()) or "localhost",
+        timestamp=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+        tests=str(len(cases)),
+        failures=str(sum(case.find("failure") is not None for case in cases)),
+        errors=str(sum(case.find("error") is not None for case in cases)),
+        time="0",
+    )
+    ET.SubElement(suite, "properties")
+    suite.extend(cases)
+    ET.SubElement(suite, "system-out").text = _clean(output)
+    ET.SubElement(suite, "system-err")
+    suites = ET.Element("testsuites")
+    suites.append(suite)
+    ET.indent(suites)
+    stream.write('<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n")
+
+
+def _clean(text: str) -> str:
+    """Without the characters that XML cannot hold."""
+    return _NOT_XML.sub("�", text)

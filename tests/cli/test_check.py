@@ -1,0 +1,219 @@
+"""``memopt baseline``, ``check`` and ``compare``: flags to one request, exit codes, and every format."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from memopt_cli.cli.app import main
+from memopt_cli.errors import StepError
+from memopt_cli.records import (
+    BaselineRequest,
+    CheckRequest,
+    InputSpec,
+    ModelSource,
+    StepSettings,
+    TensorSpec,
+    Trust,
+)
+from memopt_cli.spec_text import parse_limit
+
+FLAGS = (
+    "-i Bx3 --dim B=8 --plan p.plan.yaml --device cuda:1 --precision fp64 --loss l.py:f --optimizer adamw "
+    "--seed 7 --timeout 12.5 --weights w.pt --code-path train.py --allow-package a --allow-global c.D -q"
+)
+SOURCE = ModelSource(
+    location="model.pt",
+    weights="w.pt",
+    trust=Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",)),
+)
+SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 3)),), dims={"B": 8}, source="--input")
+
+
+@pytest.fixture
+def requests(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the pipeline was asked; it fails once it has been."""
+    asked: list[Any] = []
+
+    def act(request: Any, *, progress: Any, ask: Any) -> None:
+        asked.append(request)
+        raise StepError("enough")
+
+    for command in ("baseline", "check"):
+        monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], command, act, raising=False)
+    return asked
+
+
+def test_defaults(requests: list[Any]) -> None:
+    assert main(["baseline", "model.pt"]) == 3
+    assert main(["check", "model.pt"]) == 3
+    source = ModelSource(location="model.pt")
+    assert requests == [
+        BaselineRequest(source=source, spec=None, settings=StepSettings(device="auto")),
+        CheckRequest(source=source, baseline_path="memopt-baseline.json", limits=(parse_limit("peak:0"),)),
+    ]
+
+
+def test_every_flag_of_baseline_arrives(requests: list[Any]) -> None:
+    assert main(["baseline", "model.pt", *FLAGS.split(), "-o", "b.json", "--force"]) == 3
+    settings = StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7)
+    assert requests == [
+        BaselineRequest(
+            source=SOURCE,
+            spec=SPEC,
+            settings=settings,
+            plan_path="p.plan.yaml",
+            output="b.json",
+            force=True,
+            timeout_s=12.5,
+        )
+    ]
+
+
+def test_every_flag_of_check_arrives(requests: list[Any]) -> None:
+    limits = ("peak:5%", "peak:64MiB", "step:20%")
+    flags = [part for limit in limits for part in ("--fail-on", limit)]
+    assert main(["check", "model.pt", *FLAGS.split(), "--baseline", "b.json", *flags]) == 3
+    assert requests == [
+        CheckRequest(
+            source=SOURCE,
+            baseline_path="b.json",
+            limits=tuple(map(parse_limit, limits)),
+            spec=SPEC,
+            device="cuda:1",
+            precision="fp64",
+            loss="l.py:f",
+            optimizer="adamw",
+            seed=7,
+            plan_path="p.plan.yaml",
+            timeout_s=12.5,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--fail-on", "peak"],
+        ["--fail-on", "peaks:0"],
+        ["--fail-on", "peak:5 apples"],
+        ["--format", "xml"],
+        ["--device", "tpu"],
+        ["--precision", "fp8"],
+        ["-i", "4xq"],
+    ],
+)
+def test_bad_usage(bad: list[str], requests: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model.pt", *bad]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert requests == []
+
+
+@pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
+def test_what_could_not_be_checked_is_red_in_every_format(
+    form: str, requests: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "model.pt", "--format", form]) == 3
+    out, err = capsys.readouterr()
+    assert "error: enough" in err
+    assert out.startswith({"md": "### memopt: not checked", "github": "::error title=", "junit": "<?xml"}.get(form, ""))
+    if form == "junit":
+        suite = ET.fromstring(out.encode()).find("testsuite")
+        assert suite is not None
+        assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+
+
+# ---------------------------------------------------------------------------------------------- with the pipeline
+
+
+def save_net(path: Path, width: int) -> None:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    torch.save(nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 4)), path)
+
+
+@pytest.fixture
+def recorded(memopt: Callable[..., Any], in_process: None, tmp_path: Path) -> Callable[..., Any]:
+    """A folder with a model and its baseline."""
+    save_net(tmp_path / "net.pt", 64)
+    done = memopt("baseline", "net.pt", "-i", "512x64", "-q")
+    assert done.code == 0, done.err
+    assert done.changed == {"memopt-baseline.json"}
+    assert done.out.startswith("tensor peak ")
+    return memopt
+
+
+def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
+    assert recorded("check", "net.pt").code == 0
+    save_net(tmp_path / "net.pt", 96)
+    done = recorded("check", "net.pt", "-q")
+    assert done.code == 1
+    assert done.out.startswith("regression: tensor peak ")
+    assert not done.err
+    assert not done.changed
+    assert recorded("check", "net.pt", "--fail-on", "peak:90%").code == 0
+    assert recorded("check", "net.pt", "--fail-on", "peak:90%", "--fail-on", "parameters:0").code == 1
+    assert recorded("check", "net.pt", "--precision", "bf16").code == 5
+    assert recorded("check", "net.pt", "--baseline", "elsewhere.json").code == 5
+    assert recorded("check", "net.pt", "-i", "512x63").code == 5
+    assert recorded("baseline", "net.pt", "-i", "512x64").code == 2  # it exists
+    Path("net.pt").write_bytes(b"")
+    assert recorded("check", "net.pt").code == 3
+
+
+def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
+    save_net(tmp_path / "net.pt", 96)
+    lines = recorded("check", "net.pt").out.splitlines()
+    assert any(line.split()[:2] == ["tensor", "peak"] for line in lines)
+    assert any(line.split()[:2] == ["0", "Linear"] for line in lines)
+    assert any(line.startswith("parameters changed: 0 (Linear) +8.1 KiB, 2 (Linear) +512 B") for line in lines)
+
+
+def test_programs_get_the_verdict(recorded: Callable[..., Any], tmp_path: Path) -> None:
+    found = json.loads(recorded("check", "net.pt", "--json").out)
+    assert found["regression"] is False
+    assert [verdict["limit"]["text"] for verdict in found["verdicts"]] == ["peak:0"]
+    save_net(tmp_path / "net.pt", 96)
+    assert json.loads(recorded("check", "net.pt", "--format", "json").out)["regression"] is True
+
+
+def test_the_summary_page_of_github(
+    recorded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    assert recorded("check", "net.pt", "--format", "github").out.startswith("::notice title=memopt%3A net.pt::no regr")
+    save_net(tmp_path / "net.pt", 96)
+    done = recorded("check", "net.pt", "--format", "github")
+    assert (done.code, done.out.count("::error")) == (1, 1)
+    text = page.read_text()
+    assert text.startswith("before\n### memopt: net.pt\n")
+    assert text.count("### memopt") == 2
+
+
+def test_two_files(recorded: Callable[..., Any], tmp_path: Path) -> None:
+    save_net(tmp_path / "net.pt", 96)
+    assert recorded("baseline", "net.pt", "-i", "512x64", "-o", "b.json").code == 0
+    done = recorded("compare", "memopt-baseline.json", "b.json")
+    assert done.code == 0
+    assert done.out.startswith("tensor peak ")
+    assert json.loads(recorded("compare", "memopt-baseline.json", "b.json", "--json").out)["verdicts"] == []
+    assert recorded("compare", "memopt-baseline.json", "b.json", "--format", "md").out.startswith("### memopt")
+    assert recorded("compare", "memopt-baseline.json", "missing.json").code == 5
+
+
+def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], tmp_path: Path) -> None:
+    save_net(tmp_path / "net.pt", 64)
+    assert spawn_memopt(tmp_path, "baseline", "net.pt", "-i", "512x64").code == 0
+    done = spawn_memopt(tmp_path, "check", "net.pt", "--fail-on", "peak:0", "--fail-on", "activations:0")
+    assert done.code == 0, done.err
+    assert "measuring a step" in done.err

@@ -1,0 +1,257 @@
+"""A comparison in every form: what people read, and what GitHub and CI systems parse."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from memopt_cli.records import (
+    METRICS,
+    Change,
+    Comparison,
+    Difference,
+    FileHeader,
+    InputSpec,
+    ModuleChange,
+    PeakPlace,
+    PlanChange,
+    Rename,
+    SavedTensor,
+    Verdict,
+)
+from memopt_cli.report.comparison import growth, headline, reasons
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.junit import JunitReport
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextReport
+from memopt_cli.spec_text import parse_limit
+
+MIB = 2**20
+
+
+def a_comparison(*limits: str, peak: float = 14.0, **fields: Any) -> Comparison:
+    sizes = {"peak": (12, peak), "allocated": (20, 22), "step": (1 / MIB, 2 / MIB), "activations": (4, 6)}
+    values = {metric: sizes.get(metric, (0, 0)) for metric in METRICS}
+    changes = {m: Change(metric=m, before=before * MIB, after=after * MIB) for m, (before, after) in values.items()}
+    header = FileHeader(
+        schema_version=1,
+        memopt="0.1",
+        torch="2.13",
+        model="net_a.pt",
+        sha256="ab",
+        spec=InputSpec(source="here"),
+        seed=0,
+        device="cpu",
+    )
+    verdicts = []
+    for text in limits:
+        limit = parse_limit(text)
+        change = changes[limit.metric]
+        verdicts.append(Verdict(limit=limit, change=change, exceeded=change.after > change.before))
+    made: dict[str, Any] = {
+        "before": header,
+        "after": header,
+        "changes": tuple(changes.values()),
+        "verdicts": tuple(verdicts),
+        "modules": (
+            ModuleChange(
+                path="body.wide",
+                was="old.wide",
+                class_name="Linear",
+                before_bytes=MIB,
+                after_bytes=3 * MIB,
+                growth_bytes={"parameters": MIB, "activations": MIB},
+            ),
+            ModuleChange(
+                path="", was="", class_name="Net", before_bytes=MIB, after_bytes=0, growth_bytes={"buffers": -MIB}
+            ),
+        ),
+        "new_saved": (
+            SavedTensor(
+                nbytes=2 * MIB,
+                made_by="aten::relu",
+                module="body.wide",
+                op="aten::mm",
+                savers=1,
+                compressor="null",
+                packed_bytes=MIB,
+            ),
+        ),
+        "renames": (Rename(before="old", after="body", modules=1),),
+        "plan": PlanChange(dropped=("a", "b", "c", "d"), changed=("",), packing="dropped"),
+        "peak_before": PeakPlace(op="aten::mm", module="old.wide", phase="backward"),
+        "peak_after": PeakPlace(op="", module="", phase="forward"),
+        "peak_moved": True,
+        "unlike": (Difference(name="seed", before="0", after="1"),),
+        "surroundings": (Difference(name="torch", before="2.6", after="2.13"),),
+    }
+    return Comparison(**(made | fields))
+
+
+def shown(report: Any, found: Comparison) -> str:
+    stream = io.StringIO()
+    report.compared(found, stream)
+    return stream.getvalue()
+
+
+def test_the_verdict() -> None:
+    assert list(headline(a_comparison("peak:5%", "activations:0", "buffers:0"))) == [
+        "regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %), past the limit peak:5%",
+        "regression: activations 4.0 MiB → 6.0 MiB (+2.0 MiB, +50.0 %), past the limit activations:0",
+    ]
+    assert list(headline(a_comparison("buffers:0", peak=12))) == ["no regression: tensor peak 12.0 MiB, as before"]
+    assert list(headline(a_comparison(peak=9))) == ["tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %)"]
+
+
+def test_the_reasons() -> None:
+    assert list(reasons(a_comparison("peak:0"))) == [
+        "not like for like: seed 0 → 1",
+        "plan: 4 segments dropped (a, b, c, …)",
+        "plan: 1 segment changed ((root))",
+        "plan: packing of what is saved dropped",
+        "parameters changed: body.wide (Linear) +1.0 MiB",
+        "buffers changed: (root) (Net) −1.0 MiB",
+        "the tensor peak moved from backward of old.wide (mm) to what exists before the step",
+        "new among the largest tensors kept for backward: 2.0 MiB, made by relu, kept by mm of body.wide",
+        "renamed: old → body (1 module), which takes no memory",
+        "measured elsewhere than before: torch 2.6 → 2.13",
+        "a baseline recorded anew from the old model would tell the versions' part from the model's",
+        "the model file is the same as before",
+    ]
+    assert list(growth(a_comparison())) == [
+        "by category: activations +2.0 MiB",
+        "by module: body.wide (Linear) +2.0 MiB",
+    ]
+
+
+def test_a_gain_is_to_be_kept() -> None:
+    assert "record the baseline anew to keep what was gained" in reasons(a_comparison("peak:0", peak=9))
+    assert "record the baseline anew to keep what was gained" not in reasons(a_comparison(peak=9))
+
+
+def test_text() -> None:
+    lines = shown(TextReport(), a_comparison("peak:0")).splitlines()
+    assert lines[0].startswith("regression: ")
+    rows = [line.split() for line in lines]
+    assert ["tensor", "peak", "12.0", "MiB", "14.0", "MiB", "+2.0", "MiB,", "+16.7", "%"] in rows
+    assert ["step", "1.00", "s", "2.00", "s", "+1.00", "s,", "+100.0", "%"] in rows
+    assert "body.wide (was old.wide)" in shown(TextReport(), a_comparison())
+    assert not any(row[:1] == ["gradients"] for row in rows)  # nothing before and now
+
+
+def test_json_is_the_record() -> None:
+    data = json.loads(shown(JsonReport(), a_comparison("peak:0")))
+    assert data["regression"] is True
+    assert data["renames"] == [{"before": "old", "after": "body", "modules": 1}]
+
+
+def test_markdown_shows_names_as_they_are() -> None:
+    text = shown(MarkdownReport(), a_comparison("peak:0"))
+    assert text.startswith("### memopt: net\\_a.pt\n\n**regression: tensor peak")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count(" | ") for line in rows} == {3, 4}
+    assert "| --- | ---: | ---: | ---: |" in rows
+    evil = shown(MarkdownReport(), a_comparison(renames=(Rename(before="a|b<i>`*", after="c\n# d", modules=2),)))
+    assert "a\\|b\\<i\\>\\`\\* → c \\# d" in evil
+
+
+def test_github_annotations_are_one_line_each() -> None:
+    lines = shown(GithubReport(None), a_comparison("peak:5%", "activations:0", "buffers:0")).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "::error title=memopt%3A net_a.pt::regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB"
+    )
+    assert "+16.7 %25), past the limit peak:5%25%0Aby category: activations +2.0 MiB%0A" in lines[0]
+    assert re.fullmatch(
+        r"::notice title=[^:,]*::no regression: .*\n", shown(GithubReport(None), a_comparison("buffers:0"))
+    )
+
+
+def test_the_summary_page_is_appended_to(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    shown(GithubReport(str(page)), a_comparison("peak:0"))
+    GithubReport(str(page)).refused("no baseline", io.StringIO())
+    assert (
+        page.read_text() == shown(MarkdownReport(), a_comparison("peak:0")) + "### memopt: not checked\n\nno baseline\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- JUnit
+
+NUMBER, TEXT, TIME = r"\d+(\.\d+)?", r"(?s).+", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
+SCHEMA: dict[str, tuple[dict[str, str], str]] = {
+    "testsuites": ({}, "(testsuite )*"),
+    "testsuite": (
+        {
+            **dict.fromkeys(("name", "package", "hostname"), TEXT),
+            "timestamp": TIME,
+            "time": NUMBER,
+            **dict.fromkeys(("id", "tests", "failures", "errors"), r"\d+"),
+        },
+        "properties (testcase )*system-out system-err ",
+    ),
+    "properties": ({}, "(property )*"),
+    "testcase": ({"name": TEXT, "classname": TEXT, "time": NUMBER}, "((error|failure|skipped) )?"),
+    "failure": ({"type": TEXT, "message": TEXT}, ""),
+    "error": ({"type": TEXT, "message": TEXT}, ""),
+    "system-out": ({}, ""),
+    "system-err": ({}, ""),
+}
+"""What both common schemas accept, of Ant's reports (which requires all of these attributes, and this order) and of
+Jenkins: element -> its attributes and their patterns, and its children."""
+
+
+def check_schema(element: ET.Element) -> None:
+    attributes, children = SCHEMA[element.tag]
+    assert element.attrib.keys() == attributes.keys()
+    for name, pattern in attributes.items():
+        assert re.fullmatch(pattern, element.attrib[name]), name
+    assert re.fullmatch(children, "".join(f"{child.tag} " for child in element))
+    for child in element:
+        check_schema(child)
+
+
+def junit(found: Comparison) -> ET.Element:
+    root = ET.fromstring(shown(JunitReport(), found).encode())
+    check_schema(root)
+    suite = root.find("testsuite")
+    assert suite is not None
+    return suite
+
+
+def test_junit_has_a_case_for_each_limit() -> None:
+    suite = junit(a_comparison("peak:5%", "buffers:0"))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
+    failed, passed = suite.findall("testcase")
+    assert (failed.get("name"), passed.get("name")) == ("peak:5%", "buffers:0")
+    assert failed.get("classname") == "memopt.net_a.pt"
+    assert len(passed) == 0
+    (failure,) = failed
+    assert (failure.get("message") or "").startswith("regression: tensor peak")
+    assert "plan: 4 segments dropped" in (failure.text or "")
+
+
+@pytest.mark.parametrize("name", ["a<b>&\"'", "\x00\x1b[31m\ud800", "ünï\U0001f600"])
+def test_junit_holds_any_name(name: str) -> None:
+    found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),))
+    suite = junit(replace(found, after=replace(found.after, model=name)))
+    clean = re.sub("[\x00\x1b\ud800]", "�", name)
+    assert f"renamed: {clean} → b" in (suite.findtext("system-out") or "")
+    assert suite[1].get("classname") == f"memopt.{clean}"
+
+
+def test_junit_without_a_comparison_is_an_error() -> None:
+    stream = io.StringIO()
+    JunitReport().refused("there is no baseline", stream)
+    root = ET.fromstring(stream.getvalue().encode())
+    check_schema(root)
+    assert root.find("testsuite/testcase/error") is not None
+    assert root[0].get("errors") == "1"

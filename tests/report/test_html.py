@@ -1,0 +1,575 @@
+"""The HTML report: valid, self-contained, true to the record; and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import fcntl
+import html
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import (
+    Breakdown,
+    FileHeader,
+    InputSpec,
+    Instant,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    ModuleTrace,
+    OptimizeResult,
+    OpTrace,
+    OutOfMemory,
+    ParetoPoint,
+    Plan,
+    RecordedSteps,
+    SavedTensor,
+    SegmentPlan,
+    StepProfile,
+    StepTrace,
+    StorageTrace,
+    Verification,
+)
+from memopt_cli.report.html import optimize_page, profile_page, require_plotly
+from memopt_cli.report.html.figure import bytes_axis
+from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
+from memopt_cli.report.html.modules import kept_by_module, treemap_figure
+from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeline_figure
+
+MIB = 2**20
+EVIL = "<img src=x onerror='document.title=1'>\"</script><script>document.title=1</script>%{x}"
+"""A module path that would like to be more than text."""
+
+
+def module(path: str, class_name: str = "Block") -> ModuleTrace:
+    sizes = {"input_bytes": 0, "packed_input_bytes": 0, "output_bytes": 0, "saved_bytes": 0}
+    return ModuleTrace(
+        path=path, class_name=class_name, calls=1, order=0, forward_s=0, compressor="null", input_shape=(), **sizes
+    )
+
+
+def storage(size: int, kind: str, where: str, born: int, died: int | None) -> StorageTrace:
+    return StorageTrace(nbytes=size * MIB, kind=kind, module=where, born=born, died=died, freed=died)
+
+
+def a_trace(scale: int = 1) -> StepTrace:
+    """Four operators; 10 + 24 + 30 + 5 MiB while the third runs, with its workspace of 5 MiB."""
+    ops = (
+        OpTrace(name="aten::convolution", module="body.conv", phase="forward", workspace_bytes=MIB),
+        OpTrace(name="aten::relu", module=EVIL, phase="forward"),
+        OpTrace(name="aten::convolution_backward", module="body.conv", phase="backward", workspace_bytes=5 * MIB),
+        OpTrace(name="aten::add", module="", phase="backward"),
+    )
+    storages = (
+        storage(10, "parameters", "body.conv", -1, None),
+        storage(16 * scale, "activations", "body.conv", 0, 3),
+        storage(8 * scale, "activations", EVIL, 1, 3),
+        storage(2, "activations", "body.conv", 0, 1),
+        storage(30, "temporaries", "body.conv", 2, 3),
+        storage(10, "gradients", "body.conv", 3, None),
+    )
+    modules = (module(""), module("body"), module("body.conv", "Conv<2>"), module(EVIL, EVIL))
+    peak = (10 + 24 * scale + 30) * MIB
+    return StepTrace(
+        modules=modules,
+        tensor_peak_bytes=peak,
+        resident_bytes=20 * MIB,
+        batch=4,
+        ops=ops,
+        storages=storages,
+        allocated_peak_bytes=peak + 5 * MIB,
+    )
+
+
+HEADER = FileHeader(
+    schema_version=1,
+    memopt="0",
+    torch="2",
+    model=f"models/{EVIL}.pt",
+    sha256=None,
+    spec=InputSpec(source="here"),
+    seed=0,
+    device="cpu",
+)
+BREAKDOWN = Breakdown(
+    parameters_bytes=10 * MIB,
+    buffers_bytes=0,
+    gradients_bytes=0,
+    optimizer_bytes=0,
+    inputs_bytes=0,
+    activations_bytes=24 * MIB,
+    temporaries_bytes=30 * MIB,
+)
+
+
+def measured(peak: int, step_s: float) -> Measurement:
+    return Measurement(
+        tensor_peak_bytes=peak * MIB,
+        allocated_peak_bytes=peak * MIB,
+        resident_bytes=20 * MIB,
+        reserved_peak_bytes=peak * MIB,
+        process_peak_bytes=500 * MIB,
+        step_times_s=(step_s,),
+        breakdown=BREAKDOWN,
+        holders=(),
+        backend="cpu profiler",
+        batch=4,
+        spent_s=3.0,
+    )
+
+
+def a_profile() -> StepProfile:
+    trace = a_trace()
+    saved = SavedTensor(
+        nbytes=16 * MIB,
+        made_by="aten::convolution",
+        module=EVIL,
+        op="aten::relu",
+        savers=1,
+        compressor="null",
+        packed_bytes=16 * MIB,
+    )
+    return StepProfile(
+        header=HEADER,
+        plan=Plan(level=0),
+        measurement=measured(69, 1.5),
+        fake=True,
+        tensor_peak_bytes=trace.tensor_peak_bytes,
+        peak=Instant(allocated_bytes=69 * MIB, op=2, name=trace.ops[2].name, phase="backward", module="body.conv"),
+        breakdown=BREAKDOWN,
+        workspace_bytes=5 * MIB,
+        modules=(),
+        saved=(saved,),
+        live_bytes=(),
+        flops=0,
+        notes=(f"A note on {EVIL}.", "/a/long/path" * 20),
+        trace=trace,
+    )
+
+
+def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None) -> LevelRow:
+    return LevelRow(
+        level=level,
+        plan=plan or Plan(level=level),
+        outcome=outcome,
+        predicted_tensor_peak_bytes=None,
+        predicted_allocated_peak_bytes=None,
+        candidates=1,
+        search_s=1.0,
+    )
+
+
+PLAN = Plan(
+    level=2,
+    segments=(SegmentPlan(path="body.conv", compressor="bit", chunks=4, axis=1), SegmentPlan(path=EVIL)),
+)
+
+
+def a_result() -> OptimizeResult:
+    summary = MemOptSummary(None, None, None, "cpu", 3, 2, True, True)
+    summary.levels = [row(0, measured(117, 1.0)), row(1, measured(80, 1.5)), row(2, measured(69, 1.25), PLAN)]
+    summary.plan = PLAN
+    summary.verification = Verification(
+        passed=True,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=7,
+        worst_name="",
+        worst_difference=0.0,
+        batch=4,
+        full_size=True,
+    )
+    steps = RecordedSteps(original=a_trace(scale=3), optimized=a_trace())
+    return OptimizeResult(header=HEADER, summary=summary, files=(), steps=steps)
+
+
+# ---------------------------------------------------------------------------------------------- the figures
+
+
+def test_the_timeline_counts_every_category_at_every_instant() -> None:
+    found = timeline(a_trace())
+    assert found.instants == (-1, 0, 1, 2, 3)
+    in_mib = {name: tuple(value // MIB for value in values) for name, values in found.levels.items() if any(values)}
+    assert in_mib == {
+        "parameters": (10, 10, 10, 10, 10),
+        "activations": (0, 18, 24, 24, 0),
+        "temporaries": (0, 0, 0, 30, 0),
+        "gradients": (0, 0, 0, 0, 10),
+        WORKSPACE: (0, 1, 0, 5, 0),
+    }
+    assert max(found.totals) == a_trace().allocated_peak_bytes
+
+
+def long_trace(count: int = 20_000) -> StepTrace:
+    """Storages of many sizes that live for one operator each; one spike in the middle."""
+    ops = (OpTrace(name="aten::mul", module="", phase="forward"),) * count
+    sizes = [1 + i * 7919 % 1000 for i in range(count)]
+    sizes[count // 3] = 5000
+    lives = enumerate(sizes[:-1])
+    storages = tuple(
+        StorageTrace(nbytes=size, kind="activations", module="", born=i, died=i + 1, freed=i + 1) for i, size in lives
+    )
+    return replace(a_trace(), modules=(module(""),), ops=ops, storages=storages)
+
+
+def test_thinning_keeps_what_can_be_seen() -> None:
+    whole = timeline(long_trace())
+    few = thinned(whole, most=200)
+    assert len(few.instants) <= 202
+    exact = dict(zip(whole.instants, whole.totals, strict=True))
+    assert all(exact[i] == total for i, total in zip(few.instants, few.totals, strict=True))
+    assert (few.instants[0], few.instants[-1]) == (whole.instants[0], whole.instants[-1])
+    for start in range(0, len(whole.instants) - 200, 200):  # no shorter stretch may lose its highest or lowest
+        seen = [total for i, total in zip(few.instants, few.totals, strict=True) if start - 100 <= i < start + 300]
+        assert max(seen) >= max(whole.totals[start : start + 200])
+        assert min(seen) <= min(whole.totals[start : start + 200])
+    assert thinned(whole, most=10**6) is whole
+
+
+def test_hovering_tells_operator_module_phase_and_bytes() -> None:
+    figure = timeline_figure(a_trace(), timeline(a_trace()), top_bytes=100 * MIB)
+    outline = figure["data"][-1]
+    assert outline["text"][0] == "<b>10.0 MiB</b> before the step"
+    assert outline["text"][3] == "<b>69.0 MiB</b> in backward<br><b>aten::convolution_backward</b><br>body.conv"
+    assert html.escape(EVIL) in outline["text"][2]
+    assert "(model)" in outline["text"][4]
+    (peak,) = [note for note in figure["layout"]["annotations"] if "peak" in note["text"]]
+    assert (peak["x"], peak["y"], peak["text"]) == (2, 69 * MIB, "peak 69.0 MiB")
+
+
+@pytest.mark.parametrize(("top", "shown"), [(69 * MIB, "60 MiB"), (1000, "800 B"), (1010 * MIB, "800 MiB"), (0, "0 B")])
+def test_ticks_are_round_and_few(top: int, shown: str) -> None:
+    axis = bytes_axis(top)
+    assert shown in axis["ticktext"]
+    assert len(axis["tickvals"]) <= 8
+    assert axis["range"][1] >= top
+
+
+def test_what_each_module_keeps() -> None:
+    root = kept_by_module(a_trace())
+    assert {m.path: m.nbytes // MIB for m in root.walk()} == {"": 24, "body": 16, "body.conv": 16, EVIL: 8}
+    (trace,) = treemap_figure(root)["data"]
+    sizes = dict(zip(trace["ids"], trace["values"], strict=True))
+    for parent in set(trace["parents"]) - {""}:
+        assert sizes[parent] == sum(v for p, v in zip(trace["parents"], trace["values"], strict=True) if p == parent)
+    assert trace["values"][0] == 24 * MIB
+
+
+def test_small_modules_are_drawn_as_one() -> None:
+    small = tuple(storage(1, "activations", f"many.{i}", 0, None) for i in range(1000))
+    modules = (module(""), module("many"), *(module(f"many.{i}") for i in range(1000)))
+    trace = replace(a_trace(), modules=modules, storages=(*small, storage(9000, "activations", "", 0, None)))
+    (figure,) = treemap_figure(kept_by_module(trace))["data"]
+    assert dict(zip(figure["labels"], figure["values"], strict=True))["smaller"] == 1000 * MIB
+    assert len(figure["ids"]) == 4
+
+
+def test_the_frontier() -> None:
+    points = [
+        FrontierPoint(label=label, peak_bytes=peak, step_s=step_s)
+        for label, peak, step_s in (("a", 100, 1.0), ("b", 80, 1.5), ("c", 70, 1.2), ("d", 70, 1.3), ("e", 60, 2.0))
+    ]
+    assert [p.label for p in frontier(points)] == ["a", "c", "e"]
+
+
+def test_levels_that_share_a_plan_are_one_point() -> None:
+    same = measured(69, 1.25)
+    summary = a_result().summary
+    summary.levels = [row(0, OutOfMemory(detail="")), row(1, measured(80, 1.5)), row(2, same), row(3, same)]
+    assert [(p.label, p.applied) for p in points_of(summary)] == [("level 1", False), ("level 2, 3", True)]
+
+
+def test_a_frontier_is_shown_by_the_numbers_to_pick() -> None:
+    summary = a_result().summary
+    outcomes = {Plan(level=4): measured(117, 1.0), PLAN: measured(69, 1.25), Plan(level=3): OutOfMemory(detail="")}
+    summary.frontier = [
+        ParetoPoint(plan=plan, predicted_allocated_peak_bytes=1, predicted_slowdown=1.0, outcome=outcome)
+        for plan, outcome in outcomes.items()
+    ]
+    assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("pick 2", True)]
+    summary.verification = None
+    assert not any(p.applied for p in points_of(summary))
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+class Strict(HTMLParser):
+    """Fails on a tag that is closed without having been opened; remembers the rest."""
+
+    VOID = frozenset({"meta", "link", "img", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "script":
+            self.texts.append(data)
+
+
+@pytest.fixture(scope="module", params=["profile", "optimize"])
+def page(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip("plotly")
+    return profile_page(a_profile()) if request.param == "profile" else optimize_page(a_result())
+
+
+def figures_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found.group(1)))
+
+
+def test_it_is_valid_and_asks_for_nothing(page: str) -> None:
+    found = Strict(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert found.links == ["data:,"]
+    assert "default-src 'none'" in page
+    assert found.tags.count("script") == 3
+    assert "img" not in found.tags
+
+
+def test_names_from_the_file_are_text(page: str) -> None:
+    found = Strict(page)
+    assert any(EVIL in text for text in found.texts)
+    for script in re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL):
+        assert "<img src=x" not in script
+
+
+def test_the_data_is_the_record() -> None:
+    pytest.importorskip("plotly")
+    before, after, *_ = figures_of(optimize_page(a_result())).values()
+    for figure, trace in ((before, a_trace(scale=3)), (after, a_trace())):
+        line = timeline(trace)
+        drawn = {area["name"]: tuple(area["y"]) for area in figure["data"] if area["name"]}
+        assert drawn == {name: levels for name, levels in line.levels.items() if any(levels)}
+        assert tuple(figure["data"][-1]["y"]) == line.totals
+    assert before["layout"]["yaxis"]["range"] == after["layout"]["yaxis"]["range"]
+
+
+def test_the_plan_is_on_the_module_tree() -> None:
+    pytest.importorskip("plotly")
+    text = " ".join(Strict(optimize_page(a_result())).texts)
+    assert "conv   Conv<2> segment 4 chunks, axis 1 packed: bit 48.0 MiB → 16.0 MiB" in text
+    assert "117.0 MiB → 69.0 MiB" in text
+    assert "0.59× of the original" in text
+    assert "1.00 s → 1.25 s" in text
+
+
+def test_without_recorded_steps_the_rest_is_there() -> None:
+    pytest.importorskip("plotly")
+    (figure,) = figures_of(optimize_page(replace(a_result(), steps=None))).values()
+    assert figure["data"][1]["text"] == ["level 0", "level 1", "level 2"]
+
+
+def test_a_plan_that_changes_nothing_has_one_step_to_show() -> None:
+    pytest.importorskip("plotly")
+    result = a_result()
+    result.summary.plan = Plan(level=2)
+    assert len(figures_of(optimize_page(result))) == 3
+
+
+def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(UsageError, match="plotly") as caught:
+        require_plotly()
+    assert caught.value.hint == "pip install 'memopt[html]'"
+
+
+# ---------------------------------------------------------------------------------------------- in a browser
+
+
+class Chromium:
+    """A headless browser, driven over the DevTools protocol through a pair of pipes."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        commands, self._write = os.pipe()
+        self._read, answers = os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, answers)]  # clear of 3 and 4
+
+        def connect() -> None:
+            for end, number in zip(ends, (3, 4), strict=True):
+                os.dup2(end, number)
+
+        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe")
+        self._process = subprocess.Popen(
+            [program, *flags, f"--user-data-dir={folder}"],
+            preexec_fn=connect,
+            close_fds=False,
+            stderr=subprocess.DEVNULL,
+        )
+        for end in (commands, answers, *ends):
+            os.close(end)
+        self._numbers = itertools.count(1)
+        self._buffer = b""
+        self._session = ""
+        self.events: list[dict[str, Any]] = []
+
+    def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
+        """Show a file in a new tab, and wait until its figures are drawn."""
+        target = self.call("Target.createTarget", url="about:blank", session="")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True, session="")["sessionId"]
+        self.events.clear()
+        for domain in ("Runtime", "Log", "Network", "Page"):
+            self.call(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.call("Page.navigate", url=path.as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._receive())
+        self.value("ready.then(() => true)")
+
+    def value(self, expression: str) -> Any:
+        """What a script expression gives in the page; promises are awaited."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def until(self, expression: str) -> Any:
+        """Its value once that is true; as it is after many looks if it never becomes so."""
+        look = f"let looks = 0; const look = () => {{ const found = {expression}; "
+        again = "found || ++looks > 500 ? done(found) : setTimeout(look, 20); }; look();"
+        return self.value(f"new Promise(done => {{ {look}{again} }})")
+
+    def hover(self, x: float, y: float) -> None:
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 3, y=y)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def call(self, method: str, *, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer; what else happens is in :attr:`events`."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if session is None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+            self.events.append(answer)
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            received = os.read(self._read, 1 << 16)
+            assert received, "the browser ended"
+            self._buffer += received
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
+
+    def close(self) -> None:
+        self.call("Browser.close", session="")
+        self._process.wait(30)
+        os.close(self._write)
+        os.close(self._read)
+
+    def complaints(self) -> list[dict[str, Any]]:
+        """Errors and warnings of the console, exceptions, and requests to anywhere but the file."""
+        loud = ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening")
+        return [
+            event
+            for event in self.events
+            if event["method"] in loud
+            or (event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in ("error", "warning"))
+            or (
+                event["method"] == "Network.requestWillBeSent"
+                and not event["params"]["request"]["url"].startswith(("file:", "data:", "blob:"))
+            )
+        ]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium here")
+    chromium = Chromium(program, tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture(scope="module")
+def saved(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+HOVER = "[...document.querySelectorAll('#{} .hoverlayer text')].map(node => node.textContent).join('|')"
+BOX = "(box => [box.x, box.y, box.width, box.height])(document.querySelector('{}').getBoundingClientRect())"
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_a_browser_has_nothing_to_complain(browser: Chromium, saved: Path, width: int, dark: bool) -> None:
+    browser.open(saved, width=width, dark=dark)
+    assert browser.complaints() == []
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert "memopt" in browser.value("document.title")
+    drawn = browser.value("[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('path').length)")
+    assert all(drawn)
+    background = browser.value("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", background))) > 384
+    assert light is not dark
+    ink = browser.value("getComputedStyle(document.querySelector('.xtick text')).fill")
+    assert (sum(map(int, re.findall(r"\d+", ink)[:3])) > 384) is dark
+
+
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("plotly")
+    path = tmp_path_factory.mktemp("page") / "optimized.html"
+    path.write_text(optimize_page(a_result()), encoding="utf-8")
+    return path
+
+
+def test_hovering_in_a_browser(browser: Chromium, optimized: Path) -> None:
+    browser.open(optimized)
+    x, y, width, height = browser.value(BOX.format("#figure-0 .nsewdrag"))
+    browser.hover(x + width * 3.2 / 5, y + height / 2)  # a fifth for each instant from -1 to 3
+    shown = browser.until(HOVER.format("figure-0"))
+    assert "aten::convolution_backward" in shown
+    assert "body.conv" in shown
+    assert "30.0 MiB" in shown
+
+
+def test_the_theme_follows_and_categories_are_hidden(browser: Chromium, optimized: Path) -> None:
+    browser.open(optimized)
+    ink = "getComputedStyle(document.querySelector('.xtick text')).fill"
+    before = browser.value(ink)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert browser.until(f"{ink} !== '{before}'")
+    browser.value("document.querySelector('button[data-category=activations]').click()")
+    visible = "Object.fromEntries(document.getElementById('figure-0').data.map(t => [t.name, t.visible]))"
+    assert browser.value(visible)["activations"] is False
+    assert browser.complaints() == []
