@@ -35,6 +35,7 @@ SelectionPolicy = Literal[
     "fallback_module_order",
     "largest_input_activations",
     "least_predicted_peak",
+    "fastest_within_budget",
 ]
 
 PRECISIONS: tuple[str, ...] = typing.get_args(Precision)

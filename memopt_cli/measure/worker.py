@@ -136,8 +136,9 @@ class Worker:
         if not job.fake:
             return Traced(trace=self._record_really(job.plan, workspaces), fake=False, note="")
         try:
+            codecs = self._codecs if job.plan.packed else None
             with self._planned(self._fake_step.step.model, job.plan):
-                recorded = self._fake_step.record(self._batch, workspaces)
+                recorded = self._fake_step.record(self._batch, workspaces, codecs)
         except Exception as error:  # the model's own code may raise anything on tensors without data
             if isinstance(error, MemoptError) or is_out_of_memory(error):
                 raise

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.progress import Progress
-from memopt_cli.records import Budget, Failure, LevelRow, Measurement, ParetoPoint, Plan
+from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan
 from memopt_cli.units import format_bytes
 
 _MEASURED = 6
@@ -33,6 +34,7 @@ class GoalSearch:
         Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
+        least_bytes: int | None = None
         for _ in range(_MEASURED):
             found = self.planner.within(target)
             if found is None:
@@ -42,9 +44,14 @@ class GoalSearch:
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 counted = found.candidate.counted
                 return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
-            over = outcome.allocated_peak_bytes - budget_bytes if isinstance(outcome, Measurement) else target // 20
+            if not isinstance(outcome, Measurement | OutOfMemory):
+                raise_failure(outcome, "a plan could not be measured: ")
+            over = target // 20
+            if isinstance(outcome, Measurement):
+                over = outcome.allocated_peak_bytes - budget_bytes
+                least_bytes = min(least_bytes or outcome.allocated_peak_bytes, outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
-        raise self._nothing_fits(budget_bytes, start)
+        raise self._nothing_fits(budget_bytes, least_bytes or self._least_bytes(start))
 
     def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""
@@ -85,11 +92,14 @@ class GoalSearch:
             search_s=time.monotonic() - started,
         )
 
-    def _nothing_fits(self, budget_bytes: int, start: Priced) -> NothingFitsError:
+    def _least_bytes(self, start: Priced) -> int:
         least = self.planner.least(start.peak_bytes)
-        reached = format_bytes(min(start.peak_bytes, least.peak_bytes) if least else start.peak_bytes)
+        return min(start.peak_bytes, least.peak_bytes) if least else start.peak_bytes
+
+    @staticmethod
+    def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
         return NothingFitsError(
-            f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {reached}",
+            f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
             hint="Raise --budget or --level, or take a smaller batch (--dim B=…).",
         )
 

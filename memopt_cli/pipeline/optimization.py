@@ -11,7 +11,7 @@ from typing import BinaryIO
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
-from memopt_cli.errors import MeasurementError, UsageError
+from memopt_cli.errors import MeasurementError, OptionError, UsageError
 from memopt_cli.loading.input_spec import batch_of, with_batch
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
@@ -24,19 +24,21 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
 from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.policy import Resolved, Selection, resolve, skipped_step
+from memopt_cli.plan.policy import Resolved, Selection, chosen_by_goal, is_limited, resolve, skipped_step
 from memopt_cli.plan.search import Allowed
 from memopt_cli.plan.strategies import STRATEGIES
 from memopt_cli.plan.strategies.segments import matching_targets
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchAdvice,
+    BatchEstimate,
     Counted,
     Crashed,
     Failure,
     LevelRow,
     Measurement,
     MemOptSummary,
+    NoBatchFits,
     OptimizeRequest,
     OptimizeResult,
     OutOfMemory,
@@ -76,8 +78,12 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     """
     started = time.monotonic()
     resolved = resolve(request.search)
+    if request.goal != SearchGoal() and resolved.options.level == 0:
+        raise OptionError(
+            "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
+        )
     paths = output_paths(request.source.location, request.output)
-    if not request.dry_run:
+    if not request.dry_run and request.goal != SearchGoal(frontier=True):
         check_targets(paths.all(), force=request.force)
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     summary = find_plan(request, resolved, prepared, progress)
@@ -111,6 +117,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
             model_format=prepared.loaded.format,
             device=prepared.subject.settings.device,
             plan=best.plan,
+            by_goal=request.goal != SearchGoal(),
             selection=job.selection,
             rows=rows,
             verification=verification,
@@ -231,16 +238,22 @@ class _Job:
             level=options.level,
             dry_run=traced.fake,
         )
+        if is_limited(options) or options.max_split_rounds is not None:
+            self.notes.append(
+                "Limits on segments, rounds and candidates do not bound a search for a budget or a frontier."
+            )
         start = Priced(candidate=first, slowdown=1.0)
         original = rows[0].outcome
         if goal.budget is not None:
             peak = original.allocated_peak_bytes if isinstance(original, Measurement) else first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
             rows.append(search.within(self.budget_bytes, start))
-            return
-        self.frontier = search.frontier(start, original)
-        if goal.pick is not None:
-            rows.append(search.row_of(picked(self.frontier, goal.pick), started))
+        else:
+            self.frontier = search.frontier(start, original)
+            if goal.pick is not None:
+                rows.append(search.row_of(picked(self.frontier, goal.pick), started))
+        usable = sum(not module.refusal for module in tree)
+        self.selection = chosen_by_goal(usable, [tree[s.path] for s in rows[-1].plan.segments])
 
     def _climb(
         self,
@@ -307,9 +320,12 @@ class _Job:
         Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
         """
         fits = isinstance(rows[0].outcome, Measurement)
-        best = applied_row(rows)
+        asked_for = self.request.goal != SearchGoal()
+        best = rows[-1] if asked_for else applied_row(rows)
+        if not isinstance(best.outcome, Measurement):
+            raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best, fits=fits)
-        if isinstance(found, StepFailed) and _has_chunks(best):
+        if isinstance(found, StepFailed) and _has_chunks(best) and not asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = applied_row([row for row in rows if not _has_chunks(row)])
             found = self._verify(best, fits=fits)
@@ -352,7 +368,7 @@ class _Job:
             probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
             advice = probes.search(batch, limits).largest()
         if not isinstance(advice, BatchAdvice):
-            self.notes.append("No batch recommendation: the inputs could not be run at other batch sizes.")
+            self.notes.append(f"No batch recommendation: {_why_none(advice)}.")
             return None
         return advice
 
@@ -389,6 +405,14 @@ class _Reporter:
             return found
 
         return counted
+
+
+def _why_none(found: BatchEstimate | NoBatchFits) -> str:
+    match found:
+        case BatchEstimate(batch=batch):
+            return f"none could be run; about {batch} would fit (an estimate)"
+        case NoBatchFits(batch=batch, reason=reason):
+            return f"not even batch {batch} could be run: {reason}"
 
 
 def _has_chunks(row: LevelRow) -> bool:

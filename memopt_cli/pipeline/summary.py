@@ -25,6 +25,8 @@ class Findings:
     """The one that is applied."""
     selection: Selection | None
     """``None`` at level 0."""
+    by_goal: bool = False
+    """The plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)
     """One for each level; none where nothing was measured."""
     verification: Verification | None = None
@@ -39,7 +41,8 @@ def summarize(found: Findings) -> MemOptSummary:
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if declared_compressor(found.model.get_submodule(s.path)) is not None]
     applied = [row for row in rows if row.level <= plan.level]
-    level1 = next((row.plan.segments for row in applied if row.level == 1), () if rows else plan.segments)
+    whole = not rows or found.by_goal
+    level1 = next((row.plan.segments for row in applied if row.level == 1), plan.segments if whole else ())
     measured = _measured(rows, plan.level)
     return MemOptSummary(
         profile=options.profile,
@@ -50,7 +53,7 @@ def summarize(found: Findings) -> MemOptSummary:
         applied_level=plan.level,
         compress_x=options.compress_x,
         allow_expensive_profiling=options.allow_expensive_profiling,
-        applied_steps=_applied_steps(rows, plan),
+        applied_steps=_steps_of(plan) if found.by_goal else _applied_steps(rows, plan),
         skipped_steps=sorted((*found.skipped, *_not_applied(rows, plan))),
         notes=found.notes,
         gc_wrap_count=len(level1),
@@ -86,6 +89,12 @@ def _measured(rows: list[LevelRow], level: int) -> Measurement | None:
     return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
 
 
+def _steps_of(plan: Plan) -> list[str]:
+    """The levels whose means a plan uses."""
+    used = {1: bool(plan.segments) or plan.packed, 3: any(s.chunks > 1 for s in plan.segments)}
+    return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
+
+
 def _applied_steps(rows: list[LevelRow], plan: Plan) -> list[str]:
     """The levels that changed the plan; one without a row of its own was not measured."""
     improved = {row.level for row in rows if row.level <= plan.level and not row.note}
@@ -113,7 +122,7 @@ def _recommendation(found: Findings) -> str:
         found.resolved.options,
         found.selection,
         measured=_measured_sentence(found.rows, found.plan.level),
-        generic=_generic(found.rows, found.plan),
+        generic="" if found.by_goal else _generic(found.rows, found.plan),
     )
 
 

@@ -194,10 +194,12 @@ class Planner:
                 continue
             self._certain.add(segment.path)
             rule = self._chunking(segment.path)
-            assumed, length = self._allowed.chunks[segment.path]
+            assumed, _ = self._allowed.chunks[segment.path]
             if rule != assumed:
-                rest = {path: known for path, known in self._allowed.chunks.items() if path != segment.path}
-                self._allow_chunks(rest if rule is None else {**rest, segment.path: (rule, length)})
+                known = {path: found for path, found in self._allowed.chunks.items() if path != segment.path}
+                if rule is not None:
+                    known[segment.path] = rule, self._modules[segment.path].input_shape[rule.axis]
+                self._allow_chunks(known)
                 return False
         return True
 

@@ -219,7 +219,16 @@ def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selecti
 
 def least_predicted_peak(candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
     """The selection that memopt made by itself, of all called modules that can be segments."""
-    policy: SelectionPolicy = "least_predicted_peak" if candidates else "no_candidates"
+    return _own_selection("least_predicted_peak", candidates, selected)
+
+
+def chosen_by_goal(candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
+    """The segments of a plan that was found for a budget, or picked from the frontier."""
+    return _own_selection("fastest_within_budget", candidates, selected)
+
+
+def _own_selection(policy: SelectionPolicy, candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
+    policy = policy if candidates else "no_candidates"
     return Selection(
         policy=policy,
         candidates=candidates,
@@ -270,6 +279,7 @@ _EXPLANATIONS: dict[SelectionPolicy, str] = {
     "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
     "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
     "least_predicted_peak": "{k} of {n} called modules: the set with the lowest predicted peak.",
+    "fastest_within_budget": "{k} of {n} called modules: the fastest plan found for this peak.",
 }
 
 

@@ -2,10 +2,10 @@
 
 from memopt_cli.trace.clock import time_operators, with_seconds
 from memopt_cli.trace.contents import with_contents
-from memopt_cli.trace.counting import Codecs, codecs_of, count
+from memopt_cli.trace.counting import codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
-from memopt_cli.trace.log import StorageLog, resident_bytes
+from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
 from memopt_cli.trace.modules import asked_compressor
 from memopt_cli.trace.recording import record
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor
+from collections.abc import Iterable
 
 from memopt_cli.records import Breakdown, Counted, ModuleShare, StepTrace
-from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.step import Step
-from memopt_cli.trace.log import Storage, StorageLog, active, module_stack, resident_bytes, run_step
+from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
-
-Codecs = Mapping[tuple[str, int], str]
-"""(module, rank of a storage among those that its forward makes) -> the codec that held it in a step with data."""
 
 
 def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
@@ -22,15 +16,9 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
 
     ``codecs``: what tensors without data are packed in.
     """
-    known = codecs or {}
     with module_stack(step.model) as running:
         log = StorageLog(running, workspaces)
-
-        def codec_of(tensor: Tensor) -> str:
-            storage = log.known(tensor)
-            return known.get((storage.path, storage.rank), "null") if storage else "null"
-
-        with recorded_answers(codec_of), active(log, step):
+        with packed_as(log, codecs), active(log, step):
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)

@@ -13,7 +13,8 @@ from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, input_dtype, make_optimizer
-from memopt_cli.trace.counting import Codecs, count
+from memopt_cli.trace.counting import count
+from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.workspace import Workspaces
 
@@ -71,11 +72,11 @@ class FakeStep:
         with self._mode:
             return count(self.step, workspaces, codecs)
 
-    def record(self, batch: int, workspaces: Workspaces | None = None) -> StepTrace:
+    def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.enter()
         with self._mode:
-            return record(self.step, batch, contents=False, workspaces=workspaces)
+            return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memopt_cli.records import Phase
 from memopt_cli.runtime.compressor import is_packing
 from memopt_cli.runtime.container import recomputing_module
+from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything
 from memopt_cli.trace.operators import is_bookkeeping
@@ -150,6 +151,21 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
 
     with module_hooks(model, enter, leave, always_leave=True):
         yield running
+
+
+Codecs = Mapping[tuple[str, int], str]
+"""(module, rank of a storage among those that its forward makes) -> the codec that held it in a step with data."""
+
+
+def packed_as(log: StorageLog, codecs: Codecs | None) -> AbstractContextManager[None]:
+    """Within, tensors without data that ``log`` sees are packed as ``codecs`` says."""
+    known = codecs or {}
+
+    def codec_of(tensor: Tensor) -> str:
+        storage = log.known(tensor)
+        return known.get((storage.path, storage.rank), "null") if storage else "null"
+
+    return recorded_answers(codec_of)
 
 
 @contextmanager

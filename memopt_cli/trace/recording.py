@@ -25,17 +25,29 @@ from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks
 from memopt_cli.trace.contents import Contents
-from memopt_cli.trace.log import Storage, StorageLog, active, module_stack, resident_bytes, run_step
+from memopt_cli.trace.log import (
+    Codecs,
+    Storage,
+    StorageLog,
+    active,
+    module_stack,
+    packed_as,
+    resident_bytes,
+    run_step,
+)
 from memopt_cli.trace.modules import ModuleNotes, forward_seconds, taking_notes
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
 from memopt_cli.workspace import Workspaces
 
 
-def record(step: Step, batch: int, *, contents: bool, workspaces: Workspaces | None = None) -> StepTrace:
+def record(
+    step: Step, batch: int, *, contents: bool, workspaces: Workspaces | None = None, codecs: Codecs | None = None
+) -> StepTrace:
     """Record one step, and leave the model's state as it was.  Gradients are ``None`` before and after.
 
     ``contents``: look into the inputs of every module and into what autograd saves for the codec that holds them
     exactly, and time the modules (not on fake tensors).  ``workspaces``: what the kernels were seen to take.
+    ``codecs``: what tensors without data are packed in.
     """
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # copies take the place of the tensors that are held here
@@ -43,7 +55,12 @@ def record(step: Step, batch: int, *, contents: bool, workspaces: Workspaces | N
     with module_stack(step.model) as running:
         log = StepLog(running, workspaces)
         looking = Contents(log) if contents else None
-        with active(log, step), taking_notes(step.model, log, notes, looking), log.watching(step.model, looking):
+        with (
+            packed_as(log, codecs),
+            active(log, step),
+            taking_notes(step.model, log, notes, looking),
+            log.watching(step.model, looking),
+        ):
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)

@@ -169,13 +169,14 @@ def test_each_level_has_its_own_measurement(run: Run) -> None:
 
 
 def test_the_plan_lowers_the_peak_and_was_predicted(run: Run) -> None:
-    first, *_, last = run.rows()
+    rows = {row.level: row for row in run.rows()}
+    first, last = rows[0], rows[run.summary()["summary"]["applied_level"]]
     assert isinstance(first.outcome, Measurement)
     assert isinstance(last.outcome, Measurement)
     assert last.outcome.allocated_peak_bytes < 0.8 * first.outcome.allocated_peak_bytes
     for row in (first, last):
         assert isinstance(row.outcome, Measurement)
-        assert row.predicted_tensor_peak_bytes == pytest.approx(row.outcome.tensor_peak_bytes, rel=0.01)
+        assert row.predicted_tensor_peak_bytes == pytest.approx(row.outcome.tensor_peak_bytes, rel=0.05)
         assert row.predicted_allocated_peak_bytes == pytest.approx(row.outcome.allocated_peak_bytes, rel=0.15)
 
 

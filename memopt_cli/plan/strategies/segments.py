@@ -54,6 +54,7 @@ class Segments:
             tried += 1
             if isinstance(counted, Counted) and counted.allocated_peak_bytes < best.peak_bytes:
                 best = Candidate(plan=plan, counted=counted)
+                chosen = chosen if plan.segments else least_predicted_peak(usable, [])
         return Improvement(best=best, tried=tried, notes=tuple(notes), selection=chosen)
 
 
