@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
-from memopt_cli.trace.log import StorageLog, unique_bytes
+from memopt_cli.trace.log import StorageLog
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 
@@ -22,12 +22,12 @@ class Contents:
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log
-        self._known: dict[tuple[int, int, int], dict[CompressorName, int]] = {}
+        self._known: dict[tuple[int, ...], dict[CompressorName, int]] = {}
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
         """The codec that stores these tensors in fewest bytes, and the bytes: none unless it halves them."""
         best: CompressorName = "null"
-        least = unique_bytes(tensors)
+        least = sum(t.nbytes for t in tensors)  # not of their storages: a slice is packed as a slice
         limit = least // 2
         packed = [self._packed_bytes(t) for t in tensors]
         for name in _CODECS:
@@ -49,7 +49,7 @@ class Contents:
         storage = self._log.known(tensor)
         if storage is None:
             return _packed_bytes(tensor)
-        key = storage.index, tensor._version, tensor.numel()
+        key = storage.index, tensor._version, int(tensor.storage_offset()), tensor.numel()
         if key not in self._known:
             self._known[key] = _packed_bytes(tensor)
         return self._known[key]

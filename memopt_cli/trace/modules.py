@@ -46,7 +46,8 @@ class ModuleNotes:
         nbytes = packed = unique_bytes(inputs)
         name: CompressorName = "null"
         if contents is not None:
-            name, packed = contents.smallest_codec(inputs)
+            name, held = contents.smallest_codec(inputs)
+            packed = nbytes if name == "null" else held
             asked = asked_compressor(module)
             if asked is not None:
                 packed = _bytes_in(asked, module, inputs)

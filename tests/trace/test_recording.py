@@ -408,3 +408,21 @@ def test_records_survive_the_wire() -> None:
     trace = record(step_of(Chain(), torch.ones(1000)), 1, contents=True)
     assert from_data(StepTrace, json.loads(json.dumps(to_data(trace)))) == trace
     assert (type(trace.ops[0]), type(trace.storages[0]), type(trace.calls[0])) == (OpTrace, StorageTrace, ModuleCall)
+
+
+class Sliced(nn.Module):
+    """Gives a cell one time step after another of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.cell(step) for step in x])
+
+
+@pytest.mark.parametrize(("x", "codec"), [(torch.randn(10, 8, 32), "null"), (torch.ones(10, 8, 32), "bit")])
+def test_a_slice_packs_as_a_slice(x: Tensor, codec: str) -> None:
+    step = Step(model=Sliced(), args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+    cell = next(m for m in record(step, batch=8, contents=True).modules if m.path == "cell")
+    assert cell.compressor == codec
