@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
@@ -336,6 +337,14 @@ class Breakdown:
     """Born in forward (or in its recomputation) and not one of the above."""
     temporaries_bytes: int
     """Born in backward or in the optimizer and not one of the above."""
+
+
+def break_down(sizes: Iterable[tuple[str, int]]) -> Breakdown:
+    """From (kind, bytes) of the storages that are alive."""
+    total: Counter[str] = Counter()
+    for kind, nbytes in sizes:
+        total[kind] += nbytes
+    return Breakdown(**{f.name: total[f.name.removesuffix("_bytes")] for f in fields(Breakdown)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
-    Breakdown,
     Failure,
     Instant,
     Measurement,
@@ -25,6 +24,7 @@ from memopt_cli.records import (
     StepProfile,
     StepTrace,
     StorageTrace,
+    break_down,
 )
 from memopt_cli.trace import fake_mode
 from memopt_cli.units import format_bytes
@@ -93,7 +93,7 @@ def _profile(
         fake=traced.fake,
         tensor_peak_bytes=trace.tensor_peak_bytes,
         peak=peak,
-        breakdown=_breakdown(alive),
+        breakdown=break_down((s.kind, s.nbytes) for s in alive),
         workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
         modules=_modules(trace, alive),
         saved=saved_tensors(trace),
@@ -148,21 +148,6 @@ def saved_tensors(trace: StepTrace) -> tuple[SavedTensor, ...]:
 def is_alive(storage: StorageTrace, op: int) -> bool:
     """Whether a storage is there when an operator has run."""
     return storage.born <= op and (storage.died is None or storage.died > op)
-
-
-def _breakdown(alive: Iterable[StorageTrace]) -> Breakdown:
-    total: dict[str, int] = defaultdict(int)
-    for s in alive:
-        total[s.kind] += s.nbytes
-    return Breakdown(
-        parameters_bytes=total["parameters"],
-        buffers_bytes=total["buffers"],
-        gradients_bytes=total["gradients"],
-        optimizer_bytes=total["optimizer"],
-        inputs_bytes=total["inputs"],
-        activations_bytes=total["activations"],
-        temporaries_bytes=total["temporaries"],
-    )
 
 
 def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from memopt_cli.records import Breakdown, Counted, ModuleShare, StepTrace
+from memopt_cli.records import Counted, ModuleShare, StepTrace, break_down
 from memopt_cli.step import Step
 from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
@@ -26,7 +26,7 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
         tensor_peak_bytes=log.peak_bytes,
         allocated_peak_bytes=log.allocated_peak_bytes,
         resident_bytes=resident,
-        breakdown=_breakdown(log.alive_at(log.peak_tick)),
+        breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peak_tick)),
         holders=_holders(log.alive_at(log.allocated_peak_tick)),
     )
 
@@ -41,21 +41,6 @@ def codecs_of(trace: StepTrace) -> Codecs:
                 found[storage.module, made[storage.module]] = storage.compressor
             made[storage.module] += 1
     return found
-
-
-def _breakdown(storages: Iterable[Storage]) -> Breakdown:
-    total: dict[str, int] = defaultdict(int)
-    for s in storages:
-        total[s.kind] += s.nbytes
-    return Breakdown(
-        parameters_bytes=total["parameters"],
-        buffers_bytes=total["buffers"],
-        gradients_bytes=total["gradients"],
-        optimizer_bytes=total["optimizer"],
-        inputs_bytes=total["inputs"],
-        activations_bytes=total["activations"],
-        temporaries_bytes=total["temporaries"],
-    )
 
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
