@@ -67,6 +67,8 @@ from memopt_cli.write import (
 
 Outcome = Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
 
+_PROBES = 3
+"""Batch sizes that the batch advice rests on, at least, where so many can be run."""
 _TRUSTED_ERROR = 0.01
 """A dry run of the original that is further off, relative to its measured tensor peak, is not believed."""
 
@@ -366,7 +368,12 @@ class _Job:
         open_session = functools.partial(self.prepared.session, self.request.timeout_s, "small batch")
         with replaceable(open_session, self._session_lost) as session:
             probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
-            advice = probes.search(batch, limits).largest()
+            search = probes.search(batch, limits)
+            search.largest()
+            for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
+                if len(search.measured) < _PROBES:
+                    search.also_run([size])
+            advice = search.outcome()
         if not isinstance(advice, BatchAdvice):
             self.notes.append(f"No batch recommendation: {_why_none(advice)}.")
             return None
