@@ -24,6 +24,8 @@ from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
+_MOST_NORMS = 1
+"""Batch norms in a module that is worth running in chunks: each costs one more pass, there and back."""
 _AXES = (0, 1)
 
 
@@ -58,6 +60,9 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
 def find_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
     """The first axis along which ``module`` gives the same in chunks, with the least that must be cut."""
+    norms = sum(isinstance(m, _BatchNorm) for m in module.modules())
+    if norms > _MOST_NORMS:
+        return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
     reasons = []
     for axis in _AXES:
         for rule in _conceivable(module, args, kwargs, axis):
