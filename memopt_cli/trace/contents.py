@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
-from memopt_cli.trace.log import StorageLog, unique_bytes
+from memopt_cli.trace.log import StorageLog, held_bytes
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 
@@ -27,8 +27,7 @@ class Contents:
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
         """The codec that stores these tensors in fewest bytes, and the bytes: none unless it halves them."""
         best: CompressorName = "null"
-        # A slice is packed as a slice, not as its storage; views that overlap may take more than theirs.
-        least = min(unique_bytes(tensors), sum(t.nbytes for t in tensors))
+        least = held_bytes(tensors)
         limit = least // 2
         packed = [self._packed_bytes(t) for t in tensors]
         for name in _CODECS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -214,6 +214,11 @@ def optimizer_tensors(step: Step) -> list[Tensor]:
     if step.optimizer is None:
         return []
     return [t for state in step.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+
+def held_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes that holding ``tensors`` takes: a slice counts as a slice, views that overlap as their storage."""
+    return min(unique_bytes(tensors), sum(t.nbytes for t in tensors))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -19,7 +19,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, dec
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything, synchronize
 from memopt_cli.trace.contents import Contents
-from memopt_cli.trace.log import Storage, StorageLog, unique_bytes
+from memopt_cli.trace.log import Storage, StorageLog, held_bytes
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ModuleNotes:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
         self.calls += 1
         self.versions = [(t, t._version) for t in inputs]
-        nbytes = packed = unique_bytes(inputs)
+        nbytes = packed = held_bytes(inputs)
         name: CompressorName = "null"
         if contents is not None:
             name, held = contents.smallest_codec(inputs)
