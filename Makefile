@@ -26,7 +26,7 @@ check-memory: $(SAMPLES)
 	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || exit; done
 
 bench: $(SAMPLES)
-	for case in benchmarks/[a-z]*.py; do $(BIN)/python $$case || exit 1; done
+	for case in plans recommend_batch model_batching online; do $(BIN)/python benchmarks/$$case.py || exit 1; done
 
 clean:
 	rm -rf .venv sample_models/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

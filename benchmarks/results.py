@@ -1,0 +1,65 @@
+"""``benchmarks/RESULTS.md``: a section for every benchmark case, written by the script whose command stands in it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+_HEAD = "# Results\n\nEvery section is written by the command that stands in it.\n"
+_SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
+
+
+def write_section(title: str, command: str, markdown: str, path: Path = RESULTS) -> None:
+    """Put ``markdown`` under ``## title``, with the command, the versions and the machine, in place of what was there.
+
+    Its headings begin at ``###``.  A new section comes last.
+    """
+    sections = _sections(path.read_text(encoding="utf-8")) if path.exists() else {}
+    sections[title] = f"\n`{command}`\n\n{machine()}\n\n{markdown.strip()}\n"
+    text = "".join(f"\n## {name}\n{body}" for name, body in sections.items())
+    partial = path.with_suffix(".partial")
+    partial.write_text(_HEAD + text, encoding="utf-8")
+    partial.replace(path)
+
+
+def this_command() -> str:
+    """How this script was started, as one would type it in the repository."""
+    script = Path(sys.argv[0]).resolve().relative_to(RESULTS.parents[1])
+    return shlex.join(["python", script.as_posix(), *sys.argv[1:]])
+
+
+def machine(packages: tuple[str, ...] = ("torch", "spikingjelly", "snntorch", "transformers")) -> str:
+    """Day, versions of Python and of ``packages`` as far as they are installed, and the machine."""
+    found = [f"Python {platform.python_version()}", *(v for v in map(_version, packages) if v)]
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    hardware = f"{platform.machine()}, {os.cpu_count()} cores, {ram_bytes / 2**30:.0f} GiB RAM"
+    return f"{date.today()}; {', '.join(found)}; {hardware}."
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Title -> what stands between it and the next."""
+    titles = list(_SECTION.finditer(text))
+    ends = [following.start() for following in titles[1:]] + [len(text)]
+    return {
+        found["title"]: text[found.end() + 1 : end].rstrip("\n") + "\n" for found, end in zip(titles, ends, strict=True)
+    }
