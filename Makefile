@@ -22,8 +22,9 @@ lint: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 check-memory: $(SAMPLES)
-	for name in char_rnn lif_rnn gpt resnet spiking_vgg; do \
-	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || exit; done
+	failed=0; for name in char_rnn lif_rnn gpt resnet spiking_vgg; do echo "$$name:"; \
+	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || failed=1; \
+	done; exit $$failed
 
 bench: $(SAMPLES)
 	for case in plans recommend_batch model_batching online; do $(BIN)/python benchmarks/$$case.py || exit 1; done

@@ -864,6 +864,8 @@ class BatchRecommendation:
     dry_runs: int
     files: tuple[str, ...]
     spent_s: float
+    interrupted: bool = False
+    """Something was still to be run; what is recommended is the best of what had been."""
 
 
 # ---------------------------------------------------------------------------------------------- where memory goes

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from memopt_cli.cli.terminal import LogProgress
@@ -407,15 +408,27 @@ def test_ctrl_c_while_writing(tmp_path: Path, user_code: str) -> None:
     assert os.listdir(tmp_path) == ["p.yaml"]
 
 
-def assert_interrupted(process: subprocess.Popen[str]) -> None:
-    """SIGINT ends it within seconds, with the code for it and one line."""
+def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str) -> None:
+    asleep = tmp_path / "asleep"
+    command = "recommend-batch faulty:SleepsOverMuch -i 2x3 --memory 1MiB --global-batch 64 -o b.yaml"
+    with running(command, tmp_path, user_code, ASLEEP=str(asleep)) as process:
+        assert wait_for(asleep.exists)
+        answer = assert_interrupted(process, "interrupted; what is recommended is the best of what had been run")
+    assert answer.startswith("recommended: batch 2, the largest of those run within the limit\nglobal batch 64: 32 × ")
+    kept = yaml.safe_load((tmp_path / "b.yaml").read_text())["recommended"]
+    assert (kept["batch_size"], kept["limited_by"], kept["verified"]) == (2, "the interruption", True)
+
+
+def assert_interrupted(process: subprocess.Popen[str], said: str = "interrupted") -> str:
+    """SIGINT ends it within seconds, with the code for it and one line; what it still has to say is returned."""
     process.send_signal(signal.SIGINT)
-    _, diagnostics = process.communicate(timeout=10)
+    answer, diagnostics = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert diagnostics.endswith("error: interrupted\n")
+    assert diagnostics.endswith(f"error: {said}\n")
     assert "Traceback" not in diagnostics
     # One that was interrupted at its birth finds its parent gone as soon as it has imported PyTorch.
     assert wait_for(lambda: not workers_of(process.pid))
+    return answer
 
 
 @pytest.mark.parametrize("stage", ["importing", "asleep"])

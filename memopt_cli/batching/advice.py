@@ -67,6 +67,7 @@ class BatchSearch:
     ratio: float = 1.0
     """Measured over predicted, before anything was measured here."""
     runs: dict[int, BatchProbe | Failure] = field(default_factory=dict)
+    interrupted: bool = False
 
     def largest(self) -> BatchOutcome:
         """Run the largest batch within the limits.
@@ -93,6 +94,10 @@ class BatchSearch:
         for batch in batches:
             if batch > 0 and len(self.runs) < self.limits.probes:
                 self.run(batch)
+
+    def interrupt(self) -> None:
+        """Nothing more can be run, on data or without: what is known is what the runs say."""
+        self.interrupted, self.predict = True, None
 
     @property
     def measured(self) -> list[BatchProbe]:
@@ -175,6 +180,8 @@ class BatchSearch:
             return f"a run at batch {min(failed)}: {self._failure(min(failed))}", False
         if estimate < best + max(self.limits.multiple_of, _CLOSE * best):
             return self.limits.name, False
+        if self.interrupted:
+            return "the interruption", True
         budget, runnable = self.limits.budget_bytes, self.limits.runnable_bytes
         if self._affordable() < self.largest_within(min(budget, runnable)):
             return f"the time of a step ({self.limits.longest_step_s:g} s)", True

@@ -11,6 +11,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.errors import Interrupted
 from memopt_cli.records import BatchRequest, StepSettings
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -74,3 +75,5 @@ def recommend_batch(
         found = pipeline.recommend_batch(request, progress=progress, ask=ask)
     report: Report = JsonReport() if json else TextReport()
     report.recommended(found, sys.stdout)
+    if found.interrupted:
+        raise Interrupted("interrupted; what is recommended is the best of what had been run")

@@ -65,11 +65,17 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         prepared=prepared,
         progress=progress,
         notes=list(prepared.notes),
+        limits=_limits(request, prepared.subject.settings.device),
         most_runs=MOST_PROBES - RUNS * bool(lengths),
     )
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
-    with replaceable(open_session, job.session_lost) as session:
-        found = job.recommend(session, plan, lengths)
+    try:
+        with replaceable(open_session, job.session_lost) as session:
+            found = job.recommend(session, plan, lengths)
+    except KeyboardInterrupt:  # on its way here it has ended the subprocess
+        if not job.proven:
+            raise
+        found = job.so_far()
     files = _write(found, request) if request.output is not None else ()
     return replace(found, files=files, spent_s=time.monotonic() - started)
 
@@ -82,34 +88,58 @@ class _Job:
     prepared: Prepared
     progress: Progress
     notes: list[str]
+    limits: Limits
     most_runs: int
     """To find what fits; comparing lengths takes some more."""
     runs: int = 0
+    searched: list[_Case] = field(default_factory=list)
+    """The cases whose search has begun, the last first."""
 
     def recommend(
         self, session: Callable[[], Session], plan: Plan | None, lengths: Sequence[int]
     ) -> BatchRecommendation:
         """Search each case, run what else the answer needs, and put it together."""
-        limits = self._limits()
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         cases = [_Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
-        self._search(cases, limits, session)
-        main = self._main(cases, limits)
+        self._search(cases, session)
+        main = self._main(cases)
         accumulation = self._complete(main, extra=len(sizes) == 1 and not lengths)
-        rows = tuple(BatchRow(planned=c.planned, dims=c.dims, outcome=c.search.outcome()) for c in cases)
-        batch = self._chosen(main)
+        strategies = self._compare(lengths, self._chosen(main), main, session) if lengths else ()
+        return self._answer(cases, main, accumulation, strategies)
+
+    @property
+    def proven(self) -> bool:
+        """A batch was run that fits."""
+        return any(case.search.fitting for case in self.searched)
+
+    def so_far(self) -> BatchRecommendation:
+        """The answer that the runs before an interruption give, without anything more being run."""
+        for case in self.searched:
+            case.search.interrupt()
+        self.runs = sum(len(case.search.runs) for case in self.searched)
+        self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        cases = [case for case in reversed(self.searched) if case.search.fitting]
+        main = self._main(cases)
+        return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
+
+    def _answer(
+        self,
+        cases: Sequence[_Case],
+        main: _Case,
+        accumulation: Accumulation | None,
+        strategies: tuple[LengthStrategy, ...],
+    ) -> BatchRecommendation:
         if accumulation is not None:
             self._note_accumulation(accumulation, main)
-        strategies = self._compare(lengths, batch, main, session) if lengths else ()
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.objective,
-            limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
-            rows=rows,
-            batch=batch,
+            limit=self._limit,
+            rows=tuple(BatchRow(planned=c.planned, dims=c.dims, outcome=c.search.outcome()) for c in cases),
+            batch=self._chosen(main),
             verified=bool(main.search.fitting),
             accumulation=accumulation,
             lengths=strategies,
@@ -126,7 +156,7 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------ the cases
 
-    def _search(self, cases: Sequence[_Case], limits: Limits, session: Callable[[], Session]) -> None:
+    def _search(self, cases: Sequence[_Case], session: Callable[[], Session]) -> None:
         """Search one case after another, the last first; the runs are shared out, and what they taught is passed on.
 
         Where there are more cases than runs, those of the plan and of long sequences are the ones to be sure of.
@@ -139,17 +169,18 @@ class _Job:
                 plan=case.plan,
                 progress=self.progress,
                 dims=case.dims,
-                limit_bytes=limits.budget_bytes,
+                limit_bytes=self.limits.budget_bytes,
             )
             share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
             batch = batch_of(self.prepared.subject.spec)
-            case.search = case.probes.search(batch, replace(limits, probes=share), ratio)
+            case.search = case.probes.search(batch, replace(self.limits, probes=share), ratio)
+            self.searched.append(case)
             case.search.largest()
             self._check(case)
             self.runs += len(case.search.runs)
             ratio = case.search.measured_ratio() if case.search.predict else 1.0
 
-    def _main(self, cases: Sequence[_Case], limits: Limits) -> _Case:
+    def _main(self, cases: Sequence[_Case]) -> _Case:
         """The case that is recommended: the last in which a batch was run, else the last with an estimate."""
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
@@ -159,8 +190,7 @@ class _Job:
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         raise NothingFitsError(
-            f"not even batch {smallest.batch} fits into {format_bytes(limits.budget_bytes)} ({limits.name}): "
-            f"{smallest.reason}",
+            f"not even batch {smallest.batch} fits into {self._limit}: {smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
@@ -189,13 +219,15 @@ class _Job:
             self.progress.stage("finding the fastest batch")
             units = search.fitting[-1].batch // unit
             search.also_run([units // 2 * unit, units // 4 * unit][: max(0, left - (wanted is not None))])
-        accumulation = None
-        if wanted is not None:
-            accumulation = accumulate(wanted, self._chosen(main), unit)
-            if search.fitting:
-                search.also_run([accumulation.batch])
+        accumulation = self._accumulation(main)
+        if accumulation is not None and search.fitting:
+            search.also_run([accumulation.batch])
         self.runs += len(search.runs) - before
         return accumulation
+
+    def _accumulation(self, main: _Case) -> Accumulation | None:
+        wanted = self.request.global_batch
+        return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
     def _compare(
         self, lengths: Sequence[int], batch: int, main: _Case, session: Callable[[], Session]
@@ -212,6 +244,10 @@ class _Job:
 
         described = {**spec.dims, **main.dims}[symbol]
         return compare_lengths(lengths, batch=batch, described=described, seed=self.request.settings.seed, probe=probe)
+
+    @property
+    def _limit(self) -> str:
+        return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
 
     def _chosen(self, main: _Case) -> int:
         outcome = main.search.outcome()
@@ -234,23 +270,6 @@ class _Job:
                 f"{found.global_batch}, so accumulation is not the same training step as one large batch."
             )
 
-    def _limits(self) -> Limits:
-        device, memory = self.prepared.subject.settings.device, self.request.memory
-        whole = device_capacity(device)
-        if isinstance(memory, float):
-            free = free_capacity(device)
-            budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
-        else:
-            budget, name = memory, f"--memory {exact_bytes(memory)}"
-        return Limits(
-            budget_bytes=budget,
-            device_bytes=whole.device_bytes,
-            runnable_bytes=runnable_bytes(device),
-            name=name,
-            longest_step_s=self.request.longest_step_s,
-            multiple_of=self.request.multiple_of,
-        )
-
 
 @dataclass(slots=True, kw_only=True)
 class _Case:
@@ -267,6 +286,23 @@ class _Case:
         """`` at S=128, under the plan``, or nothing."""
         sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
         return sizes + (" under the plan" if self.planned else "")
+
+
+def _limits(request: BatchRequest, device: str) -> Limits:
+    memory, whole = request.memory, device_capacity(device)
+    if isinstance(memory, float):
+        free = free_capacity(device)
+        budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
+    else:
+        budget, name = memory, f"--memory {exact_bytes(memory)}"
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=whole.device_bytes,
+        runnable_bytes=runnable_bytes(device),
+        name=name,
+        longest_step_s=request.longest_step_s,
+        multiple_of=request.multiple_of,
+    )
 
 
 def _check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:

@@ -24,6 +24,8 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
         yield f"about batch {found.batch}{where} would fit: an estimate, it was not run"
     elif found.objective == "throughput":
         yield f"recommended: batch {found.batch}{where}, the fastest of those run within the limit"
+    elif found.interrupted:
+        yield f"recommended: batch {found.batch}{where}, the largest of those run within the limit"
     else:
         yield f"recommended: batch {found.batch}{where}, the largest that fits; it was run"
     if found.accumulation is not None:

@@ -70,6 +70,13 @@ class Sleeps(_After):
         return y
 
 
+class SleepsOverMuch(Sleeps):
+    """Only more than 100 rows with data make it sleep."""
+
+    def fault(self, y: Tensor) -> Tensor:
+        return super().fault(y) if len(y) > 100 and type(y) is Tensor else y
+
+
 class Killed(_After):
     def fault(self, y: Tensor) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
