@@ -540,7 +540,7 @@ class LevelRow:
 
     level: int
     plan: Plan
-    outcome: Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
+    outcome: Measurement | Failure
     predicted_tensor_peak_bytes: int | None
     """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None
@@ -559,7 +559,7 @@ class ParetoPoint:
     predicted_allocated_peak_bytes: int
     predicted_slowdown: float
     """Step time over that of the original, by the cost model."""
-    outcome: Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
+    outcome: Measurement | Failure
 
 
 @dataclass(slots=True)

@@ -98,6 +98,11 @@ def check_targets(paths: Iterable[Path], *, force: bool) -> None:
             )
 
 
+def content(data: bytes) -> Fill:
+    """Fills a file with bytes that are known already."""
+    return lambda file: file.write(data)
+
+
 def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     """Write every file or none, and return their paths.
 

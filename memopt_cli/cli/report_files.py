@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -14,7 +13,7 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
-from memopt_cli.write import check_targets, write_all
+from memopt_cli.write import Fill, check_targets, content, write_all
 
 _OUTPUT = "Output"
 
@@ -62,14 +61,10 @@ class ReportFiles:
 
     def write(self, page: Callable[[], str], trace: StepTrace, progress: Progress) -> None:
         """Both or none; ``trace`` is the step of the snapshot."""
-        contents: dict[Path, Callable[[BinaryIO], object]] = {}
+        contents: dict[Path, Fill] = {}
         if self.html is not None:
-            contents[Path(self.html)] = functools.partial(_write, page().encode())
+            contents[Path(self.html)] = content(page().encode())
         if self.snapshot is not None:
-            contents[Path(self.snapshot)] = functools.partial(_write, snapshot_bytes(trace))
+            contents[Path(self.snapshot)] = content(snapshot_bytes(trace))
         for path in write_all(contents, force=self.force):
             progress.note(f"wrote {path}")
-
-
-def _write(content: bytes, stream: BinaryIO) -> None:
-    stream.write(content)

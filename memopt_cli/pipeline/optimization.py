@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
 
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
@@ -32,8 +31,8 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
+    ChunkRule,
     Counted,
-    Crashed,
     Failure,
     LevelRow,
     Measurement,
@@ -45,10 +44,10 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     RecordedSteps,
+    Refused,
     SearchGoal,
     SearchOptions,
     StepFailed,
-    TimedOut,
     Verification,
     describe,
     to_data,
@@ -58,6 +57,7 @@ from memopt_cli.write import (
     OutputPaths,
     batch_yaml,
     check_targets,
+    content,
     output_paths,
     plan_yaml,
     recommended_data,
@@ -65,12 +65,11 @@ from memopt_cli.write import (
     write_all,
 )
 
-Outcome = Measurement | OutOfMemory | TimedOut | Crashed | StepFailed
+_Count = Callable[[Plan], Counted | Failure]
+_Chunking = Callable[[str], ChunkRule | Refused]
 
 _PROBES = 3
 """Batch sizes that the batch advice rests on, at least, where so many can be run."""
-_TRUSTED_ERROR = 0.01
-"""A dry run of the original that is further off, relative to its measured tensor peak, is not believed."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -189,8 +188,10 @@ class _Job:
         if self.options.level == 0:
             return rows
         with replaceable(self.session, self._session_lost) as session:
-            traced = self._trace(session(), original)
+            consequence = "every plan is run to be counted"
+            traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
             count = functools.cache(lambda plan: session().count(plan, fake=traced.fake))
+            chunking = functools.cache(lambda path: session().chunking(path))
             start = count(Plan(level=0))
             if not isinstance(start, Counted):
                 raise_failure(start, "a step of the model could not be counted: ")
@@ -202,29 +203,23 @@ class _Job:
                     f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
                 )
             if self.request.goal == SearchGoal():
-                self._climb(session, traced, first, count, rows)
+                self._climb(traced, first, count, chunking, rows)
             else:
-                self._meet_goal(session, traced, first, count, rows)
+                self._meet_goal(traced, first, count, chunking, rows)
         return rows
 
     def _meet_goal(
         self,
-        session: Callable[[], Session],
         traced: Traced,
         first: Candidate,
-        count: Callable[[Plan], Counted | Failure],
+        count: _Count,
+        chunking: _Chunking,
         rows: list[LevelRow],
     ) -> None:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, options = self.request.goal, self.options
         self.progress.stage("frontier" if goal.budget is None else "budget")
         started = time.monotonic()
-        reporter = _Reporter(self.progress, options.level, first.peak_bytes)
-        probes = Probes(
-            count=reporter.watching(count),
-            chunking=functools.cache(lambda path: session().chunking(path)),
-            report=reporter.report,
-        )
         tree = ModuleTree(traced.trace)
         targets = None if not options.targets else {m.path for m in matching_targets(tree, options.targets)}
         allowed = Allowed(
@@ -232,6 +227,7 @@ class _Job:
             compress=options.compress_x,
             chunk_factor=options.temporal_split_factor,
         )
+        probes = self._probes(options.level, first, count, chunking)
         planner = Planner(traced.trace, probes, allowed, may_chunk=options.level >= 3, level=options.level)
         search = GoalSearch(
             planner=planner,
@@ -259,19 +255,17 @@ class _Job:
 
     def _climb(
         self,
-        session: Callable[[], Session],
         traced: Traced,
         best: Candidate,
-        count: Callable[[Plan], Counted | Failure],
+        count: _Count,
+        chunking: _Chunking,
         rows: list[LevelRow],
     ) -> None:
         tree = ModuleTree(traced.trace)
-        chunking = functools.cache(lambda path: session().chunking(path))
         for strategy in STRATEGIES[: self.options.level]:
             self.progress.stage(f"level {strategy.level}")
             started = time.monotonic()
-            reporter = _Reporter(self.progress, strategy.level, best.peak_bytes)
-            probes = Probes(count=reporter.watching(count), chunking=chunking, report=reporter.report)
+            probes = self._probes(strategy.level, best, count, chunking)
             improvement = strategy.improve(best, tree, self.options, probes)
             self.notes.extend(improvement.notes)
             self.selection = improvement.selection or self.selection
@@ -294,22 +288,10 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append("A trial ended its profiling subprocess; another took over.")
 
-    def _trace(self, session: Session, original: Outcome) -> Traced:
-        """The recorded step: on tensors without data if they tell the truth, so that plans need not be run."""
-        traced = session.trace(fake=True)
-        if isinstance(traced, Traced) and traced.fake and isinstance(original, Measurement):
-            predicted, measured = traced.trace.tensor_peak_bytes, original.tensor_peak_bytes
-            if abs(predicted - measured) > _TRUSTED_ERROR * measured:
-                self.notes.append(
-                    f"On tensors without data the model takes {format_bytes(predicted)} instead of the measured "
-                    f"{format_bytes(measured)} (its kernels differ there); every plan is run to be counted."
-                )
-                traced = session.trace(fake=False)
-        if not isinstance(traced, Traced):
-            raise_failure(traced, "a step of the model could not be recorded: ")
-        if traced.note:
-            self.notes.append(f"{traced.note}; every plan is run to be counted")
-        return traced
+    def _probes(self, level: int, best: Candidate, count: _Count, chunking: _Chunking) -> Probes:
+        """What the search of one level may ask, with its progress shown against ``best``."""
+        reporter = _Reporter(self.progress, level, best.peak_bytes)
+        return Probes(count=reporter.watching(count), chunking=chunking, report=reporter.report)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own."""
@@ -398,7 +380,7 @@ class _Reporter:
         """Remember what is tried next."""
         self._trying = text
 
-    def watching(self, count: Callable[[Plan], Counted | Failure]) -> Callable[[Plan], Counted | Failure]:
+    def watching(self, count: _Count) -> _Count:
         """The same counter, with its answers told to the progress."""
 
         def counted(plan: Plan) -> Counted | Failure:
@@ -431,7 +413,9 @@ def _allocated(row: LevelRow) -> int:
     return row.outcome.allocated_peak_bytes
 
 
-def _row(plan: Plan, outcome: Outcome, predicted: Candidate | None, tried: int, started: float) -> LevelRow:
+def _row(
+    plan: Plan, outcome: Measurement | Failure, predicted: Candidate | None, tried: int, started: float
+) -> LevelRow:
     return LevelRow(
         level=plan.level,
         plan=plan,
@@ -454,9 +438,5 @@ def _write(paths: OutputPaths, result: OptimizeResult, prepared: Prepared, *, fo
         paths.plan: plan_yaml(header, summary.plan),
         paths.batch: batch_yaml(header, shaping=to_data(shaping), recommended=recommended),
     }
-    writers = {path: functools.partial(_write_bytes, content) for path, content in contents.items()}
+    writers = {path: content(data) for path, data in contents.items()}
     return write_all({paths.model: model_writer(prepared.loaded, summary.plan), **writers}, force=force)
-
-
-def _write_bytes(content: bytes, stream: BinaryIO) -> None:
-    stream.write(content)

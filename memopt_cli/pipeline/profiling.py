@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from memopt_cli.loading.factory import is_factory
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced
@@ -26,7 +26,7 @@ from memopt_cli.records import (
     StorageTrace,
     break_down,
 )
-from memopt_cli.trace import fake_mode
+from memopt_cli.trace import ancestry, fake_mode
 from memopt_cli.units import format_bytes
 from memopt_cli.write import read_plan
 
@@ -61,21 +61,31 @@ def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progres
     return measured if isinstance(measured, Measurement | OutOfMemory) else raise_failure(measured)
 
 
-def record_step(session: Session, plan: Plan, measured: Measurement | Failure | None, notes: list[str]) -> Traced:
-    """The recorded step: on tensors without data if they tell the truth, which a measurement of it would show."""
+def record_step(
+    session: Session,
+    plan: Plan,
+    measured: Measurement | Failure | None,
+    notes: list[str],
+    *,
+    consequence: str = "it was recorded on real ones",
+) -> Traced:
+    """The recorded step: on tensors without data if they tell the truth, which a measurement of it would show.
+
+    If they do not, a note says so and what follows from it.
+    """
     traced = session.trace(plan, fake=True)
     if isinstance(traced, Traced) and traced.fake and isinstance(measured, Measurement):
         predicted, true = traced.trace.tensor_peak_bytes, measured.tensor_peak_bytes
         if abs(predicted - true) > _TRUSTED_ERROR * true:
             notes.append(
                 f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
-                f"{format_bytes(true)} (its kernels differ there); it was recorded on real ones."
+                f"{format_bytes(true)} (its kernels differ there); {consequence}."
             )
             traced = session.trace(plan, fake=False)
     if not isinstance(traced, Traced):
         raise_failure(traced, "a step of the model could not be recorded: ")
     if traced.note:
-        notes.append(f"{traced.note}; it was recorded on real ones")
+        notes.append(f"{traced.note}; {consequence}.")
     return traced
 
 
@@ -154,11 +164,11 @@ def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse
     held: dict[str, int] = defaultdict(int)
     for s in alive:
         if s.kind in ("activations", "temporaries"):
-            for path in _ancestry(s.module):
+            for path in ancestry(s.module):
                 held[path] += s.nbytes
     seconds: dict[str, float] = defaultdict(float)
     for op in trace.ops:
-        for path in _ancestry(op.module):
+        for path in ancestry(op.module):
             seconds[path] += op.seconds
     return tuple(
         ModuleUse(
@@ -171,11 +181,3 @@ def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse
         )
         for module in trace.modules
     )
-
-
-def _ancestry(path: str) -> Iterator[str]:
-    """``a.b``, ``a`` and the root."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -43,7 +43,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.units import exact_bytes, format_bytes
-from memopt_cli.write import batch_yaml, check_targets, read_plan, recommended_data, write_all
+from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
@@ -331,8 +331,8 @@ def _has_batch_norm(model: nn.Module) -> bool:
 def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:
     assert request.output is not None
     shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.batch))
-    content = batch_yaml(found.header, shaping=to_data(shaping), recommended=_recommended(found))
-    return write_all({Path(request.output): lambda stream: stream.write(content)}, force=request.force)
+    data = batch_yaml(found.header, shaping=to_data(shaping), recommended=_recommended(found))
+    return write_all({Path(request.output): content(data)}, force=request.force)
 
 
 def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:

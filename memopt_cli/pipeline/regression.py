@@ -33,7 +33,7 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.regression import KEPT, compare, differences, terms
-from memopt_cli.write import baseline_json, check_targets, read_measured, read_plan, write_all
+from memopt_cli.write import baseline_json, check_targets, content, read_measured, read_plan, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
@@ -47,7 +47,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
         conditions=_conditions(prepared),
         memory=_measure(prepared, plan, request.timeout_s, progress),
     )
-    (file,) = write_all({target: lambda stream: stream.write(baseline_json(measured))}, force=request.force)
+    (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
     return BaselineResult(baseline=measured, file=file)
 
 

@@ -111,7 +111,7 @@ class CostModel:
             blocks.append(block)
             around.append(block)
         for block in blocks:
-            if block.parent is None and segment_packs(block.segment):
+            if block.parent is None and block.segment.compressor != "null":
                 block.packed = self._packed(block)
         return blocks
 
@@ -137,11 +137,6 @@ class CostModel:
             for s, storage in storages
             if storage.compressor == block.segment.compressor and storage.packed_bytes < storage.nbytes
         }
-
-
-def segment_packs(segment: SegmentPlan) -> bool:
-    """Whether a segment stores its input in fewer bytes, contents allowing."""
-    return segment.compressor != "null"
 
 
 class _Replay:
@@ -171,6 +166,10 @@ class _Replay:
             self._inner[call.start : call.end] = [block] * (call.end - call.start)
             backward = range(call.backward_start, call.backward_end)
             self._inner[backward.start : backward.stop] = [block] * len(backward)
+        self._by_input: dict[int, list[_Block]] = defaultdict(list)
+        for block in blocks:
+            for index in block.call.inputs:
+                self._by_input[index].append(block)
         self._savers_in: dict[int, dict[_Block | None, list[int]]] = {}
         self._find_stops()
         self._place = self._lay_out()
@@ -297,15 +296,6 @@ class _Replay:
         for held in self._by_input.get(index, ()):
             if held.parent is block and index not in held.packed and storage.born < held.call.start:
                 yield held
-
-    @property
-    def _by_input(self) -> dict[int, list[_Block]]:
-        if not hasattr(self, "_inputs"):
-            self._inputs: dict[int, list[_Block]] = defaultdict(list)
-            for block in self.blocks:
-                for index in block.call.inputs:
-                    self._inputs[index].append(block)
-        return self._inputs
 
     def _held_until(self, index: int, block: _Block) -> int:
         """When a recomputation needs its input no more: where it is kept for backward, that is backward's end."""

@@ -6,13 +6,14 @@ from memopt_cli.trace.counting import codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
-from memopt_cli.trace.modules import asked_compressor
+from memopt_cli.trace.modules import ancestry, asked_compressor
 from memopt_cli.trace.recording import record
 
 __all__ = [
     "Codecs",
     "FakeStep",
     "StorageLog",
+    "ancestry",
     "asked_compressor",
     "codecs_of",
     "count",

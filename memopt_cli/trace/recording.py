@@ -35,7 +35,7 @@ from memopt_cli.trace.log import (
     resident_bytes,
     run_step,
 )
-from memopt_cli.trace.modules import ModuleNotes, forward_seconds, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, ancestry, forward_seconds, taking_notes
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
 from memopt_cli.workspace import Workspaces
 
@@ -231,10 +231,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         total: dict[str, int] = defaultdict(int)
         for s in self.storages:
             if s.kind == "activations" and s.born <= self._forward_ops and not _dead(s, self._forward_ops):
-                path = s.path
-                total[path] += s.nbytes
-                while path:
-                    path = path.rpartition(".")[0]
+                for path in ancestry(s.path):
                     total[path] += s.nbytes
         return total
 

@@ -21,6 +21,7 @@ from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.script import ScriptLeaf, UnsafeScript, _check_code
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import StorageLog
+from tests.loading.hostile import WritesWhenLoaded
 from tests.loading.script_corpus import CORPUS, compiled
 
 MEASURED = ["resnet", "traced resnet", "char_rnn", "traced gpt", "shapes", "lists", "transformer", "break"]
@@ -250,30 +251,12 @@ def test_a_replaced_tensor_is_replaced_in_the_script() -> None:
 # ---------------------------------------------------------------------------------------------- hostile archives
 
 
-class Writing(nn.Module):
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.path, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.path, self.training = state
-        torch.save(torch.zeros(1), self.path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_file("/etc/hostname", False, 4, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("make", [Writing, lambda path: Reading()], ids=["save", "from_file"])
+@pytest.mark.parametrize("make", [WritesWhenLoaded, lambda path: Reading()], ids=["save", "from_file"])
 def test_code_that_touches_files_is_never_compiled(tmp_path: Path, make: type) -> None:
     sentinel, path = tmp_path / "ran", tmp_path / "script.pt"
     torch.jit.save(torch.jit.script(make(str(sentinel))), str(path))
@@ -287,7 +270,7 @@ def test_code_that_touches_files_is_never_compiled(tmp_path: Path, make: type) -
 
 def test_a_saved_leaf_with_harmful_code_is_never_compiled(tmp_path: Path) -> None:
     sentinel = tmp_path / "ran"
-    torch.save(ScriptLeaf(torch.jit.script(Writing(str(sentinel)))), tmp_path / "model.pt")
+    torch.save(ScriptLeaf(torch.jit.script(WritesWhenLoaded(str(sentinel)))), tmp_path / "model.pt")
     sentinel.unlink(missing_ok=True)
     with pytest.raises(UnsafeFileError, match=r"torch\.save"):
         load(tmp_path / "model.pt")
