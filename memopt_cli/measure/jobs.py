@@ -42,6 +42,8 @@ class Traced:
     """On fake tensors: dry runs are possible."""
     note: str
     """Why not, if not."""
+    unknown: tuple[str, ...] = ()
+    """What is not known of the step, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,7 +134,7 @@ class Worker:
     def _trace(self, job: TraceJob) -> Traced:
         workspaces = self._workspaces
         if not job.fake:
-            return Traced(trace=self._record_really(job.plan, workspaces), fake=False, note="")
+            return self._record_really(job.plan, workspaces, "")
         try:
             codecs = self._codecs if job.plan.packed else None
             with self._planned(self._fake_step.step.model, job.plan):
@@ -145,22 +145,25 @@ class Worker:
             reason = f"the model cannot run on tensors without data ({first_line(error)})"
             if self._subject.data != "full size":
                 self._require_data(reason)
-            really = self._record_really(job.plan, workspaces)
-            return Traced(trace=really, fake=False, note=reason)
+            return self._record_really(job.plan, workspaces, reason)
         if self._small_step is None:
             return Traced(trace=recorded, fake=True, note="")
         with self._planned(self._model, job.plan):
             small = trace.record(self._small_step, self._batch, contents=True)
-            return Traced(trace=self._with_seconds(trace.with_contents(recorded, small)), fake=True, note="")
+            recorded, no_contents = trace.with_contents(recorded, small)
+            recorded, no_seconds = self._with_seconds(recorded)
+        unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
+        return Traced(trace=recorded, fake=True, note="", unknown=unknown)
 
-    def _record_really(self, plan: Plan, workspaces: Workspaces) -> StepTrace:
+    def _record_really(self, plan: Plan, workspaces: Workspaces, why: str) -> Traced:
         with self._planned(self._model, plan):
             recorded = trace.record(self._step(), self._batch, contents=True, workspaces=workspaces)
-            return self._with_seconds(recorded)
+            recorded, no_seconds = self._with_seconds(recorded)
+        return Traced(trace=recorded, fake=False, note=why, unknown=(no_seconds,) if no_seconds else ())
 
-    def _with_seconds(self, recorded: StepTrace) -> StepTrace:
+    def _with_seconds(self, recorded: StepTrace) -> tuple[StepTrace, str]:
         times = self._at_full_size(trace.time_operators)
-        return trace.with_seconds(recorded, times) if times else recorded
+        return trace.with_seconds(recorded, times) if times else (recorded, "")
 
     def _require_data(self, reason: str) -> NoReturn:
         """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""

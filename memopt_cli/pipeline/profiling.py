@@ -86,6 +86,7 @@ def record_step(
         raise_failure(traced, "a step of the model could not be recorded: ")
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")
+    notes.extend(f"{reason}." for reason in traced.unknown)
     return traced
 
 

@@ -51,9 +51,12 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     return tuple(clock.times)
 
 
-def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> StepTrace:
-    """The record with the times; as it was if the step that was timed ran other operators."""
+def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
+    """The record with the times, or as it was and why: the step that was timed ran other operators."""
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
-        return trace
+        return trace, (
+            f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
+            "step times are estimated from floating-point operations"
+        )
     ops = (replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
-    return replace(trace, ops=tuple(ops))
+    return replace(trace, ops=tuple(ops)), ""

@@ -60,15 +60,22 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
         return {name: COMPRESSORS[name].compress(tensor).nbytes for name in _CODECS}
 
 
-def with_contents(full: StepTrace, small: StepTrace) -> StepTrace:
-    """The record of a step on fake tensors with the contents and times that a real step on a smaller batch has."""
+def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
+    """The record of a step on fake tensors with the contents and times that a real step on a smaller batch has.
+
+    And why, if so, what autograd saves is not told of: the small step ran other operators.
+    """
     seen = {module.path: module for module in small.modules}
     modules = tuple(_module_with(module, seen.get(module.path)) for module in full.modules)
-    known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=False))
+    full = replace(full, modules=modules)
     if not _ran_alike(full, small):
-        known = {}
+        return full, (
+            "a step of a few samples runs other operators than the full one: "
+            "whether what autograd saves can be packed is not known, and it is taken not to be"
+        )
+    known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=True))
     storages = (_storage_with(s, known[i]) if i in known else s for i, s in enumerate(full.storages))
-    return replace(full, modules=modules, storages=tuple(storages))
+    return replace(full, storages=tuple(storages)), ""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:

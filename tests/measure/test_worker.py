@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
@@ -142,3 +142,35 @@ def test_a_segment_that_never_runs_is_named(user_code: str) -> None:
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
     with pytest.raises(StepError, match="segment of 'spare', but the step never calls that module"):
         worker.do(MeasureJob(plan=plan("layer", "spare"), steps=1))
+
+
+class ByBatch(nn.Module):
+    """Runs another operator on a few samples than on many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh() if len(x) > 4 else (x * self.weight).sigmoid().tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(40))
+
+
+class EverLonger(ByBatch):
+    """Runs one operator more in every step."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).steps += 1
+        for _ in range(self.steps):
+            x = x * self.weight
+        return x
+
+
+@pytest.mark.parametrize(("model", "told"), [(ByBatch, "can be packed"), (EverLonger, "times are estimated")])
+def test_what_another_step_does_not_tell_is_said(model: type[nn.Module], told: str) -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40)),), dims={"B": 8}, source="here")
+    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=model)
+    traced = worker.do(TraceJob(fake=True))
+    assert traced.fake
+    assert any(told in reason for reason in traced.unknown)
