@@ -1,6 +1,8 @@
 """``memopt recommend-batch`` beside a doubling-and-bisection finder whose trials run in subprocesses, too.
 
-    python benchmarks/recommend_batch.py [--models gpt,resnet] [--limits 1] [--out FILE.json]
+    python benchmarks/recommend_batch.py [--models gpt,resnet] [--limits 900MiB,2500MiB]
+
+Each model has a section in RESULTS.md; a run with ``--limits`` writes none.
 
 The finder is Lightning's algorithm (``Tuner.scale_batch_size(mode="binsearch")``): double from 2 until a trial fails,
 then bisect until the largest batch is known; a trial is a probe of memopt in a fresh subprocess, so that both measure
@@ -13,17 +15,16 @@ The sample models are those of ``make samples``.  The limits emulate small cards
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
-import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from results import table, this_command, write_section
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline import recommend_batch
@@ -40,6 +41,7 @@ LIMITS = {
     "spiking_vgg": ("600MiB", "1200MiB", "2000MiB"),
 }
 TIME_LIMIT_S = 600.0
+HEADER = ["limit", "batch", "largest", "runs", "dry runs", "finder's trials", "time", "finder's", "ratio", "of CPU"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,18 @@ class Case:
     def is_right(self) -> bool:
         """It fits, and 5 % more does not."""
         return self.recommended <= self.largest < self.recommended + max(1, math.ceil(0.05 * self.recommended))
+
+    @property
+    def is_good(self) -> bool:
+        """Right, from at most six runs, in at most a third of the finder's time."""
+        return self.is_right and self.probes <= 6 and 3 * self.seconds <= self.finder_seconds
+
+    def cells(self) -> list[str]:
+        """Under :data:`HEADER`."""
+        counts = (self.recommended, self.largest, self.probes, self.dry_runs, self.trials)
+        ratios = (self.seconds / self.finder_seconds, self.cpu_seconds / self.finder_cpu_seconds)
+        times = (f"{self.seconds:.1f} s", f"{self.finder_seconds:.1f} s")
+        return [exact_bytes(self.limit_bytes), *map(str, counts), *times, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
@@ -119,35 +133,32 @@ def run(model: str, limit_bytes: int) -> Case:
     )
 
 
+def run_model(model: str, limits: Sequence[str]) -> list[Case]:
+    """Every limit of a model, told as it is done."""
+    print(f"{model}: {' | '.join(HEADER)}")
+    cases = []
+    for limit in limits:
+        cases.append(run(model, parse_bytes(limit)))
+        print(f"{model}: {' | '.join(cases[-1].cells())}{'' if cases[-1].is_good else '  NOT as wanted'}", flush=True)
+    return cases
+
+
 def main() -> int:
     """Run the cases asked for; 1 if one of them is wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(LIMITS))
-    parser.add_argument("--limits", type=int, default=3, help="how many of the limits of each model")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limits", help="instead of each model's own three")
     arguments = parser.parse_args()
-    print(f"# python {shlex.join(sys.argv)}  (torch {torch.__version__}, {platform.machine()})")
-    print(
-        f"{'model':<12} {'limit':>8} {'batch':>6} {'largest':>8} {'probes':>7} {'time':>8} {'finder':>8} {'ratio':>6} "
-        f"{'of CPU':>6}"
-    )
-    cases = []
+    is_good = True
     for model in arguments.models.split(","):
-        for limit in LIMITS[model][: arguments.limits]:
-            case = run(model, parse_bytes(limit))
-            cases.append(case)
-            ratio, cpu_ratio = case.seconds / case.finder_seconds, case.cpu_seconds / case.finder_cpu_seconds
-            print(
-                f"{model:<12} {exact_bytes(case.limit_bytes):>8} {case.recommended:>6} {case.largest:>8} "
-                f"{case.probes:>7} {case.seconds:>7.1f}s {case.finder_seconds:>7.1f}s {ratio:>6.2f} {cpu_ratio:>6.2f} "
-                f"{'' if case.is_right else 'WRONG'}",
-                flush=True,
-            )
-    if arguments.out:
-        arguments.out.write_text(json.dumps([asdict(case) for case in cases], indent=2) + "\n")
-    good = all(case.is_right and case.probes <= 6 and 3 * case.seconds <= case.finder_seconds for case in cases)
-    print("every answer is right, from at most 6 probes, in at most a third of the time" if good else "NOT as wanted")
-    return 0 if good else 1
+        cases = run_model(model, arguments.limits.split(",") if arguments.limits else LIMITS[model])
+        is_good &= all(case.is_good for case in cases)
+        if not arguments.limits:
+            rows = table(HEADER, [case.cells() for case in cases])
+            good = sum(case.is_good for case in cases)
+            text = f"{good} of {len(cases)} right, from at most 6 runs, in at most a third of the finder's time."
+            write_section(f"recommend-batch: {model}", this_command(), f"{text}\n\n{rows}")
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from typing import TextIO
 
+from memopt_cli.errors import WriteError
 from memopt_cli.records import Comparison
 from memopt_cli.report.comparison import growth, headline, judged, reasons
 from memopt_cli.report.markdown import MarkdownReport, markdown
@@ -22,15 +24,25 @@ class GithubReport:
             stream.write(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
         if not found.exceeded:
             stream.write(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
-        if self._summary:
-            with open(self._summary, "a", encoding="utf-8") as page:
-                page.write(markdown(found))
+        self._append(markdown(found))
 
     def refused(self, reason: str, stream: TextIO) -> None:
         stream.write(_annotation("error", "memopt: not checked", [reason]))
-        if self._summary:
+        page = io.StringIO()
+        MarkdownReport().refused(reason, page)
+        self._append(page.getvalue())
+
+    def _append(self, text: str) -> None:
+        if not self._summary:
+            return
+        try:
             with open(self._summary, "a", encoding="utf-8") as page:
-                MarkdownReport().refused(reason, page)
+                page.write(text)
+        except OSError as err:
+            raise WriteError(
+                f"the summary page {self._summary} cannot be written: {err.strerror}",
+                hint="$GITHUB_STEP_SUMMARY names it; unset it where there is none.",
+            ) from err
 
 
 def _annotation(kind: str, title: str, lines: list[str]) -> str:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from memopt_cli.errors import WriteError
 from memopt_cli.records import (
     METRICS,
     Change,
@@ -173,6 +174,13 @@ def test_github_annotations_are_one_line_each() -> None:
     assert re.fullmatch(
         r"::notice title=[^:,]*::no regression: .*\n", shown(GithubReport(None), a_comparison("buffers:0"))
     )
+
+
+def test_a_summary_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    stream, page = io.StringIO(), tmp_path / "nowhere" / "page.md"
+    with pytest.raises(WriteError, match=f"summary page {page} cannot be written: No such file"):
+        GithubReport(str(page)).compared(a_comparison("peak:0"), stream)
+    assert stream.getvalue().startswith("::error")  # the annotations are out
 
 
 def test_the_summary_page_is_appended_to(tmp_path: Path) -> None:
