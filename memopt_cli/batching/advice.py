@@ -1,10 +1,10 @@
 """The largest batch that fits: a dry run says about which, measured runs correct it, and a run at the answer proves it.
 
-The model of the peak is ``predicted + correction``.  ``predicted`` is what tensors take at a batch size, from a dry run
-on tensors without data: a line in the batch, with other lines where another instant becomes the peak.  ``correction``
-is what was measured beyond it (kernel workspace, the allocator's rounding): in proportion after one run, the line
-through the two nearest runs after more.  Where no dry run is possible, ``predicted`` is the batch itself, and the same
-model is ``a + c * batch``, fitted to the runs.
+The model of the peak is ``a + k * predicted``.  ``predicted`` is what tensors take at a batch size, from a dry run on
+tensors without data: a line in the batch, with other lines where another instant becomes the peak.  ``a`` and ``k`` are
+what was measured beyond it (kernel workspace, the allocator's rounding): in proportion after one run, the line through
+the two nearest runs after more.  Where no dry run is possible, ``predicted`` is the batch itself, and the same model is
+``a + c * batch``, fitted to the runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ MOST_PROBES = 6
 """Runs on data for one answer."""
 _CLOSE = 0.03
 """A batch that ran is the largest if the model finds none that is larger by this share."""
-_FAR = 4
-"""An answer this many times larger than the batch described waits for a run of the latter, which tells its time."""
+_FIRST = 4
+"""The first run is of a batch so many times smaller than the answer by dry runs, no larger than the one described: it
+tells what a step takes in time, and in memory beyond its tensors."""
 _WORTH_ANOTHER_RUN = 1.5
 """A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
 _SURE = 0.98
@@ -123,10 +124,15 @@ class BatchSearch:
             if affordable < candidate:
                 is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN and affordable not in self.runs
                 return affordable if is_worth_it else None
-        elif candidate > _FAR * self.batch and not self.runs and (self.limits.probes > 1 or self.predict is None):
-            candidate = self._rounded(self.batch)
+        elif not self.runs and self._begins_small(candidate):
+            candidate = self._rounded(min(self.batch, candidate // _FIRST))
         is_known = candidate in self.runs or candidate < best + max(unit, _CLOSE * best)
         return None if is_known else candidate
+
+    def _begins_small(self, candidate: int) -> bool:
+        """Of two runs, both go to the answer, unless it is so large that its time must be known first."""
+        is_far = candidate > _FIRST * self.batch
+        return self.limits.probes > 2 or (is_far and self.limits.probes > 1) or (is_far and self.predict is None)
 
     def _below_failures(self, candidate: int) -> int:
         """Below every batch that gave no number: half of it at first, then a tenth at a time."""
@@ -202,9 +208,12 @@ class BatchSearch:
         predicted, measured = self.predicted(batch), self.measured
         if len(measured) < 2:
             return predicted * self.measured_ratio()
-        nearest = sorted(measured, key=lambda run: abs(run.batch - batch))[:2]
-        intercept, slope = fit_line([(r.batch, r.allocated_peak_bytes - self.predicted(r.batch)) for r in nearest])
-        return predicted + intercept + slope * batch
+        near, far = sorted(measured, key=lambda run: abs(run.batch - batch))[:2]
+        known = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
+        if known[0][0] == known[1][0] or math.isinf(predicted):
+            return predicted + known[0][1] - known[0][0]
+        intercept, slope = fit_line(known)
+        return intercept + slope * predicted
 
     def measured_ratio(self) -> float:
         """Measured over predicted, of the largest batch that was run."""

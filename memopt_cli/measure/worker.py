@@ -185,7 +185,7 @@ class Worker:
         workspaces = self._workspaces if job.fake and described else Workspaces()
         fake = (self._fake_step if described else self._make_fake(job.batch, job.dims)) if job.fake else None
         step = fake.step if fake else self._step(job.batch, job.dims)
-        codecs = self._codecs if fake else None
+        codecs = self._codecs if fake and job.plan != ORIGINAL else None
         with self._planned(step.model, job.plan):
             counted = fake.count(workspaces, codecs) if fake else self._count_really(step)
         return replace(counted, holders=counted.holders[:_HOLDERS])
