@@ -72,6 +72,7 @@ def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, 
         spatial_split=segment.spatial_split,
         keep=segment.keep,
         batch_statistics=segment.batch_statistics,
+        through_loss=segment.through_loss,
     )
     return _installed(module, name, config)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.state import GlobalGenerators, ModuleState
@@ -109,6 +110,19 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
 def in_double(value: Any) -> Any:
     """A copy of ``value`` with its floating tensors in float64."""
     return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
+
+class DoubleThroughout(TorchFunctionMode):
+    """Within, whoever asks for float32 gets float64: a model that computes its loss in float32 rounds it there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [_widened(value) for value in args]
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

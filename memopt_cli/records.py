@@ -158,6 +158,9 @@ class SegmentPlan:
     """Operators, by the names of :attr:`OpTrace.name`, whose outputs are kept; all others are recomputed."""
     batch_statistics: bool = False
     """Of chunks: a first pass over them gathers the statistics that batch norms inside normalize by."""
+    through_loss: bool = False
+    """Of chunks of a linear layer: each runs on through the cross-entropy that its output goes to, to its gradients;
+    neither the whole output nor the gradient of it ever exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, in_double
+from memopt_cli.equality import TOLERANCE, DoubleThroughout, bit_equal, difference, effects, in_double
 from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.state import StartingState
@@ -25,16 +26,17 @@ def verify(
 
     A plan without chunks must be equal to the bit, or, where the original itself differs from run to run, within that
     noise.  Chunks change the order of sums, and a rounding difference can flip a spike: such a plan is compared in
-    float64, to :data:`TOLERANCE`.
+    float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     if chunked:
         step = _in_double(step)
     start = StartingState(step.model)
-    reference = _effects(step, start)
-    noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
-    install(step.model)
-    optimized = _effects(step, start)
+    with DoubleThroughout() if chunked else contextlib.nullcontext():
+        reference = _effects(step, start)
+        noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
+        install(step.model)
+        optimized = _effects(step, start)
     remove(step.model)
     start.enter()
     worst = difference(reference, optimized)

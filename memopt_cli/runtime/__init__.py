@@ -15,6 +15,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.container import (
     GCContainer,
+    LossContainer,
     PackingContainer,
     SegmentConfig,
     TCGCContainer,
@@ -30,6 +31,7 @@ __all__ = [
     "BitSpikeCompressor",
     "BooleanSpikeCompressor",
     "GCContainer",
+    "LossContainer",
     "NullSpikeCompressor",
     "PackingContainer",
     "SegmentConfig",

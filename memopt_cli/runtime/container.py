@@ -35,6 +35,7 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
     store,
 )
+from memopt_cli.runtime.deferred import can_defer, defer
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
@@ -66,6 +67,8 @@ class SegmentConfig:
     within are these segments' own business.  Under ``torch.compile`` all are recomputed."""
     batch_statistics: bool = False
     """Of chunks: batch norms inside normalize by the statistics of all chunks, which are gathered first."""
+    through_loss: bool = False
+    """Of chunks of a linear layer: they run on through the cross-entropy of its output, which never exists whole."""
 
 
 class _Installed:
@@ -84,6 +87,10 @@ class GCContainer(_Installed):
 
 class TCGCContainer(GCContainer):
     """Mixin of a segment that runs in chunks along an axis, each chunk checkpointed on its own."""
+
+
+class LossContainer(_Installed):
+    """Mixin of a linear layer that runs in chunks together with the cross-entropy of its output."""
 
 
 _thread = threading.local()
@@ -112,6 +119,8 @@ def install_segment(module: nn.Module, config: SegmentConfig) -> None:
 def _mixin(config: SegmentConfig) -> type[_Installed]:
     if not config.recompute:
         return PackingContainer
+    if config.through_loss:
+        return LossContainer
     return TCGCContainer if config.chunks > 1 else GCContainer
 
 
@@ -169,14 +178,26 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
     recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
     if not config.recompute and recomputed:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
+    if config.through_loss:
+        return _misfit_through_loss(module, config)
     if config.batch_statistics:
         return keep_refusal(config.keep) or statistics_refusal(module, config.chunks)
     return keep_refusal(config.keep)
 
 
+def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
+    if type(module).forward is not nn.Linear.forward:
+        return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
+    if config.chunks < 2:
+        return "it is to run in chunks through its loss, and it runs in one"
+    if config != SegmentConfig(chunks=config.chunks, through_loss=True):
+        return "of a linear layer in chunks through its loss, only the number of chunks can be chosen"
+    return ""
+
+
 def segment_classes(original: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that segments of ``original`` have: what a restricted unpickler must know."""
-    mixins = (GCContainer, TCGCContainer, PackingContainer)
+    mixins = (GCContainer, TCGCContainer, PackingContainer, LossContainer)
     return tuple(_segment_class(original, mixin) for mixin in mixins)  # type: ignore[arg-type]
 
 
@@ -200,7 +221,7 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
 @functools.cache
 def _segment_class(original: type[nn.Module], mixin: type[_Installed]) -> type[nn.Module]:
-    run = {GCContainer: _run, TCGCContainer: _run_chunks, PackingContainer: _run_packing}[mixin]
+    run = _RUNS[mixin]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +293,15 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
         return forward(*args, **kwargs)
 
 
+def _run_through_loss(
+    module: nn.Linear, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    if not can_defer(module, args, kwargs):
+        return forward(*args, **kwargs)
+    return defer(module, args[0], config.chunks)
+
+
 def _codec(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
     if config.compressor == OWN_COMPRESSOR:
         return OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
@@ -297,6 +327,14 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     if config.batch_statistics and chunks > 1:
         return _run_passes(module, forward, pieces, states, kwargs)
     return _joined(config, *_one_by_one(module, [forward] * chunks, pieces, states, kwargs))
+
+
+_RUNS: dict[type[_Installed], Callable[..., Any]] = {
+    GCContainer: _run,
+    TCGCContainer: _run_chunks,
+    PackingContainer: _run_packing,
+    LossContainer: _run_through_loss,
+}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace a forward that is broken off

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memopt_cli.records import Phase
 from memopt_cli.runtime.compressor import is_packing
 from memopt_cli.runtime.container import recomputing_module
+from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything
@@ -84,8 +85,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An operator ran; a subclass may take notes."""
 
     def see(self, tensor: Tensor, kind: str | None = None, path: str | None = None) -> Storage | None:
-        """The record of a tensor's storage, made now if it is new; ``None`` for layouts without one."""
-        if tensor.layout is not torch.strided:
+        """The record of a tensor's storage, made now if it is new; ``None`` for tensors without one."""
+        if not _has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
@@ -109,7 +110,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def known(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has been seen."""
-        found = self._alive.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        found = self._alive.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
         return found[1] if found else None
 
     def alive_at(self, tick: int) -> Iterator[Storage]:
@@ -225,10 +226,14 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages of ``tensors``, each once."""
     sizes = {}
     for t in tensors:
-        if t is not None and t.layout is torch.strided:
+        if t is not None and _has_storage(t):
             storage = t.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and (not isinstance(tensor, DeferredLinear) or tensor.is_computed)
 
 
 def _label_gradients(log: StorageLog, model: nn.Module) -> None:

@@ -1,0 +1,403 @@
+"""The loss of a language model without its logits: a linear head and the cross-entropy of what it gives, as one.
+
+A head in chunks returns a :class:`DeferredLinear`: a tensor with shape and dtype, and no values.  Reshaping it,
+selecting rows of it and casting it upwards only change which rows are meant.  ``F.cross_entropy`` takes it chunk by
+chunk: a chunk's logits give its share of the loss and at once of the gradients, and are dropped.  So neither all logits
+nor their gradient ever exist, and what backward needs is one gradient of each argument of the head (the idea of
+Malinovskii et al.'s Cut Your Losses and of Hsu et al.'s Liger, 2024, in operators of PyTorch).
+
+Whoever else reads a deferred tensor gets its values, computed then, with their gradient: nothing is ever wrong,
+only no memory is saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@dataclass(slots=True, eq=False)
+class _Head:
+    """One call of a linear layer that is put off."""
+
+    x: Tensor
+    """Shape (..., in_features)."""
+    weight: Tensor
+    """Shape (classes, in_features)."""
+    bias: Tensor | None
+    chunks: int
+    dtype: torch.dtype
+    """Of its output: autocast's, if that was on when it was called."""
+    versions: tuple[int, ...]
+    sample: Tensor
+    """A few of the weights: an optimizer in one kernel (``fused=True``) changes them without another version."""
+    has_loss: bool = False
+    """A loss was formed of it chunk by chunk."""
+
+    def check(self, *, sampled: bool = False) -> None:
+        """Raises :class:`RuntimeError` if an argument has changed since the call.  ``sampled``: look at values too."""
+        changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # freed, as FSDP does
+        changed |= self.versions != _versions(self.x, self.weight, self.bias)
+        if sampled and not changed and not isinstance(self.weight, FakeTensor):
+            changed = not torch.equal(_sample(self.weight), self.sample)
+        if changed:
+            raise RuntimeError(
+                "the output of a linear layer is wanted after its weight or input has changed, and it was not computed "
+                "when the layer was called, the layer running in chunks through its loss; read it before the "
+                "optimizer's step, or remove the layer from the plan"
+            )
+
+    def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of the input that are meant, and their product."""
+        x = self.x.detach().flatten(0, -2).index_select(0, index).to(self.dtype)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return x, F.linear(x, self.weight.to(self.dtype), bias)
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(-1 if t is None or t.is_inference() else t._version for t in tensors)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().flatten()
+    return flat[:: max(1, len(flat) // _SAMPLED)].clone()
+
+
+_SAMPLED = 64
+
+
+def defer(layer: nn.Linear, x: Tensor, chunks: int) -> Tensor:
+    """``layer(x)``, its values put off; its loss will be formed in so many chunks."""
+    like = F.linear(x.detach().flatten(0, -2)[:0], layer.weight.detach(), layer.bias)  # as autocast would have it
+    versions = _versions(x, layer.weight, layer.bias)
+    head = _Head(x, layer.weight, layer.bias, chunks, like.dtype, versions, _sample(layer.weight))
+    shape = (*x.shape[:-1], len(layer.weight))
+    index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
+    return _deferred(head, index.unsqueeze(-1).expand(shape), like.dtype)
+
+
+def can_defer(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is something to differentiate, by eager PyTorch, in a batch of rows."""
+    if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if kwargs or len(args) != 1 or torch._C._are_functorch_transforms_active():
+        return False
+    x = args[0]
+    is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(layer.weight) > 1
+    return is_batch and (x.requires_grad or layer.weight.requires_grad)
+
+
+def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
+    output: Tensor = _Defer.apply(head.x, head.weight, head.bias, head, index, dtype)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Defer(torch.autograd.Function):
+    """Gives the deferred tensor its place in autograd's graph: what is differentiated by others comes back here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, index: Tensor, dtype: Any
+    ) -> Any:
+        ctx.head, ctx.index = head, index
+        return DeferredLinear(head, index, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        head: _Head = ctx.head
+        head.check()
+        index = _rows_of(ctx.index).flatten()
+        rows = gradient.movedim(_class_axis(ctx.index), -1).reshape(-1, len(head.weight)).to(head.dtype)
+        flat = head.x.flatten(0, -2)
+        product = (rows @ head.weight.to(head.dtype)).to(flat.dtype)
+        of_x = torch.zeros_like(flat).index_add(0, index, product).view(head.x.shape)
+        of_weight = (rows.t() @ flat.index_select(0, index).to(head.dtype)).to(head.weight.dtype)
+        of_bias = None if head.bias is None else rows.sum(0).to(head.bias.dtype)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+class DeferredLinear(Tensor):
+    """What a linear layer gives, or some rows of it, not computed yet."""
+
+    _head: _Head
+    _index: Tensor
+    """Of the same shape, with stride 0 along the classes: the row of the layer's input that is meant."""
+    _computed: Tensor | None
+
+    @staticmethod
+    def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
+        self = Tensor._make_wrapper_subclass(cls, index.shape, dtype=dtype, device=head.x.device)
+        self._head, self._index, self._computed = head, index, None
+        return self
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its values exist."""
+        return self._computed is not None
+
+    def values(self) -> Tensor:
+        """Its values, without a gradient; from now on they exist."""
+        if self._computed is None:
+            if not self._head.has_loss:
+                warnings.warn(
+                    "the output of a linear layer that runs in chunks through its loss is read by something else than "
+                    "cross_entropy: it is computed whole. Remove the layer from the plan",
+                    stacklevel=2,
+                )
+            self._head.check(sampled=True)
+            rows = _rows_of(self._index)
+            _, flat = self._head.rows(rows.flatten())
+            last = flat.view(*rows.shape, -1).to(self.dtype)
+            self._computed = last.movedim(-1, _class_axis(self._index)).contiguous()
+        return self._computed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes the functions that need no values; all others get them."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, DeferredLinear) and first.requires_grad and not first.is_computed:
+            found = _without_values(func, first, args[1:], kwargs)
+            if found is not NotImplemented:
+                return found
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(first, DeferredLinear) and func in _OF_MEMORY:
+                return func(first.values(), *args[1:], **kwargs)
+            if func.__name__ != "__get__" and func not in _OF_SHAPE:
+                _compute((args, kwargs))  # here, above all modes, which so see it
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """An operator, below autograd."""
+        if func is torch.ops.aten.detach.default and not args[0].is_computed:  # as autograd saves it
+            return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        if any(isinstance(given.get(name), DeferredLinear) for name in written):
+            raise RuntimeError(
+                f"{func} modifies the output of a linear layer that runs in chunks through its loss; remove the layer "
+                "from the plan"
+            )
+        return func(*_compute(args), **_compute(kwargs or {}))
+
+
+def _compute(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda t: t.values() if isinstance(t, DeferredLinear) else t, value)
+
+
+def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
+    """What ``func`` gives of a deferred tensor; ``NotImplemented`` if that takes its values."""
+    head, index = deferred._head, deferred._index
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is F.cross_entropy:
+            return _cross_entropy(deferred, args, kwargs)
+        if func in _CASTS:
+            like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
+            upwards = torch.promote_types(deferred.dtype, like.dtype) == like.dtype
+            return _deferred(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
+        if func in _RESHAPES or func in _VIEWS:
+            moved = _moved(func, deferred, args, kwargs)
+            return NotImplemented if moved is None else _deferred(head, moved, deferred.dtype)
+        if func is Tensor.retain_grad and head.has_loss:
+            raise RuntimeError(
+                "retain_grad of the output of a linear layer, when its loss was formed chunk by chunk without it; "
+                "call it before the loss, or remove the layer from the plan"
+            )
+        if func is Tensor.register_hook and head.has_loss:
+            warnings.warn("a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=3)
+    return NotImplemented
+
+
+_CASTS = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
+_RESHAPES = {
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
+    *(torch.reshape, torch.flatten),
+}
+_VIEWS = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_OF_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__}
+_OF_SHAPE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    torch.numel,
+}
+_OF_SHAPE |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
+
+
+def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
+    """The index of what ``func`` gives, if that is some of the rows, each with all its classes."""
+    index = deferred._index
+    if func in _RESHAPES:
+        like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
+        shape = like.shape
+        is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
+        if not is_last or like.dtype != deferred.dtype:
+            return None
+        return _rows_of(index).reshape(shape[:-1]).unsqueeze(-1).expand(shape)
+    if func is Tensor.__getitem__ and not _is_basic(args[0]):
+        return None
+    moved: Tensor = func(index, *args, **kwargs)
+    whole = [size for size, stride in zip(moved.shape, moved.stride(), strict=True) if stride == 0]
+    return moved if whole == [index.shape[_class_axis(index)]] and moved.numel() else None
+
+
+def _is_basic(key: Any) -> bool:
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
+
+
+def _class_axis(index: Tensor) -> int:
+    return index.stride().index(0)
+
+
+def _rows_of(index: Tensor) -> Tensor:
+    return index.select(_class_axis(index), 0)
+
+
+# ---------------------------------------------------------------------------------------------- the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loss:
+    """The arguments of ``F.cross_entropy``."""
+
+    target: Tensor
+    """Shape (rows,), integers."""
+    weight: Tensor | None
+    """Shape (classes,)."""
+    ignore_index: int
+    label_smoothing: float
+    is_mean: bool
+
+    def scale(self, dtype: torch.dtype) -> Tensor | float:
+        """What the sum over rows is multiplied by."""
+        if not self.is_mean:
+            return 1.0
+        valid = self.target != self.ignore_index
+        counted = valid if self.weight is None else self.weight[self.target.where(valid, 0)] * valid
+        return counted.sum(dtype=dtype).reciprocal()
+
+    def of(self, logits: Tensor, rows: slice, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+        """The loss of some rows and, in place of their logits, its gradient.  Both are to be in float32 at least.
+
+        loss = sum over rows of (1 - s) w_t (-log p_t) + s / C sum over c of w_c (-log p_c)
+        """
+        classes, smoothing = logits.shape[1], self.label_smoothing
+        valid = self.target[rows] != self.ignore_index
+        target = self.target[rows].where(valid, 0)
+        log_p = logits.log_softmax(1)
+        weight = log_p.new_ones(classes) if self.weight is None else self.weight.to(log_p.dtype)
+        of_target = (1 - smoothing) * weight[target]
+        loss = log_p.gather(1, target[:, None])[:, 0] * of_target
+        of_all = torch.full_like(of_target, smoothing / classes)
+        if smoothing:
+            loss += (log_p @ weight) * of_all
+        loss = -loss.where(valid, 0).sum() * scale
+        of_target, of_all = (of_target * scale).where(valid, 0), (of_all * scale).where(valid, 0)
+        gradient = log_p.exp_().mul_((of_target + of_all * weight.sum())[:, None])
+        gradient.scatter_add_(1, target[:, None], -of_target[:, None])
+        if smoothing:
+            gradient.addr_(of_all, weight, alpha=-1)
+        return loss, gradient
+
+
+def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
+    """``F.cross_entropy`` of deferred logits; ``NotImplemented`` for what is not formed chunk by chunk."""
+    given = _SIGNATURE.bind(logits, *args, **kwargs)
+    given.apply_defaults()
+    asked: dict[str, Any] = given.arguments
+    target, weight = asked["target"], asked["weight"]
+    is_known = asked["reduction"] in ("mean", "sum") and asked["size_average"] is None and asked["reduce"] is None
+    differentiable = weight is not None and weight.requires_grad
+    if not torch.is_grad_enabled() or not is_known or differentiable or target.is_floating_point():
+        return NotImplemented
+    if logits.dim() < 2 or _class_axis(logits._index) != 1 or _rows_of(logits._index).shape != target.shape:
+        return NotImplemented
+    head = logits._head
+    head.check()
+    head.has_loss = True
+    loss = _Loss(
+        target=target.flatten(),
+        weight=weight,
+        ignore_index=asked["ignore_index"],
+        label_smoothing=asked["label_smoothing"],
+        is_mean=asked["reduction"] == "mean",
+    )
+    like = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
+    rows = _rows_of(logits._index).flatten()
+    value: Tensor = _LinearCrossEntropy.apply(head.x, head.weight, head.bias, head, rows, loss)  # type: ignore[no-untyped-call]
+    return value.to(like.dtype)
+
+
+_SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of a linear layer's output; gradients are formed with it, so that backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, index: Tensor, loss: _Loss
+    ) -> Tensor:
+        precise = torch.promote_types(head.dtype, torch.float32)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_x = torch.zeros_like(x.flatten(0, -2)) if wants_x else None
+        of_weight = _zeros(weight, precise) if wants_weight else None
+        of_bias = _zeros(bias, precise) if wants_bias and bias is not None else None
+        total, scale = torch.zeros((), dtype=precise, device=x.device), loss.scale(precise)
+        length = -(-len(index) // head.chunks)
+        with torch.autocast(x.device.type, enabled=False):
+            for start in range(0, len(index), length):
+                chunk = slice(start, start + length)
+                rows, logits = head.rows(index[chunk])
+                value, gradient = loss.of(logits.to(precise), chunk, scale)
+                del logits
+                total += value
+                gradient = gradient.to(head.dtype)
+                if of_x is not None:
+                    of_x.index_add_(0, index[chunk], (gradient @ weight.to(head.dtype)).to(x.dtype))
+                if of_weight is not None:
+                    _add_product(of_weight, gradient, rows)
+                if of_bias is not None:
+                    of_bias += gradient.sum(0)
+        ctx.save_for_backward(
+            None if of_x is None else of_x.view(x.shape),
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a loss that was formed chunk by chunk cannot be differentiated twice (create_graph=True); remove the "
+                "linear layer whose output it takes from the plan"
+            )
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if keeps else Tensor.mul_
+        return *(None if g is None else multiply(g, scale.to(g.dtype)) for g in ctx.saved_tensors), None, None, None
+
+
+def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, dtype), device=parameter.device)
+
+
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    if total.dtype == rows.dtype:
+        total.addmm_(gradient.t(), rows)
+    else:
+        total += gradient.t() @ rows

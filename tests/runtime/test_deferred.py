@@ -1,0 +1,350 @@
+"""A linear head whose cross-entropy is formed chunk by chunk does what the same head does whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memopt_cli import trace
+from memopt_cli.apply import apply_plan, plan_of
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
+from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.step import Step
+from memopt_cli.verify import verify
+
+CLASSES, WIDTH = 11, 6
+THROUGH_LOSS = SegmentConfig(chunks=4, through_loss=True)
+Loss = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def targets() -> Tensor:
+    found = torch.randint(CLASSES, (3, 5), generator=torch.Generator().manual_seed(7))
+    found[0, :2] = -100
+    return found
+
+
+def results(layer: nn.Linear, loss: Loss, x: Tensor) -> dict[str, Tensor]:
+    """The loss and every gradient."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    value = loss(layer(x))
+    value.backward()
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"loss": value.detach(), "x": x.grad, **grads}
+
+
+def compare(loss: Loss, config: SegmentConfig = THROUGH_LOSS, *, bias: bool = True) -> None:
+    """Whole and in chunks, in float64."""
+    layer = nn.Linear(WIDTH, CLASSES, bias=bias).double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    whole = results(layer, loss, x)
+    install_segment(layer, config)
+    chunked = results(layer, loss, x)
+    assert whole.keys() == chunked.keys()
+    for name, expected in whole.items():
+        torch.testing.assert_close(chunked[name], expected, rtol=1e-12, atol=1e-14, equal_nan=True, msg=name)
+
+
+def flat(logits: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), targets().view(-1), **options)
+
+
+def transposed(logits: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets(), **options)
+
+
+def shifted(logits: Tensor, **options: Any) -> Tensor:
+    """As Hugging Face's models have it, older and newer ones."""
+    before = logits.double()[..., :-1, :].contiguous()
+    return F.cross_entropy(before.view(-1, CLASSES), targets()[..., 1:].reshape(-1), **options)
+
+
+def as_module(logits: Tensor, **options: Any) -> Tensor:
+    loss: Tensor = nn.CrossEntropyLoss(**options)(logits.flatten(0, 1), targets().flatten())
+    return loss
+
+
+@pytest.mark.parametrize("loss", [flat, transposed, shifted, as_module])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_option_of_cross_entropy(loss: Callable[..., Tensor], reduction: str) -> None:
+    weights = (None, torch.rand(CLASSES, dtype=torch.float64))
+    for weight, smoothing, ignored in itertools.product(weights, (0.0, 0.3), (-100, 2)):
+        found = targets().clamp(min=0) if ignored >= 0 else targets()
+        if ignored >= 0 and loss is not flat:
+            continue
+        options = {"reduction": reduction, "weight": weight, "label_smoothing": smoothing}
+        if loss is flat:
+            compare(
+                lambda y, t=found, i=ignored, o=options: F.cross_entropy(
+                    y.view(-1, CLASSES), t.view(-1), ignore_index=i, **o
+                )
+            )
+        else:
+            compare(lambda y, o=options: loss(y, **o))
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 15, 40])
+def test_any_number_of_chunks(chunks: int) -> None:
+    compare(flat, SegmentConfig(chunks=chunks, through_loss=True), bias=False)
+
+
+def test_nothing_but_ignored_targets() -> None:
+    compare(lambda y: F.cross_entropy(y.flatten(0, 1), torch.full((15,), -100)))
+
+
+def test_a_scaled_loss_and_two_backwards() -> None:
+    layer = nn.Linear(WIDTH, CLASSES).double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    whole = results(layer, lambda y: flat(y) * 6, x)
+    install_segment(layer, THROUGH_LOSS)
+    layer.zero_grad()
+    loss = flat(layer(x))
+    (loss * 4).backward(retain_graph=True)
+    (loss * 2).backward()
+    torch.testing.assert_close(layer.weight.grad, whole["weight"], rtol=1e-12, atol=0)
+
+
+READERS: dict[str, Loss] = {
+    "another term": lambda y: flat(y) + y.logsumexp(-1).square().mean(),
+    "no reduction": lambda y: flat(y, reduction="none").square().sum(),
+    "probabilities": lambda y: F.cross_entropy(y.flatten(0, 1), torch.full((15, CLASSES), 1 / CLASSES).double()),
+    "a mask": lambda y: F.cross_entropy(y[targets() >= 0], targets()[targets() >= 0]),
+    "some classes": lambda y: y[..., :4].square().sum(),
+    "two functions": lambda y: F.nll_loss(F.log_softmax(y, -1).flatten(0, 1), targets().flatten()),
+    "other rows": lambda y: F.cross_entropy(y[1], targets()[1]) + y[2, 1:3].square().sum(),
+    "one row": lambda y: F.cross_entropy(y[1, 2], targets()[1, 2]),
+    "transposed": lambda y: (y.transpose(1, 2) ** 3).sum(),
+    "a lower precision": lambda y: flat(y.float().double()) + flat(y.bfloat16()).double(),
+    "a function of the user's": lambda y: _Square.apply(y).sum(),
+    "a checkpoint": lambda y: (
+        checkpoint(flat, y, use_reentrant=False) + checkpoint(torch.sin, y, use_reentrant=False).sum()
+    ),
+}
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.filterwarnings("ignore:the output of a linear layer")
+def test_whoever_reads_it_gets_its_values_and_gradient(reader: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(READERS[reader])
+
+
+def deferred() -> tuple[nn.Linear, Tensor]:
+    layer = nn.Linear(WIDTH, CLASSES)
+    install_segment(layer, THROUGH_LOSS)
+    return layer, layer(torch.randn(3, 5, WIDTH))
+
+
+def test_reading_it_before_its_loss_is_told() -> None:
+    _, logits = deferred()
+    with pytest.warns(UserWarning, match="read by something else than cross_entropy"):
+        logits.argmax(-1)
+
+
+def test_its_shape_is_known_without_its_values() -> None:
+    layer, logits = deferred()
+    assert isinstance(logits, DeferredLinear)
+    assert (logits.shape, logits.dtype, len(logits), logits.size(-1)) == ((3, 5, CLASSES), torch.float32, 3, CLASSES)
+    assert logits.requires_grad
+    assert not logits.is_computed
+    flat(logits).backward()
+    assert not logits.is_computed
+    torch.testing.assert_close(logits.detach(), F.linear(logits._head.x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("change", ["optimizer", "fused optimizer", "input"])
+def test_values_that_can_no_longer_be_had(change: str) -> None:
+    layer, logits = deferred()
+    flat(logits).backward()
+    if change == "input":
+        logits._head.x.add_(1)  # type: ignore[union-attr]
+    else:
+        torch.optim.AdamW(layer.parameters(), fused=change.startswith("fused")).step()
+    with pytest.raises(RuntimeError, match="read it before the optimizer's step"):
+        logits.argmax(-1)
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    _, logits = deferred()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(flat(logits), logits._head.weight, create_graph=True)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="retain_grad"):
+        logits.retain_grad()
+    with pytest.warns(UserWarning, match="sees nothing of a loss"):
+        logits.register_hook(lambda g: None)
+    with pytest.raises(RuntimeError, match="modifies the output"):
+        logits.mul_(2)
+
+
+@pytest.mark.filterwarnings("ignore:the output of a linear layer")
+def test_a_gradient_that_is_asked_for_first_is_there() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, logits = deferred()
+        logits.retain_grad()
+        flat(logits).backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == logits.shape
+
+
+def test_only_training_is_in_chunks() -> None:
+    layer, _ = deferred()
+    x = torch.randn(2, 3, WIDTH)
+    with torch.no_grad():
+        assert type(layer(x)) is Tensor
+    assert type(layer(x[0, 0])) is Tensor
+    assert type(layer.eval()(x)) is Tensor
+    frozen = layer.train().requires_grad_(False)
+    assert type(frozen(x)) is Tensor
+    assert isinstance(frozen(x.requires_grad_()), DeferredLinear)
+
+
+def test_of_what_is_frozen_no_gradient_is_formed() -> None:
+    layer = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+    install_segment(layer, THROUGH_LOSS)
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    flat(layer(x)).backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_half_precision(stored: torch.dtype) -> None:
+    layer = nn.Linear(WIDTH, CLASSES).to(stored)
+    x = torch.randn(3, 5, WIDTH, dtype=stored)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=stored is torch.float32):
+        whole = results(layer, flat, x)
+        install_segment(layer, THROUGH_LOSS)
+        chunked = results(layer, flat, x)
+        assert layer(x).dtype == torch.bfloat16
+    for name, expected in whole.items():
+        assert chunked[name].dtype == expected.dtype, name
+        torch.testing.assert_close(chunked[name], expected, rtol=0.05, atol=0.01, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------- in a model
+
+
+class LanguageModel(nn.Module):
+    """Head tied to the embedding; loss and logits by functions in its own forward, as Hugging Face's models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 16)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 512, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(self.tokens(ids)))
+        loss = F.cross_entropy(logits.float()[:, :-1].reshape(-1, 512), labels[:, 1:].reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
+PLAN = Plan(level=3, segments=(SegmentPlan(path="head", chunks=8, through_loss=True),))
+
+
+def step_of(model: nn.Module) -> Step:
+    ids = torch.randint(512, (4, 16))
+    return Step(model=model, args=(ids, ids), kwargs={}, settings=StepSettings())
+
+
+def test_a_plan_with_a_head_through_its_loss_is_verified() -> None:
+    model = LanguageModel()
+    names = list(model.state_dict())
+    found = verify(
+        step_of(model),
+        PLAN,
+        lambda m: apply_plan(m, PLAN),
+        lambda m: remove_segment(m.head),
+        batch=4,
+        full_size=True,
+    )
+    assert found.passed, found
+    assert found.precision == "fp64"
+    apply_plan(model, PLAN)
+    assert list(model.state_dict()) == names
+    assert isinstance(model.head, LossContainer)
+    assert isinstance(model.head, nn.Linear)
+    assert plan_of(model).segments == PLAN.segments
+
+
+def test_neither_logits_nor_their_gradient_exist() -> None:
+    model = LanguageModel()
+    logits_bytes = 4 * 16 * 512 * 4
+    whole = trace.count(step_of(model))
+    apply_plan(model, PLAN)
+    chunked = trace.count(step_of(model))
+    assert trace.FakeStep(step_of(model)).count().tensor_peak_bytes == chunked.tensor_peak_bytes
+    assert whole.tensor_peak_bytes - chunked.tensor_peak_bytes > 2 * logits_bytes
+
+
+def test_saved_and_loaded_and_copied() -> None:
+    model = apply_plan(LanguageModel(), PLAN)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    ids = torch.randint(512, (4, 16))
+    for other in (loaded, copy.deepcopy(model)):
+        assert isinstance(other(ids, ids)["logits"], DeferredLinear)
+        assert torch.equal(other(ids, ids)["loss"], model(ids, ids)["loss"])
+
+
+def test_under_compile_it_is_whole_and_right() -> None:
+    model = LanguageModel()
+    ids = torch.randint(512, (4, 16))
+    expected = model(ids, ids)["loss"]
+    compiled = torch.compile(apply_plan(model, PLAN), backend="eager")
+    found = compiled(ids, ids)
+    assert type(found["logits"]) is Tensor
+    torch.testing.assert_close(found["loss"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"path": "body.2"}, "only a linear layer"),
+        ({"chunks": 1}, "runs in one"),
+        ({"compressor": "bit"}, "only the number of chunks"),
+        ({"axis": 1}, "only the number of chunks"),
+    ],
+)
+def test_an_entry_that_does_not_fit(change: dict[str, Any], reason: str) -> None:
+    entry = SegmentPlan(**{"path": "head", "chunks": 8, "through_loss": True, **change})
+    with pytest.raises(PlanError, match=reason):
+        apply_plan(LanguageModel(), Plan(level=3, segments=(entry,)))
