@@ -22,6 +22,7 @@ from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.loss_heads import loss_heads
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.policy import Resolved, Selection, chosen_by_goal, is_limited, resolve, skipped_step
 from memopt_cli.plan.search import Allowed
@@ -47,6 +48,7 @@ from memopt_cli.records import (
     Refused,
     SearchGoal,
     SearchOptions,
+    SegmentPlan,
     StepFailed,
     Verification,
     describe,
@@ -68,6 +70,8 @@ from memopt_cli.write import (
 _Count = Callable[[Plan], Counted | Failure]
 _Chunking = Callable[[str], ChunkRule | Refused]
 
+_CHUNKS_FROM = 3
+"""The level from which modules run in chunks."""
 _PROBES = 3
 """Batch sizes that the batch advice rests on, at least, where so many can be run."""
 
@@ -163,6 +167,17 @@ def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
     return best
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What every plan for a goal builds on."""
+
+    traced: Traced
+    heads: tuple[SegmentPlan, ...] = ()
+    """They ran through their losses when the step was recorded."""
+    slowdown: float = 1.0
+    """Of that step, over the original's."""
+
+
 @dataclass(slots=True)
 class _Job:
     """One run of :func:`optimize`: what the stages need of each other."""
@@ -205,12 +220,32 @@ class _Job:
             if self.request.goal == SearchGoal():
                 self._climb(traced, first, count, chunking, rows)
             else:
-                self._meet_goal(traced, first, count, chunking, rows)
+                ground = self._ground(session, traced, first, count)
+                self._meet_goal(ground, first, count, chunking, rows)
         return rows
+
+    def _ground(self, session: Callable[[], Session], traced: Traced, first: Candidate, count: _Count) -> Ground:
+        """The recorded step with the heads through their losses that lower the peak, or as it was."""
+        plain = Ground(traced=traced)
+        if self.options.level < _CHUNKS_FROM or self.options.targets:
+            return plain
+        heads = []
+        for head in loss_heads(ModuleTree(traced.trace)):
+            counted = count(Plan(level=3, segments=(head,)))
+            if isinstance(counted, Counted) and counted.allocated_peak_bytes < first.peak_bytes:
+                heads.append(head)
+        if not heads:
+            return plain
+        again = session().trace(Plan(level=3, segments=tuple(heads)), fake=traced.fake)
+        if not isinstance(again, Traced):
+            return plain
+        seconds = [sum(op.seconds for op in t.trace.ops) for t in (traced, again)]
+        slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
+        return Ground(traced=again, heads=tuple(heads), slowdown=slowdown)
 
     def _meet_goal(
         self,
-        traced: Traced,
+        ground: Ground,
         first: Candidate,
         count: _Count,
         chunking: _Chunking,
@@ -220,7 +255,7 @@ class _Job:
         goal, options = self.request.goal, self.options
         self.progress.stage("frontier" if goal.budget is None else "budget")
         started = time.monotonic()
-        tree = ModuleTree(traced.trace)
+        tree = ModuleTree(ground.traced.trace)
         targets = None if not options.targets else {m.path for m in matching_targets(tree, options.targets)}
         allowed = Allowed(
             targets=lambda path: targets is None or path in targets,
@@ -228,13 +263,21 @@ class _Job:
             chunk_factor=options.temporal_split_factor,
         )
         probes = self._probes(options.level, first, count, chunking)
-        planner = Planner(traced.trace, probes, allowed, may_chunk=options.level >= 3, level=options.level)
+        planner = Planner(
+            ground.traced.trace,
+            probes,
+            allowed,
+            may_chunk=options.level >= _CHUNKS_FROM,
+            level=options.level,
+            heads=ground.heads,
+            slowdown=ground.slowdown,
+        )
         search = GoalSearch(
             planner=planner,
             measure=self.measure,
             progress=self.progress,
             level=options.level,
-            dry_run=traced.fake,
+            dry_run=ground.traced.fake,
         )
         if is_limited(options) or options.max_split_rounds is not None:
             self.notes.append(

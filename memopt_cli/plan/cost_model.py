@@ -97,7 +97,9 @@ class CostModel:
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""
-        wanted = [(call, segment) for segment in plan.segments for call in self._segment_calls(segment)]
+        # A head that runs through its loss did so when the step was recorded: see Planner.
+        segments = [segment for segment in plan.segments if not segment.through_loss]
+        wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
         blocks: list[_Block] = []
         around: list[_Block] = []

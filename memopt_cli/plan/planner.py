@@ -9,7 +9,7 @@ from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Probes, is_within
 from memopt_cli.plan.search import Allowed, Solver, Way
-from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, StepTrace
+from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget."""
@@ -42,7 +42,18 @@ class Priced:
 class Planner:
     """Finds plans of one recorded step; what it learns of the model while it looks is kept."""
 
-    def __init__(self, trace: StepTrace, probes: Probes, allowed: Allowed, *, may_chunk: bool, level: int) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        probes: Probes,
+        allowed: Allowed,
+        *,
+        may_chunk: bool,
+        level: int,
+        heads: tuple[SegmentPlan, ...] = (),
+        slowdown: float = 1.0,
+    ) -> None:
+        """``heads`` ran through their losses in the recorded step, at so much ``slowdown``, and do so in every plan."""
         self._modules = {module.path: module for module in trace.modules}
         self._probes = probes
         self._model = CostModel(trace)
@@ -53,7 +64,9 @@ class Planner:
         self._may_chunk = may_chunk
         self._asked: set[str] = set()
         self._questions = 0
-        self._certain: set[str] = set()
+        self._heads = heads
+        self._ground_slowdown = slowdown
+        self._certain: set[str] = {head.path for head in heads}
         """Modules whose own answer is known; of the others that of their class is taken, until a plan relies on it."""
         self._level = level
         self._counted: dict[Plan, Priced | None] = {}
@@ -144,7 +157,7 @@ class Planner:
 
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
-        return Plan(level=self._level, segments=tuple(segments.values()), packed=packed)
+        return Plan(level=self._level, segments=(*segments.values(), *self._heads), packed=packed)
 
     def _count(self, plan: Plan) -> Priced | None:
         if plan not in self._counted:
@@ -163,7 +176,8 @@ class Planner:
         return min(fitting, key=lambda p: (p.slowdown, p.peak_bytes), default=None)
 
     def _slowdown(self, plan: Plan) -> float:
-        return self._model.predict(plan).step_s / self._model.step_s
+        ground = self._ground_slowdown if plan.segments else 1.0
+        return ground * self._model.predict(plan).step_s / self._model.step_s
 
     def _learn_chunks(self, plan: Plan) -> bool:
         """Ask whether a module that stands at the peak may run in chunks; ``False`` if none is left to ask for."""
@@ -230,7 +244,8 @@ class Planner:
         """Without the segments that the cost model finds needless, if a dry run agrees."""
         bias = best.peak_bytes - self._model.predict(best.candidate.plan).allocated_peak_bytes
         plan = best.candidate.plan
-        for segment in sorted(plan.segments, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
+        removable = [s for s in plan.segments if not s.through_loss]
+        for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
             rest = replace(plan, segments=tuple(s for s in plan.segments if s is not segment))
             if self._model.predict(rest).allocated_peak_bytes + bias <= budget_bytes:
                 plan = rest

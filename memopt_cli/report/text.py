@@ -240,11 +240,12 @@ def _frontier(points: Sequence[ParetoPoint]) -> Table:
 
 
 def _what(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 5 packed, saved packed``."""
+    """``8 segments, 3 in chunks, 1 through its loss, 5 packed, saved packed``."""
     count = len(plan.segments)
     parts = {
         f"segment{'s' * (count > 1)}": count,
         "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
+        "through its loss": sum(segment.through_loss for segment in plan.segments),
         "packed": sum(segment.compressor != "null" for segment in plan.segments),
     }
     said = [f"{number} {what}" for what, number in parts.items() if number]

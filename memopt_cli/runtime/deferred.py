@@ -165,7 +165,7 @@ class DeferredLinear(Tensor):
         """Takes the functions that need no values; all others get them."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, DeferredLinear) and first.requires_grad and not first.is_computed:
+        if isinstance(first, DeferredLinear) and not first.is_computed:
             found = _without_values(func, first, args[1:], kwargs)
             if found is not NotImplemented:
                 return found
@@ -199,6 +199,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
     """What ``func`` gives of a deferred tensor; ``NotImplemented`` if that takes its values."""
     head, index = deferred._head, deferred._index
     with torch._C.DisableTorchFunctionSubclass():
+        if not deferred.requires_grad:
+            return NotImplemented
         if func is F.cross_entropy:
             return _cross_entropy(deferred, args, kwargs)
         if func in _CASTS:

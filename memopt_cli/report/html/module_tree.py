@@ -42,7 +42,8 @@ def _badges(segment: SegmentPlan | None) -> Iterator[tuple[str, str]]:
         return
     yield "segment", "segment"
     if segment.chunks > 1:
-        yield "chunks", f"{segment.chunks} chunks, axis {segment.axis}"
+        where = "through the loss" if segment.through_loss else f"axis {segment.axis}"
+        yield "chunks", f"{segment.chunks} chunks, {where}"
     if segment.spatial_split:
         yield "segment", "spatial split"
     if segment.compressor != "null":

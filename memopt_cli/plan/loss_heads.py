@@ -1,0 +1,52 @@
+"""Linear layers whose output goes to a cross-entropy and nowhere else: the heads of language models."""
+
+from __future__ import annotations
+
+import math
+
+from memopt_cli.plan.interface import ModuleTree
+from memopt_cli.records import ModuleCall, ModuleTrace, SegmentPlan, StepTrace
+
+_LEAST_ROWS = 128
+"""Of a chunk: products of fewer rows are slow."""
+_ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
+_LOSS = "aten::_log_softmax"
+
+
+def loss_heads(tree: ModuleTree) -> tuple[SegmentPlan, ...]:
+    """Every such head, in as many chunks as make one of its output about as large as its input."""
+    calls: dict[str, list[ModuleCall]] = {}
+    for call in tree.trace.calls:
+        calls.setdefault(call.path, []).append(call)
+    return tuple(
+        SegmentPlan(path=module.path, chunks=_chunks(module), through_loss=True)
+        for module in tree
+        if module.calls == 1
+        and module.class_name == "Linear"
+        and not module.refusal
+        and len(module.input_shape) > 1
+        and module.output_bytes > module.input_bytes
+        and _feeds_loss_alone(tree.trace, calls[module.path][0])
+    )
+
+
+def _chunks(module: ModuleTrace) -> int:
+    wanted = 1 << math.ceil(math.log2(module.output_bytes / max(1, module.first_input_bytes)))
+    rows = math.prod(module.input_shape[:-1])
+    return max(2, min(wanted, rows // _LEAST_ROWS))
+
+
+def _feeds_loss_alone(trace: StepTrace, call: ModuleCall) -> bool:
+    """Whether forward reads the output in views and casts until a loss does.  Being returned is not being read."""
+    logits = set(call.outputs)
+    found = False
+    for op in trace.ops[call.end :]:
+        if op.phase != "forward":
+            break
+        if not logits.intersection(op.reads):
+            continue
+        if op.mutates or not (op.name in _ON_THE_WAY or op.name == _LOSS or not op.makes):
+            return False
+        found |= op.name == _LOSS
+        logits |= set() if op.name == _LOSS else set(op.makes)
+    return found

@@ -1,0 +1,118 @@
+"""Which heads may run in chunks through their losses, and that searches use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.loss_heads import loss_heads
+from memopt_cli.plan.planner import Planner, Priced
+from memopt_cli.plan.search import Allowed
+from memopt_cli.plan.strategies.temporal_split import TemporalSplit
+from memopt_cli.records import Counted, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep
+
+VOCABULARY = 600
+
+
+class LanguageModel(nn.Module):
+    """``loss`` makes the output of the logits and labels."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(4)))
+        self.head = nn.Linear(32, VOCABULARY)
+        self.loss = loss
+
+    def forward(self, ids: Tensor) -> object:
+        return self.loss(self.head(self.blocks(self.tokens(ids))), ids)
+
+
+def alone(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def hugging_face(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    shifted = logits.float()[..., :-1, :].contiguous()
+    return {"loss": F.cross_entropy(shifted.view(-1, VOCABULARY), labels[..., 1:].reshape(-1)), "logits": logits}
+
+
+class Subject:
+    """A step on tensors without data."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], object]) -> None:
+        ids = torch.randint(VOCABULARY, (8, 64))
+        self.fake = FakeStep(Step(model=LanguageModel(loss), args=(ids,), kwargs={}, settings=StepSettings()))
+        self.tree = ModuleTree(self.record(Plan(level=0)))
+        self.probes = Probes(count=self.count, chunking=lambda path: Refused(reason="no"), report=lambda line: None)
+        self.start = Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
+
+    def record(self, plan: Plan) -> StepTrace:
+        apply_plan(self.fake.step.model, plan)
+        try:
+            return self.fake.record(batch=8)
+        finally:
+            remove_plan(self.fake.step.model)
+
+    def count(self, plan: Plan) -> Counted:
+        apply_plan(self.fake.step.model, plan)
+        try:
+            return self.fake.count()
+        finally:
+            remove_plan(self.fake.step.model)
+
+
+@pytest.mark.parametrize("loss", [alone, hugging_face])
+def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], object]) -> None:
+    # 512 rows: four chunks of 128, though the logits are 19 times as large as the input.
+    assert loss_heads(Subject(loss).tree) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: logits,
+        lambda logits, labels: alone(logits, labels) + logits.logsumexp(-1).square().mean(),
+        lambda logits, labels: {"loss": alone(logits, labels), "best": logits.argmax(-1)},
+        lambda logits, labels: alone(logits / 2, labels),
+    ],
+)
+def test_logits_that_others_read_are_made(loss: Callable[[Tensor, Tensor], object]) -> None:
+    assert loss_heads(Subject(loss).tree) == ()
+
+
+@pytest.mark.parametrize("loss", [alone, hugging_face])
+def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) -> None:
+    subject = Subject(loss)
+    found = TemporalSplit().improve(subject.start, subject.tree, SearchOptions(), subject.probes)
+    assert [s.path for s in found.best.plan.segments] == ["head"]
+    assert found.best.peak_bytes < 0.7 * subject.start.peak_bytes
+    asked = SearchOptions(targets=("blocks.0",))
+    assert TemporalSplit().improve(subject.start, subject.tree, asked, subject.probes).best is subject.start
+
+
+def test_a_planner_builds_on_the_head_through_its_loss() -> None:
+    subject = Subject(alone)
+    heads = loss_heads(subject.tree)
+    ground = subject.record(Plan(level=3, segments=heads))
+    planners = [
+        Planner(trace, subject.probes, Allowed(), may_chunk=False, level=4, heads=used)
+        for trace, used in ((subject.tree.trace, ()), (ground, heads))
+    ]
+    without, with_head = (planner.least(subject.start.peak_bytes) for planner in planners)
+    assert without is not None
+    assert with_head is not None
+    assert with_head.peak_bytes < 0.7 * without.peak_bytes
+    frontier = planners[1].frontier(Priced(candidate=subject.start, slowdown=1.0))
+    assert frontier[0].candidate.plan.segments in ((), heads)
+    assert all(heads[0] in priced.candidate.plan.segments for priced in frontier[1:])
+    for priced in frontier:
+        assert subject.count(priced.candidate.plan).allocated_peak_bytes == priced.peak_bytes
