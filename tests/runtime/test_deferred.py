@@ -154,7 +154,6 @@ class _Square(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.filterwarnings("ignore:the output of a linear layer")
 def test_whoever_reads_it_gets_its_values_and_gradient(reader: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -208,7 +207,6 @@ def test_what_would_be_wrong_is_refused() -> None:
         logits.mul_(2)
 
 
-@pytest.mark.filterwarnings("ignore:the output of a linear layer")
 def test_a_gradient_that_is_asked_for_first_is_there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
