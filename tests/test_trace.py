@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.records import Counted, ModuleTrace, OptimizerName, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step, make_optimizer
-from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.trace import FakeStep, count, fake_mode, record
 
 FLOAT = 4
 
@@ -343,11 +343,19 @@ def test_spatial_split_is_noticed() -> None:
     assert [m.path for m in trace.modules if m.spatial_split] == ["0"]
 
 
-def test_a_dry_run_knows_the_workspace_of_a_long_recurrent_layer() -> None:
-    step = step_of(nn.LSTM(6, 16), (torch.randn(150, 4, 6),))
+@pytest.mark.parametrize(("steps", "batch"), [(150, 4), (5, 2000), (70, 600)])
+def test_a_dry_run_knows_the_workspace_of_a_large_recurrent_layer(steps: int, batch: int) -> None:
+    step = step_of(nn.LSTM(6, 16), (torch.randn(steps, batch, 6),))
     fake, real = FakeStep(step).count().tensor_peak_bytes, count(step).tensor_peak_bytes
     assert fake == pytest.approx(real, rel=0.03)
-    assert real > 10 * 150 * 4 * 16 * FLOAT  # far more than the outputs
+    assert real > 10 * steps * batch * 16 * FLOAT  # far more than the outputs
+
+
+def test_a_dry_run_of_a_recurrent_layer_takes_no_memory() -> None:
+    with (mode := fake_mode()):
+        huge = torch.empty(1000, 10**8, 6)
+    counted = FakeStep(step_of(nn.LSTM(6, 16), (huge,)), mode).count()
+    assert counted.tensor_peak_bytes > 10 * 1000 * 10**8 * 16 * FLOAT  # terabytes
 
 
 def test_copies_count_alike() -> None:

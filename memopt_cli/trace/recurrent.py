@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _LONGEST = 64
 """Time steps of a recurrent layer that are run to learn its workspace; it grows in proportion beyond."""
+_LARGEST = 512
+"""The same of its batch; beyond, the workspace is known but for the rounding of its parts to pages."""
 _TENSORS = 7
 """The layer's leading arguments: input, four weights and biases, two states."""
 
@@ -19,25 +21,34 @@ _TENSORS = 7
 def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
     """The output of an operator; that of a recurrent layer on fake tensors with the storages that real ones have."""
     if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(output[3], FakeTensor):
-        settings = tuple(
-            tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args
-        )
-        return (*output[:3], output[3].new_empty(_workspace_bytes(settings, args[0].dtype)))
+        steps, batch, _ = args[0].shape
+        layer = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
+        return (*output[:3], output[3].new_empty(_workspace_bytes(steps, batch, layer, args[0].dtype)))
     if func is torch.ops.aten.mkldnn_rnn_layer_backward.default and output[3] is output[4]:
         return (*output[:4], output[4].clone(), *output[5:])  # until it has met the shapes, one for both biases
     return output
 
 
-@functools.cache
-def _workspace_bytes(settings: tuple[Any, ...], dtype: torch.dtype) -> int:
-    """Bytes, learned by running the layer on zeros; ``settings``: its arguments, shapes in place of tensors."""
-    (steps, *sizes), *rest = settings
+def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torch.dtype) -> int:
+    """Bytes, in proportion to those of fewer steps and a smaller batch where these are many.
+
+    ``layer``: the operator's arguments, shapes in place of tensors.
+    """
+    if batch > _LARGEST:
+        half, whole = (_workspace_bytes(steps, n, layer, dtype) for n in (_LARGEST // 2, _LARGEST))
+        return whole + (whole - half) * (batch - _LARGEST) // (_LARGEST // 2)
     if steps > _LONGEST:
-        half, whole = (_workspace_bytes(((n, *sizes), *rest), dtype) for n in (_LONGEST // 2, _LONGEST))
-        grown: int = (whole - half) * (steps - _LONGEST) // (_LONGEST // 2)
-        return whole + grown
+        half, whole = (_workspace_bytes(n, batch, layer, dtype) for n in (_LONGEST // 2, _LONGEST))
+        return whole + (whole - half) * (steps - _LONGEST) // (_LONGEST // 2)
+    (*_, features), *weights, hidden, cell = layer[:_TENSORS]
+    states = ((*state[:-2], batch, state[-1]) for state in (hidden, cell))
+    return _learned_bytes(((steps, batch, features), *weights, *states, *layer[_TENSORS:]), dtype)
+
+
+@functools.cache
+def _learned_bytes(layer: tuple[Any, ...], dtype: torch.dtype) -> int:
+    """By running the layer on zeros."""
     with _disable_current_modes():
-        tensors = [torch.zeros(shape, dtype=dtype) for shape in settings[:_TENSORS]]
-        output = torch.ops.aten.mkldnn_rnn_layer(*tensors, *settings[_TENSORS:])
-        nbytes: int = output[3].nbytes
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in layer[:_TENSORS]]
+        nbytes: int = torch.ops.aten.mkldnn_rnn_layer(*tensors, *layer[_TENSORS:])[3].nbytes
     return nbytes
