@@ -1,24 +1,60 @@
-"""A model, its recorded step and a planner on it, as ``memopt optimize`` has them: what the cases of ``plans.py`` share."""
+"""A model, its recorded step and a planner on it, as ``memopt optimize`` has them; a long search to compare with."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from memopt_cli.measure.runner import Session
+from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.prepare import Prepared, prepare
+from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Probes
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed
+from memopt_cli.plan.strategies.segments import segment
 from memopt_cli.progress import Progress
-from memopt_cli.records import Counted, Failure, Measurement, ModelSource, Plan, StepSettings, StepTrace
+from memopt_cli.records import (
+    Counted,
+    Failure,
+    InputSpec,
+    Measurement,
+    ModelSource,
+    ModuleTrace,
+    Plan,
+    Refused,
+    SegmentPlan,
+    StepSettings,
+    StepTrace,
+)
 
 LEVEL = 4
 TIMEOUT_S = 600.0
+BUILD = Path("sample_models/build")
+SPIKINGJELLY = "spikingjelly_vgg"
+_LOSS = Path(__file__).with_name(f"{SPIKINGJELLY}.py")
+
+
+def prepared(name: str) -> Prepared:
+    """A sample model, or SpikingJelly's VGG."""
+    settings = StepSettings(device="cpu", loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
+    folder = "benchmarks" if name == SPIKINGJELLY else "sample_models"
+    source = ModelSource(location=f"{folder}.{name}:build")
+    return prepare(source, spec_of(name), settings, progress=Progress(), ask=None)
+
+
+def spec_of(name: str) -> InputSpec:
+    """What the model is fed."""
+    if name == SPIKINGJELLY:
+        from benchmarks.spikingjelly_vgg import SPEC
+
+        return SPEC
+    return read_spec_file(BUILD / f"{name}.inputs.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +67,20 @@ class Bench:
     model: CostModel
     probes: Probes
     original: Counted
+    recorded_s: float
+    """Time that loading and recording took."""
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
         return Planner(self.trace, self.probes, Allowed(), may_chunk=True, level=LEVEL)
 
-    def start(self) -> Priced:
-        """The original."""
-        return Priced(candidate=Candidate(plan=Plan(level=LEVEL), counted=self.original), slowdown=1.0)
+    def priced(self, plan: Plan) -> Priced | None:
+        """A plan dry-run; ``None`` if it cannot run."""
+        counted = self.probes.count(plan)
+        if not isinstance(counted, Counted):
+            return None
+        slowdown = self.model.predict(plan).step_s / self.model.step_s
+        return Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=slowdown)
 
     def measured_peak(self, plan: Plan) -> int:
         """The allocated peak in bytes of one step in a process of its own."""
@@ -48,40 +90,104 @@ class Bench:
             raise SystemExit(f"{self.name}: a plan could not be measured: {found}")
         return found.allocated_peak_bytes
 
+    def budgets(self, planner: Planner, count: int) -> list[int]:
+        """Budgets in bytes, evenly from the least reachable peak towards the original's."""
+        high = self.original.allocated_peak_bytes
+        least = planner.least(high)
+        low = least.peak_bytes if least else high
+        return [low + (high - low) * step // count for step in range(count)]
+
 
 @contextlib.contextmanager
-def bench(name: str, source: ModelSource, settings: StepSettings) -> Iterator[Bench]:
+def bench(name: str) -> Iterator[Bench]:
     """Load, and record a step on tensors without data."""
-    prepared = prepare(source, None, settings, progress=Progress(), ask=None)
-    with replaceable(lambda: prepared.session(TIMEOUT_S), lambda: None) as session:
+    started = time.perf_counter()
+    ready = prepared(name)
+    with replaceable(lambda: ready.session(TIMEOUT_S), lambda: None) as session:
         traced = session().trace(fake=True)
-        if isinstance(traced, Failure) or not traced.fake:
-            raise SystemExit(f"{name}: no step could be recorded without data: {traced}")
-        count = counter(session)
-        original = count(Plan(level=LEVEL))
-        assert isinstance(original, Counted)
+        original = session().count(Plan(level=LEVEL), fake=True)
+        if isinstance(traced, Failure) or not traced.fake or not isinstance(original, Counted):
+            raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
+        first = Candidate(plan=Plan(level=LEVEL), counted=original)
+        probes = SearchProbes(session, first, fake=True, limit_s=None)
         yield Bench(
             name=name,
-            prepared=prepared,
+            prepared=ready,
             trace=traced.trace,
             model=CostModel(traced.trace),
-            probes=Probes(
-                count=count, chunking=functools.cache(lambda path: session().chunking(path)), report=lambda text: None
-            ),
+            probes=Probes(count=probes.count, chunking=probes.chunking, report=lambda text: None),
             original=original,
+            recorded_s=time.perf_counter() - started,
         )
 
 
-def counter(session: Callable[[], Session]) -> Callable[[Plan], Counted | Failure]:
-    """Dry runs, each plan once."""
-    return functools.cache(lambda plan: session().count(plan, fake=True))
+class LongSearch:
+    """Random changes of plans that no other beats in both peak and time, for a given time: dry runs and the cost model.
 
+    It starts from what it is given, so it is never worse than that.
+    """
 
-def five_plans(one: Bench) -> list[Priced]:
-    """The fastest plans found at five budgets from the least reachable peak upwards."""
-    planner = one.planner()
-    least = planner.least(one.original.allocated_peak_bytes)
-    assert least is not None
-    room = one.original.allocated_peak_bytes - least.peak_bytes
-    found = [planner.within(least.peak_bytes + room * share // 5) for share in range(5)]
-    return list({p.candidate.plan: p for p in (least, *found) if p is not None}.values())
+    def __init__(self, one: Bench, start: Sequence[Plan]) -> None:
+        self._bench = one
+        self._random = random.Random(0)
+        self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
+        self._packable = one.model.packable_bytes > 0
+        self.found: dict[Plan, Priced] = {}
+        for plan in (Plan(level=LEVEL), *start):
+            self._try(plan)
+
+    def run(self, seconds: float) -> list[Priced]:
+        """Every plan that was dry-run."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._step()
+        return list(self.found.values())
+
+    def first(self, count: int) -> list[Priced]:
+        """The first plans that are not the original: those it started from, then what it made of them."""
+        while len(self.found) <= count:
+            self._step()
+        return list(self.found.values())[1 : count + 1]
+
+    def _step(self) -> None:
+        plan = self._random.choice(self._good()).candidate.plan
+        for _ in range(self._random.choice((1, 1, 1, 2, 3))):
+            plan = self._changed(plan)
+        self._try(plan)
+
+    def _try(self, plan: Plan) -> None:
+        if plan not in self.found and (priced := self._bench.priced(plan)) is not None:
+            self.found[plan] = priced
+
+    def _good(self) -> list[Priced]:
+        plans = sorted(self.found.values(), key=lambda p: (p.peak_bytes, p.slowdown))
+        good: list[Priced] = []
+        for priced in plans:
+            if not good or priced.slowdown < good[-1].slowdown:
+                good.append(priced)
+        return good
+
+    def _changed(self, plan: Plan) -> Plan:
+        if self._packable and self._random.random() < 0.1:
+            return replace(plan, packed=not plan.packed)
+        module = self._random.choice(self._modules)
+        others = tuple(s for s in plan.segments if s.path != module.path)
+        here = next((s for s in plan.segments if s.path == module.path), None)
+        if here is None:
+            new: SegmentPlan | None = segment(module, compress=True)
+        else:
+            new = self._in_chunks(module, here) if self._random.random() < 0.5 else None
+        return replace(plan, segments=(*others, new) if new else others)
+
+    def _in_chunks(self, module: ModuleTrace, here: SegmentPlan) -> SegmentPlan | None:
+        rule = self._bench.probes.chunking(module.path)
+        if isinstance(rule, Refused):
+            return None
+        return replace(
+            here,
+            chunks=self._random.randint(1, module.input_shape[rule.axis]),
+            axis=rule.axis,
+            seq_inputs=rule.seq_inputs,
+            seq_outputs=rule.seq_outputs,
+            batch_statistics=rule.batch_statistics,
+        )

@@ -1,182 +1,389 @@
-"""Memory and time of a training step: memopt's levels and budgets beside the usual ways, in one run.
+"""Plans beside the usual ways to save memory, and predictions beside measurements.
 
-    python benchmarks/plans.py [--models gpt,resnet] [--rounds 5] [--threads 2] [--out benchmarks/RESULTS.md]
+    python benchmarks/plans.py [MODEL ...] [--case CASE] [--rounds 5] [--threads 2] [--seconds 60] [--level 4] ...
 
-Contestants: the model as it is; ``torch.utils.checkpoint`` on every block; ``torch.compile`` with PyTorch's
-``activation_memory_budget`` (its peak by the allocator's count, as everyone's here); memopt's levels 1 to 4 and
-budgets.  Plans are searched first, in profiling subprocesses; then the contestants take turns, so that the load of the
-machine is the same for all.  Shown are the allocated peak and the median step, and their ratios to the model as it is.
+Models: gpt, resnet, spiking_vgg, lif_rnn, char_rnn (``make samples``) and spikingjelly_vgg.  Cases, each a section of
+``benchmarks/RESULTS.md``:
+
+contest    the model as it is, ``checkpoint`` on every block, ``torch.compile`` with an activation memory budget,
+           memopt's levels and budgets; on SpikingJelly's VGG also SpikingJelly's levels.  All side by side.
+accuracy   five plans a model: the cost model's peak beside the dry run's beside the measured one.
+shortlist  of thousands of plans the six that the cost model likes best, beside the best of a long search.
+budgets    ten budgets a model: the measured peak of the plan, and the fastest plan of a long search; plans are kept.
+steps      the steps of the plans that the case budgets has kept, in turns.
+growth     the time of a search on models of 64, 256 and 1024 layers.
+
+Peaks repeat to the byte; the cases contest, steps and growth measure time and want a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
-import platform
-import shlex
+import json
 import shutil
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.apply import apply_plan
-from memopt_cli.loading.input_spec import make_inputs, read_spec_file
-from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.pipeline.optimization import optimize
+from benchmarks.contest import Contestant, contest, contest_table, make_step, take
+from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.interface import Probes
+from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.policy import resolve
+from memopt_cli.plan.search import Allowed
 from memopt_cli.progress import Progress
-from memopt_cli.records import Budget, ModelSource, OptimizeRequest, Plan, SearchGoal, SearchRequest, StepSettings
+from memopt_cli.records import (
+    Counted,
+    LevelRow,
+    OptimizeRequest,
+    Plan,
+    Refused,
+    SearchRequest,
+    StepSettings,
+    from_data,
+    to_data,
+)
 from memopt_cli.step import Step
-from memopt_cli.trace import resident_bytes
+from memopt_cli.trace import FakeStep
 
-BUILD = Path("sample_models/build")
-BLOCKS = {"gpt": "Block", "resnet": "Bottleneck", "spiking_vgg": "ConvBlock", "lif_rnn": "LIFCell", "char_rnn": "LSTM"}
+BLOCKS = {
+    "gpt": "Block",
+    "resnet": "Bottleneck",
+    "spiking_vgg": "ConvBlock",
+    "lif_rnn": "LIFCell",
+    "char_rnn": "LSTM",
+    SPIKINGJELLY: "Block",
+}
 """What a user would checkpoint by hand."""
-COMPILE_BUDGETS = (0.5, 0.2)
-BUDGETS = (0.8, 0.6)
+COMPILE_BUDGETS = (0.8, 0.5, 0.2, 0.0)
+SHARES = (0.8, 0.6)
+"""Of the original's peak: memopt's budgets."""
+KEPT = Path("build/budgets")
+"""Where the plans of the case budgets are kept."""
+FIVE, TEN = 5, 10
+LAYERS = (64, 256, 1024)
 
 
-@dataclass
-class Contestant:
-    """One way to run the step of one model."""
-
-    name: str
-    step: Callable[[], object]
-    resident_bytes: int
-    peak_bytes: int = 0
-    times_s: list[float] = field(default_factory=list)
+# ---------------------------------------------------------------------------------------------- contest
 
 
-def step_of(name: str, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Callable[[], object], int]:
-    """A training step of the sample model after ``prepare``, and what exists before it, in bytes."""
-    model = prepare(importlib.import_module(f"sample_models.{name}").build().train())
-    args, kwargs = make_inputs(read_spec_file(BUILD / f"{name}.inputs.yaml"), seed=0, device="cpu", dtype=None)
-    step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(), loss=None, optimizer=None)
-
-    def run() -> None:
-        torch.manual_seed(0)
-        step.backward(step.forward())
-        model.zero_grad(set_to_none=True)
-
-    return run, resident_bytes(step)
+def as_it_is(step: Step) -> nn.Module:
+    """Nothing is done."""
+    return step.model
 
 
-def every_block(model: nn.Module, class_name: str) -> nn.Module:
+def every_block(step: Step, class_name: str) -> nn.Module:
     """Checkpoint every module of a class, as one does by hand."""
-    for module in model.modules():
+    for module in step.model.modules():
         if type(module).__name__ == class_name:
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
-    return model
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return step.model
 
 
-def compiled(model: nn.Module, budget: float) -> nn.Module:
-    """PyTorch's own trade-off of time for memory."""
+def compiled(step: Step, budget: float) -> nn.Module:
+    """PyTorch's own trade of time for memory; the first step compiles."""
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = budget
-    torch._dynamo.reset()
-    return torch.compile(model)  # type: ignore[return-value]
+    model: nn.Module = torch.compile(step.model)
+    take(replace(step, model=model))
+    return model
 
 
-def plan_of(name: str, **request: Any) -> Plan:
-    """What ``memopt optimize`` finds."""
-    result = optimize(
-        OptimizeRequest(
-            source=ModelSource(location=f"sample_models.{name}:build"),
-            spec=read_spec_file(BUILD / f"{name}.inputs.yaml"),
-            dry_run=True,
-            recommend_batch=False,
-            **request,
-        ),
-        progress=Progress(),
-        ask=None,
-    )
-    assert result.summary.plan is not None
-    return result.summary.plan
+def planned(step: Step, plan: Plan) -> nn.Module:
+    """A plan of memopt's."""
+    return apply_plan(step.model, plan)
 
 
-def ways(name: str) -> Iterator[tuple[str, Callable[[nn.Module], nn.Module]]]:
-    """Name of a contestant -> what it does to the model."""
-    yield "as it is", lambda model: model
-    yield "checkpoint on every block", functools.partial(every_block, class_name=BLOCKS[name])
-    for level in range(1, 5):
-        started = time.perf_counter()
-        plan = plan_of(name, search=SearchRequest(level=level))
-        yield f"memopt level {level} ({time.perf_counter() - started:.0f} s)", functools.partial(apply_plan, plan=plan)
-    for share in BUDGETS:
-        started = time.perf_counter()
-        plan = plan_of(name, search=SearchRequest(level=4), goal=SearchGoal(budget=Budget(share=share)))
-        label = f"memopt budget {share:.0%} ({time.perf_counter() - started:.0f} s)"
-        yield label, functools.partial(apply_plan, plan=plan)
-    if shutil.which("g++"):
+def spikingjelly(step: Step, level: int) -> nn.Module:
+    """What SpikingJelly's search makes of the model."""
+    from benchmarks.spikingjelly_vgg import search
+
+    return search(step, level)
+
+
+def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contestant]:
+    """The ways to take a model's step."""
+    subject = prepared(name).subject
+    one = functools.partial(Contestant, subject=subject)
+    yield one("as it is", prepare=as_it_is)
+    yield one("`checkpoint` on every block", prepare=functools.partial(every_block, class_name=BLOCKS[name]))
+    if compilers and shutil.which("g++"):
         for share in COMPILE_BUDGETS:
-            yield f"torch.compile, budget {share}", functools.partial(compiled, budget=share)
+            yield one(f"`torch.compile`, budget {share}", prepare=functools.partial(compiled, budget=share))
+    if name == SPIKINGJELLY:
+        for level in range(1, highest + 1):
+            yield one(f"SpikingJelly level {level}", prepare=functools.partial(spikingjelly, level=level))
+    spent_s = 0.0
+    for row in levels(name, highest):
+        spent_s += row.search_s
+        if row.level:
+            prepare = functools.partial(planned, plan=row.plan)
+            yield one(f"memopt level {row.level}", prepare=prepare, search_s=spent_s)
+    for share, plan, seconds in budget_plans(name):
+        prepare = functools.partial(planned, plan=plan)
+        yield one(f"memopt budget {share:.0%}", prepare=prepare, search_s=seconds)
 
 
-def contest(name: str, rounds: int) -> list[Contestant]:
-    """Measure every contestant's peak, then their steps in turns."""
-    contestants = []
-    for label, prepare in ways(name):
-        try:
-            step, held = step_of(name, prepare)
-            step()  # warm up, compile
-        except Exception as error:
-            print(f"{name}: {label} failed: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
-            continue
-        found = Contestant(label, step, held)
-        found.peak_bytes = measure_allocated(step, "cpu", held).peak_bytes
-        contestants.append(found)
-        print(f"{name}: {label}: {found.peak_bytes / 2**20:.1f} MiB", file=sys.stderr)
-    for _ in range(rounds):
-        for one in contestants:
+def levels(name: str, highest: int) -> list[LevelRow]:
+    """What ``memopt optimize`` finds, level by level."""
+    ready = prepared(name)
+    request = OptimizeRequest(source=ready.subject.source, spec=None, dry_run=True, recommend_batch=False)
+    return find_plan(request, resolve(SearchRequest(level=highest)), ready, Progress()).levels
+
+
+def budget_plans(name: str) -> Iterator[tuple[float, Plan, float]]:
+    """Share of the original's peak, plan, and the seconds that recording and planning took."""
+    with bench(name) as one:
+        for share in SHARES:
             started = time.perf_counter()
-            one.step()
-            one.times_s.append(time.perf_counter() - started)
-    return contestants
+            found = one.planner().within(int(one.original.allocated_peak_bytes * share))
+            if found is not None:
+                yield share, found.candidate.plan, one.recorded_s + time.perf_counter() - started
 
 
-def table(name: str, contestants: list[Contestant]) -> Iterator[str]:
-    """Markdown."""
-    first = contestants[0]
-    base_s = statistics.median(first.times_s)
-    yield f"### {name}\n"
-    yield "| | allocated peak | of as it is | step | ratio |\n|---|---|---|---|---|"
-    for one in contestants:
-        step_s = statistics.median(one.times_s)
-        yield (
-            f"| {one.name} | {one.peak_bytes / 2**20:.1f} MiB | {one.peak_bytes / first.peak_bytes:.2f} "
-            f"| {step_s * 1000:.0f} ms | {step_s / base_s:.2f} |"
+def contests(names: Sequence[str], options: argparse.Namespace) -> None:
+    """A section for every model."""
+    for name in names:
+        ways = list(contestants(name, options.level, compilers=options.compile))
+        found, failed = contest(ways, options.rounds, options.threads)
+        text = (
+            f"{options.threads} threads; every way in a process of its own, steps in turns, medians of "
+            f"{options.rounds}. *Found in*: of memopt's levels everything up to that level, the measurement of the "
+            "original and of every level included; of its budgets recording and planning, without measuring.\n\n"
         )
-    yield ""
+        text += contest_table(found) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
+        write_section(f"Plans: contest on {name}", this_command(), text)
+        print(text)
+
+
+# ---------------------------------------------------------------------------------------------- accuracy
+
+
+def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Cost model, dry run and measurement of five plans a model: the planner's; where it has fewer, random ones."""
+    rows, dry_errors, model_errors = [], [], []
+    for name in names:
+        with bench(name) as one:
+            planner = one.planner()
+            own = [planner.within(limit) for limit in one.budgets(planner, FIVE)]
+            for priced in LongSearch(one, [p.candidate.plan for p in own if p]).first(FIVE):
+                plan, dry = priced.candidate.plan, priced.peak_bytes
+                measured, model = one.measured_peak(plan), one.model.predict(plan).allocated_peak_bytes
+                dry_errors.append(abs(dry / measured - 1))
+                model_errors.append(abs(model / dry - 1))
+                peaks = [f"{peak / 2**20:.1f} MiB" for peak in (model, dry, measured)]
+                errors = [f"{model / dry - 1:+.2%}", f"{dry / measured - 1:+.2%}"]
+                rows.append([name, _described(plan), *peaks, *errors])
+                print(*rows[-1], flush=True)
+    header = ["", "plan", "cost model", "dry run", "measured", "model to dry run", "dry run to measured"]
+    text = (
+        f"{table(header, rows)}\n\n{_spread('Dry run to measured', dry_errors)} {_spread('Cost model', model_errors)}"
+    )
+    write_section("Plans: accuracy of the predicted peak", this_command(), text)
+    print(text)
+
+
+def _described(plan: Plan) -> str:
+    chunked = sum(segment.chunks > 1 for segment in plan.segments)
+    packed = ", packed" if plan.packed else ""
+    return f"{len(plan.segments)} segments" + (f", {chunked} in chunks" if chunked else "") + packed
+
+
+def _spread(what: str, errors: Sequence[float]) -> str:
+    return f"{what}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(errors)}."
+
+
+# ---------------------------------------------------------------------------------------------- shortlist
+
+
+def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
+    """The cost model's choice among all plans that a long search looked at, beside the best of them."""
+    rows = []
+    for name in names:
+        with bench(name) as one:
+            planner = one.planner()
+            limits = one.budgets(planner, FIVE)
+            start = [priced.candidate.plan for limit in limits if (priced := planner.within(limit))]
+            found = LongSearch(one, start).run(options.seconds)
+            best = min(priced.peak_bytes for priced in found)
+            ranked = sorted(found, key=lambda p: one.model.predict(p.candidate.plan).allocated_peak_bytes)
+            six = min(priced.peak_bytes for priced in ranked[:6])
+            own = min(priced.peak_bytes for priced in found if priced.candidate.plan in start)
+        mib = [f"{peak / 2**20:.1f} MiB" for peak in (best, six, own)]
+        rows.append([name, str(len(found)), *mib, f"{six / best - 1:+.2%}", f"{own / best - 1:+.2%}"])
+        print(*rows[-1], flush=True)
+    header = ["", "plans", "lowest", "of the six", "the planner's", "six to lowest", "planner's to lowest"]
+    text = (
+        f"A random local search of {options.seconds:g} s a model by dry runs, which start from the planner's plans. "
+        "*The six*: those of all its plans that the cost model puts first.\n\n"
+    )
+    write_section("Plans: the cost model's shortlist", this_command(), text + table(header, rows))
+    print(table(header, rows))
+
+
+# ---------------------------------------------------------------------------------------------- budgets
+
+
+def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Ten budgets a model from one recorded step: measured peaks; plans to be timed are kept."""
+    rows = []
+    for name in names:
+        with bench(name) as one:
+            planner = one.planner()
+            limits = one.budgets(planner, TEN)
+            own = [planner.within(limit) for limit in limits]
+            found = LongSearch(one, [p.candidate.plan for p in own if p]).run(options.seconds)
+            kept, used = [], []
+            for limit, priced in zip(limits, own, strict=True):
+                assert priced is not None, limit
+                peak = one.measured_peak(priced.candidate.plan)
+                used.append(peak / limit)
+                fitting = sorted((p for p in found if p.peak_bytes <= limit), key=lambda p: p.slowdown)
+                others = [p.candidate.plan for p in fitting[:2]]
+                kept.append({"budget_bytes": limit, "plan": priced.candidate.plan, "others": others})
+        KEPT.mkdir(parents=True, exist_ok=True)
+        (KEPT / f"{name}.json").write_text(json.dumps(to_data(kept)))
+        over = sum(share > 1 for share in used)
+        between = f"{limits[0] / 2**20:.1f} … {limits[-1] / 2**20:.1f} MiB"
+        rows.append([name, between, str(over), f"{max(used):.1%}", f"{statistics.median(used):.1%}", str(len(found))])
+        print(*rows[-1], flush=True)
+    header = ["", "ten budgets", "violated", "most used", "median used", "plans of the long search"]
+    text = (
+        "Peaks are those of one real step in a process of its own. One recorded step and one planner for the ten "
+        f"budgets of a model; the plans are not run before they are chosen. Long search: {options.seconds:g} s.\n\n"
+    )
+    write_section("Plans: ten budgets", this_command(), text + table(header, rows))
+    print(table(header, rows))
+
+
+def steps(names: Sequence[str], options: argparse.Namespace) -> None:
+    """The steps of the plans kept, in turns, in one process."""
+    rows = []
+    for name in names:
+        kept = json.loads((KEPT / f"{name}.json").read_text())
+        own = [from_data(Plan, entry["plan"]) for entry in kept]
+        others = [[from_data(Plan, plan) for plan in entry["others"]] for entry in kept]
+        times = _times([*own, *(plan for plans in others for plan in plans)], name, options.rounds)
+        ratios = [times[plan] / min(times[p] for p in (plan, *rest)) for plan, rest in zip(own, others, strict=True)]
+        rows.append([name, str(len(times)), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"])
+        print(*rows[-1], " ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)
+    header = ["", "plans", "median", "worst of ten budgets"]
+    text = (
+        f"The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
+        f"cost model puts first, and the planner's own); medians of {options.rounds} steps in turns.\n\n"
+    )
+    write_section("Plans: steps within ten budgets", this_command(), text + table(header, rows))
+
+
+def _times(plans: Sequence[Plan], name: str, rounds: int) -> dict[Plan, float]:
+    """Median seconds of a step under each plan."""
+    step = make_step(prepared(name).subject)
+    times: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    for turn in range(rounds + 1):
+        for plan, taken in times.items():
+            apply_plan(step.model, plan)
+            started = time.perf_counter()
+            take(step)
+            taken.append(time.perf_counter() - started)
+            remove_plan(step.model)
+            if not turn:
+                taken.clear()
+    return {plan: statistics.median(taken) for plan, taken in times.items()}
+
+
+# ---------------------------------------------------------------------------------------------- growth
+
+
+class Layer(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, width]``."""
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def growth(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Planning for half of the activations, by dry runs alone."""
+    rows = []
+    for layers in LAYERS:
+        started = time.perf_counter()
+        model = nn.Sequential(*(Layer(64) for _ in range(layers))).train()
+        fake = FakeStep(Step(model=model, args=(torch.randn(512, 64),), kwargs={}, settings=StepSettings()))
+        trace = fake.record(512)
+        recorded_s = time.perf_counter() - started
+        seconds: list[float] = []
+        planner = Planner(trace, _dry_runs(fake, seconds), Allowed(), may_chunk=False, level=2)
+        budget = (trace.resident_bytes + trace.allocated_peak_bytes) // 2
+        started = time.perf_counter()
+        found = planner.within(budget)
+        total_s = time.perf_counter() - started
+        assert found is not None
+        started = time.perf_counter()
+        CostModel(trace).predict(found.candidate.plan)
+        price_s = time.perf_counter() - started
+        cells = [total_s - sum(seconds), price_s, sum(seconds), total_s]
+        share = f"{found.peak_bytes / trace.allocated_peak_bytes:.2f}"
+        rows.append([str(layers), str(len(trace.ops)), f"{recorded_s:.1f} s", *(f"{s:.2f} s" for s in cells), share])
+        print(*rows[-1], flush=True)
+    header = ["layers", "operators", "recorded in", "search", "one plan priced", "dry runs", "in all", "peak of it"]
+    write_section("Plans: growth with the number of layers", this_command(), table(header, rows))
+
+
+def _dry_runs(fake: FakeStep, seconds: list[float]) -> Probes:
+    def count(plan: Plan) -> Counted:
+        started = time.perf_counter()
+        apply_plan(fake.step.model, plan)
+        counted = fake.count()
+        remove_plan(fake.step.model)
+        seconds.append(time.perf_counter() - started)
+        return counted
+
+    return Probes(count=count, chunking=lambda path: Refused(reason="not asked"), report=lambda text: None)
+
+
+# ---------------------------------------------------------------------------------------------- the command line
+
+
+CASES: dict[str, Callable[[Sequence[str], argparse.Namespace], None]] = {
+    "contest": contests,
+    "accuracy": accuracy,
+    "shortlist": shortlist,
+    "budgets": budgets,
+    "steps": steps,
+    "growth": growth,
+}
 
 
 def main() -> None:
-    """Run the contests and print, or write, the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="gpt,resnet,spiking_vgg")
+    """Run the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *BLOCKS], metavar="MODEL")
+    parser.add_argument("--case", choices=CASES, help="all of them, one after another, if none is named")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    lines = [
-        f"`{shlex.join(['python', *sys.argv])}`, torch {torch.__version__}, {platform.machine()}, "
-        f"{chosen.threads} threads, {chosen.rounds} rounds; in brackets the time of the search.\n"
-    ]
-    for name in chosen.models.split(","):
-        lines += table(name, contest(name, chosen.rounds))
-    text = "\n".join(lines)
-    print(text)
-    if chosen.out:
-        chosen.out.write_text(text, encoding="utf-8")
+    parser.add_argument("--level", type=int, default=LEVEL, help="the highest level of memopt and SpikingJelly")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the long search, for each model")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for case in [options.case] if options.case else CASES:
+        CASES[case](options.models or list(BLOCKS), options)
 
 
 if __name__ == "__main__":

@@ -616,6 +616,8 @@ class MemOptSummary:
     """The allocated peak that was not to be exceeded."""
     frontier: list[ParetoPoint] = field(default_factory=list)
     """Fastest first; the plan that was picked from it is the applied one."""
+    interrupted: bool = False
+    """By the user, in the search: the plan is the best of what had been tried."""
 
 
 # ---------------------------------------------------------------------------------------------- one job's in and out
@@ -719,6 +721,10 @@ class OptimizeRequest:
     """Find the batch that fits, too."""
     record_steps: bool = False
     """Record a step before and after, for a report that shows them."""
+    search_limit_s: float | None = None
+    """No plan is tried any more when the search has taken this long: the best so far is taken."""
+    interruptible: bool = False
+    """Ctrl-C in the search ends the search alone: the best so far is measured, verified and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

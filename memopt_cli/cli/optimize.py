@@ -12,7 +12,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.errors import UsageError, VerificationError
+from memopt_cli.errors import Interrupted, UsageError, VerificationError
 from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
 from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
@@ -32,6 +32,7 @@ def optimize(
     budget: search.BudgetChoice = None,
     frontier: search.Frontier = False,
     pick: search.Pick = None,
+    search_time: search.SearchTime = None,
     target: search.Target,
     profile: search.ProfileChoice = None,
     prefer: search.Prefer = None,
@@ -101,6 +102,8 @@ def optimize(
         timeout_s=timeout,
         longest_step_s=longest_step,
         record_steps=files.wanted,
+        search_limit_s=search_time,
+        interruptible=True,
     )
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
@@ -112,3 +115,5 @@ def optimize(
     report.optimized(result, sys.stdout)
     if result.summary.verification and not result.summary.verification.passed:
         raise typer.Exit(VerificationError.exit_code)
+    if result.summary.interrupted:
+        raise Interrupted("interrupted; the plan is the best of what had been tried")

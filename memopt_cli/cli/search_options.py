@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.options import whole
+from memopt_cli.cli.options import seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import Budget, Preference, Profile
 from memopt_cli.units import parse_bytes, parse_percent
@@ -157,6 +157,16 @@ WarmupInProfileWorkers = Annotated[
     ),
 ]
 
+SearchTime = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        parser=seconds(0),
+        rich_help_panel=_SEARCH,
+        show_default="no limit",
+        help="Try no more plans after this time, and take the best so far. Ctrl-C in the search does the same.",
+    ),
+]
 BudgetChoice = Annotated[
     Budget | None,
     typer.Option(

@@ -136,7 +136,8 @@ class Worker:
         if not job.fake:
             return self._record_really(job.plan, workspaces, "")
         try:
-            codecs = self._codecs if job.plan.packed else None
+            packs = job.plan.packed or any(segment.compressor != "null" for segment in job.plan.segments)
+            codecs = self._codecs if packs else None
             with self._planned(self._fake_step.step.model, job.plan):
                 recorded = self._fake_step.record(self._batch, workspaces, codecs)
         except Exception as error:  # the model's own code may raise anything on tensors without data

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
-from memopt_cli.errors import MeasurementError, OptionError, UsageError
+from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, UsageError
 from memopt_cli.loading.input_spec import batch_of, with_batch
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
@@ -20,8 +20,9 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.loss_heads import loss_heads
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.policy import Resolved, Selection, chosen_by_goal, is_limited, resolve, skipped_step
@@ -32,7 +33,6 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
-    ChunkRule,
     Counted,
     Failure,
     LevelRow,
@@ -45,7 +45,6 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     RecordedSteps,
-    Refused,
     SearchGoal,
     SearchOptions,
     SegmentPlan,
@@ -67,8 +66,7 @@ from memopt_cli.write import (
     write_all,
 )
 
-_Count = Callable[[Plan], Counted | Failure]
-_Chunking = Callable[[str], ChunkRule | Refused]
+_Count = Callable[[Plan], Counted | Failure | NotTried]
 
 _CHUNKS_FROM = 3
 """The level from which modules run in chunks."""
@@ -114,7 +112,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     rows = job.search()
     nothing_chosen = request.goal == SearchGoal(frontier=True)
     best, verification = (rows[0], None) if nothing_chosen else job.verify(rows)
-    advice = job.advise(best) if verification and verification.passed and request.recommend_batch else None
+    wants_advice = request.recommend_batch and not job.interrupted
+    advice = job.advise(best) if verification and verification.passed and wants_advice else None
     summary = summarize(
         Findings(
             resolved=resolved,
@@ -131,6 +130,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         )
     )
     summary.advice, summary.budget_bytes, summary.frontier = advice, job.budget_bytes, job.frontier
+    summary.interrupted = job.interrupted
     return summary
 
 
@@ -178,6 +178,15 @@ class Ground:
     """Of that step, over the original's."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What a search starts from, and what it may ask."""
+
+    traced: Traced
+    first: Candidate
+    probes: SearchProbes
+
+
 @dataclass(slots=True)
 class _Job:
     """One run of :func:`optimize`: what the stages need of each other."""
@@ -191,6 +200,8 @@ class _Job:
     selection: Selection | None = None
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
+    interrupted: bool = False
+    measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then improve and measure level by level."""
@@ -202,59 +213,83 @@ class _Job:
         rows = [_row(Plan(level=0), original, None, 0, started)]
         if self.options.level == 0:
             return rows
-        with replaceable(self.session, self._session_lost) as session:
-            consequence = "every plan is run to be counted"
-            traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
-            count = functools.cache(lambda plan: session().count(plan, fake=traced.fake))
-            chunking = functools.cache(lambda path: session().chunking(path))
-            start = count(Plan(level=0))
-            if not isinstance(start, Counted):
-                raise_failure(start, "a step of the model could not be counted: ")
-            first = Candidate(plan=Plan(level=0), counted=start)
-            rows[0] = _row(first.plan, original, first if traced.fake else None, 0, started)
-            if not isinstance(original, Measurement):
-                self.notes.append(
-                    f"The original does not fit here; its peak of "
-                    f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
-                )
-            if self.request.goal == SearchGoal():
-                self._climb(traced, first, count, chunking, rows)
-            else:
-                ground = self._ground(session, traced, first, count)
-                self._meet_goal(ground, first, count, chunking, rows)
+        search: _Search | None = None
+        try:
+            with replaceable(self.session, self._session_lost) as session:
+                search = self._start(session, original)
+                rows[0] = _row(rows[0].plan, original, search.first if search.traced.fake else None, 0, started)
+                rows += self._seek(search, rows[0])
+        except KeyboardInterrupt:  # on its way here it has ended the subprocess
+            if search is None or not self.request.interruptible:
+                raise
+            rows = [rows[0], *self._seek_again(search, rows[0])]
+        if search.probes.over:
+            self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
-    def _ground(self, session: Callable[[], Session], traced: Traced, first: Candidate, count: _Count) -> Ground:
+    def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
+        consequence = "every plan is run to be counted"
+        traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
+        start = session().count(Plan(level=0), fake=traced.fake)
+        if not isinstance(start, Counted):
+            raise_failure(start, "a step of the model could not be counted: ")
+        if not isinstance(original, Measurement):
+            self.notes.append(
+                f"The original does not fit here; its peak of "
+                f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
+            )
+        first = Candidate(plan=Plan(level=0), counted=start)
+        probes = SearchProbes(session, first, fake=traced.fake, limit_s=self.request.search_limit_s)
+        return _Search(traced=traced, first=first, probes=probes)
+
+    def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+        return self._climb(search, original) if self.request.goal == SearchGoal() else self._meet_goal(search, original)
+
+    def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+        """The same search as far as it came, without anything more being tried.
+
+        Raises :class:`KeyboardInterrupt` if it had found nothing.
+        """
+        if not search.probes.improved:
+            raise KeyboardInterrupt
+        self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
+        search.probes.end("the search was interrupted")
+        self.interrupted = True
+        self.skipped.clear()
+        try:
+            rows = self._seek(search, original)
+        except NothingFitsError as err:
+            raise KeyboardInterrupt from err
+        if self.request.goal == SearchGoal() and _is_empty(applied_row([original, *rows]).plan):
+            raise KeyboardInterrupt
+        return rows
+
+    def _ground(self, search: _Search) -> Ground:
         """The recorded step with the heads through their losses that lower the peak, or as it was."""
+        traced = search.traced
         plain = Ground(traced=traced)
         if self.options.level < _CHUNKS_FROM or self.options.targets:
             return plain
         heads = []
         for head in loss_heads(ModuleTree(traced.trace)):
-            counted = count(Plan(level=3, segments=(head,)))
-            if isinstance(counted, Counted) and counted.allocated_peak_bytes < first.peak_bytes:
+            counted = search.probes.count(Plan(level=3, segments=(head,)))
+            if isinstance(counted, Counted) and counted.allocated_peak_bytes < search.first.peak_bytes:
                 heads.append(head)
         if not heads:
             return plain
-        again = session().trace(Plan(level=3, segments=tuple(heads)), fake=traced.fake)
+        again = search.probes.trace(Plan(level=3, segments=tuple(heads)))
         if not isinstance(again, Traced):
             return plain
         seconds = [sum(op.seconds for op in t.trace.ops) for t in (traced, again)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
         return Ground(traced=again, heads=tuple(heads), slowdown=slowdown)
 
-    def _meet_goal(
-        self,
-        ground: Ground,
-        first: Candidate,
-        count: _Count,
-        chunking: _Chunking,
-        rows: list[LevelRow],
-    ) -> None:
+    def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, options = self.request.goal, self.options
         self.progress.stage("frontier" if goal.budget is None else "budget")
         started = time.monotonic()
+        first, ground = search.first, self._ground(search)
         tree = ModuleTree(ground.traced.trace)
         targets = None if not options.targets else {m.path for m in matching_targets(tree, options.targets)}
         allowed = Allowed(
@@ -262,7 +297,7 @@ class _Job:
             compress=options.compress_x,
             chunk_factor=options.temporal_split_factor,
         )
-        probes = self._probes(options.level, first, count, chunking)
+        probes = self._probes(search.probes, options.level, first)
         planner = Planner(
             ground.traced.trace,
             probes,
@@ -272,7 +307,7 @@ class _Job:
             heads=ground.heads,
             slowdown=ground.slowdown,
         )
-        search = GoalSearch(
+        planned = GoalSearch(
             planner=planner,
             measure=self.measure,
             progress=self.progress,
@@ -284,31 +319,29 @@ class _Job:
                 "Limits on segments, rounds and candidates do not bound a search for a budget or a frontier."
             )
         start = Priced(candidate=first, slowdown=1.0)
-        original = rows[0].outcome
+        rows: list[LevelRow] = []
         if goal.budget is not None:
-            peak = original.allocated_peak_bytes if isinstance(original, Measurement) else first.peak_bytes
+            peak = _allocated(original) if isinstance(original.outcome, Measurement) else first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(search.within(self.budget_bytes, start))
+            rows.append(planned.within(self.budget_bytes, start))
         else:
-            self.frontier = search.frontier(start, original)
+            self.frontier = planned.frontier(start, original.outcome)
             if goal.pick is not None:
-                rows.append(search.row_of(picked(self.frontier, goal.pick), started))
+                rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
         usable = sum(not module.refusal for module in tree)
-        self.selection = chosen_by_goal(usable, [tree[s.path] for s in rows[-1].plan.segments])
+        chosen = rows[-1].plan.segments if rows else ()
+        self.selection = chosen_by_goal(usable, [tree[s.path] for s in chosen])
+        return rows
 
-    def _climb(
-        self,
-        traced: Traced,
-        best: Candidate,
-        count: _Count,
-        chunking: _Chunking,
-        rows: list[LevelRow],
-    ) -> None:
+    def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
+        """A row for every level."""
+        traced, best = search.traced, search.first
+        rows = [original]
         tree = ModuleTree(traced.trace)
         for strategy in STRATEGIES[: self.options.level]:
             self.progress.stage(f"level {strategy.level}")
             started = time.monotonic()
-            probes = self._probes(strategy.level, best, count, chunking)
+            probes = self._probes(search.probes, strategy.level, best)
             improvement = strategy.improve(best, tree, self.options, probes)
             self.notes.extend(improvement.notes)
             self.selection = improvement.selection or self.selection
@@ -327,19 +360,23 @@ class _Job:
                 )
                 self.skipped.append(reason)
             rows.append(row)
+        return rows[1:]
 
     def _session_lost(self) -> None:
         self.notes.append("A trial ended its profiling subprocess; another took over.")
 
-    def _probes(self, level: int, best: Candidate, count: _Count, chunking: _Chunking) -> Probes:
+    def _probes(self, probes: SearchProbes, level: int, best: Candidate) -> Probes:
         """What the search of one level may ask, with its progress shown against ``best``."""
         reporter = _Reporter(self.progress, level, best.peak_bytes)
-        return Probes(count=reporter.watching(count), chunking=chunking, report=reporter.report)
+        return Probes(count=reporter.watching(probes.count), chunking=probes.chunking, report=reporter.report)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
-        """Measure in a subprocess of its own."""
-        with self.session() as session:
-            return session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
+        """Measure in a subprocess of its own; every plan once."""
+        key = replace(plan, level=0)
+        if key not in self.measured:
+            with self.session() as session:
+                self.measured[key] = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
+        return self.measured[key]
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified.
@@ -426,7 +463,7 @@ class _Reporter:
     def watching(self, count: _Count) -> _Count:
         """The same counter, with its answers told to the progress."""
 
-        def counted(plan: Plan) -> Counted | Failure:
+        def counted(plan: Plan) -> Counted | Failure | NotTried:
             found = count(plan)
             self._tried += 1
             peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
@@ -445,6 +482,10 @@ def _why_none(found: BatchEstimate | NoBatchFits) -> str:
             return f"none could be run; about {batch} would fit (an estimate)"
         case NoBatchFits(batch=batch, reason=reason):
             return f"not even batch {batch} could be run: {reason}"
+
+
+def _is_empty(plan: Plan) -> bool:
+    return replace(plan, level=0) == Plan(level=0)
 
 
 def _has_chunks(row: LevelRow) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from memopt_cli.plan.cost_model import packed_inputs
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
 
 
@@ -220,13 +221,10 @@ class _Builder:
 
     def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:
         """What the inputs take in the codec of this module, step inputs included: those are stored once more."""
-        raw = [self._trace.storages[s] for s in call.inputs]
         if module is None or module.compressor == "null":
             return 0, "null"
-        packed = [s for s in raw if s.compressor == module.compressor]
-        if not packed:
-            return 0, "null"
-        return sum(s.packed_bytes for s in packed), module.compressor
+        packed = packed_inputs(self._trace, module, call, module.compressor)
+        return (sum(packed.values()), module.compressor) if packed else (0, "null")
 
     def _refusal(self, module: ModuleTrace | None, call: ModuleCall) -> str:
         if module is None:

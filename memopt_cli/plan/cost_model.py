@@ -16,7 +16,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memopt_cli.records import ModuleCall, OpTrace, Plan, Prediction, SegmentPlan, StepTrace, StorageTrace
+from memopt_cli.records import (
+    CompressorName,
+    ModuleCall,
+    ModuleTrace,
+    OpTrace,
+    Plan,
+    Prediction,
+    SegmentPlan,
+    StepTrace,
+    StorageTrace,
+)
 
 PACK_BYTES_PER_S = 2e9
 """Rate of packing, its check included, and of unpacking: of the order of a copy of the tensor."""
@@ -53,6 +63,7 @@ class CostModel:
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
+        self._modules = {module.path: module for module in trace.modules}
         self._calls: dict[str, list[ModuleCall]] = defaultdict(list)
         for call in trace.calls:
             self._calls[call.path].append(call)
@@ -133,12 +144,23 @@ class CostModel:
                 yield call
 
     def _packed(self, block: _Block) -> dict[int, int]:
-        storages = ((s, self.trace.storages[s]) for s in block.call.inputs)
-        return {
-            s: storage.packed_bytes
-            for s, storage in storages
-            if storage.compressor == block.segment.compressor and storage.packed_bytes < storage.nbytes
-        }
+        return packed_inputs(self.trace, self._modules.get(block.call.path), block.call, block.segment.compressor)
+
+
+def packed_inputs(
+    trace: StepTrace, module: ModuleTrace | None, call: ModuleCall, compressor: CompressorName
+) -> dict[int, int]:
+    """Those inputs of a call that a codec stores in less -> bytes.
+
+    Of a storage that autograd saves it is known whether bits or bytes hold it.  Of others, and of codecs that look at
+    more, only the share is known that the module's inputs take in its codec: every input is taken to have that.
+    """
+    inputs = {index: trace.storages[index] for index in call.inputs}
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
+    if not packed and module is not None and module.compressor == compressor:
+        share = module.packed_input_bytes / max(1, module.input_bytes)
+        packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
+    return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
 class _Replay:

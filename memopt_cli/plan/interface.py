@@ -24,10 +24,17 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotTried:
+    """A plan that was not counted: the search is over, and what was found so far is the answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
     """How a strategy learns of the model: answers come from dry runs or from profiling subprocesses."""
 
-    count: Callable[[Plan], Counted | Failure]
+    count: Callable[[Plan], Counted | Failure | NotTried]
     """The peaks of one step under a plan."""
     chunking: Callable[[str], ChunkRule | Refused]
     """Whether the module at a path may run in chunks."""

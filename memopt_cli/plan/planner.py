@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, Probes, is_within
+from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
 from memopt_cli.plan.search import Allowed, Solver, Way
 from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan, StepTrace
 
@@ -70,6 +70,8 @@ class Planner:
         """Modules whose own answer is known; of the others that of their class is taken, until a plan relies on it."""
         self._level = level
         self._counted: dict[Plan, Priced | None] = {}
+        self._over = False
+        """Nothing more is counted: the best of what was is the answer."""
 
     @property
     def tried(self) -> int:
@@ -85,7 +87,7 @@ class Planner:
             return original
         target = budget_bytes
         for _ in range(_DRY_RUNS):
-            plan = self._fastest(target)
+            plan = None if self._over else self._fastest(target)
             if plan is None:
                 break
             found = self._count(plan)
@@ -122,6 +124,8 @@ class Planner:
             within = self.within(budget)
             if within is not None:
                 found.append(within)
+        if self._over:
+            found += (priced for priced in self._counted.values() if priced is not None)
         return list(nondominated(found))
 
     # ------------------------------------------------------------------------------------------ steps
@@ -163,6 +167,7 @@ class Planner:
         if plan not in self._counted:
             self._probes.report(f"{len(plan.segments)} segments")
             counted = self._probes.count(plan)
+            self._over |= isinstance(counted, NotTried)
             self._counted[plan] = (
                 Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self._slowdown(plan))
                 if isinstance(counted, Counted)
@@ -181,7 +186,7 @@ class Planner:
 
     def _learn_chunks(self, plan: Plan) -> bool:
         """Ask whether a module that stands at the peak may run in chunks; ``False`` if none is left to ask for."""
-        if not self._may_chunk or self._questions >= _MOST_QUESTIONS:
+        if self._over or not self._may_chunk or self._questions >= _MOST_QUESTIONS:
             return False
         at_peak = self._model.predict(plan).module
         for block in self._around(at_peak, plan):

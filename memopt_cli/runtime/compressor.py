@@ -7,9 +7,11 @@ in.  On fake tensors, which have no bits, the claim is taken for granted: a dry 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,8 +149,8 @@ class SparseSpikeCompressor(SpikeCompressor):
     name = "sparse"
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if isinstance(flat, FakeTensor):  # how many elements are not zero is not known without data
-            return None
+        if isinstance(flat, FakeTensor):
+            return _as_recorded(flat)
         # As integers: not every dtype can be indexed.
         where = (_bits(flat) != 0).nonzero().flatten()
         values = _bits(flat).index_select(0, where)
@@ -309,6 +311,23 @@ def _octets_of(x: Tensor) -> Tensor:
 
 
 _thread = threading.local()
+
+
+@contextlib.contextmanager
+def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
+    """Within, a sparse tensor without data takes the share of its bytes that ``share()`` says, below 1."""
+    _thread.share = share
+    try:
+        yield
+    finally:
+        del _thread.share
+
+
+def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
+    """Positions of as many elements as a step with data had; how many is not known without."""
+    share: Callable[[], float] | None = getattr(_thread, "share", None)
+    held = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
+    return (flat.new_empty(held // 4, dtype=torch.int32),) if held < flat.nbytes else None
 
 
 def store(codec: SpikeCompressor, x: Tensor) -> Packed:

@@ -32,7 +32,7 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
 
 
 def codecs_of(trace: StepTrace) -> Codecs:
-    """Of the storages of a recorded step that were held in less."""
+    """Of the storages, and of the modules' inputs, of a recorded step that were held in less."""
     made: Counter[str] = Counter()
     found = {}
     for storage in trace.storages:
@@ -40,7 +40,8 @@ def codecs_of(trace: StepTrace) -> Codecs:
             if storage.compressor != "null":
                 found[storage.module, made[storage.module]] = storage.compressor
             made[storage.module] += 1
-    return found
+    inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
+    return Codecs(saved=found, inputs=inputs)
 
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:

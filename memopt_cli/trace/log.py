@@ -9,8 +9,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import Phase
-from memopt_cli.runtime.compressor import is_packing
+from memopt_cli.runtime.compressor import is_packing, recorded_shares
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
@@ -62,7 +62,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.peak_tick = 0
         self._tick = 0
-        self._module_running = module_running
+        self.module_running = module_running
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._made: Counter[str] = Counter()
 
@@ -96,7 +96,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:  # resized in place
             self._end(key, self._tick - 1)
         if path is None:
-            path = self._module_running()
+            path = self.module_running()
         record = Storage(len(self.storages), nbytes, self._tick, path, kind or self._kind())
         if kind is None and self.phase == "forward" and not is_packing():
             record.rank = self._made[path]
@@ -154,19 +154,27 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
         yield running
 
 
-Codecs = Mapping[tuple[str, int], str]
-"""(module, rank of a storage among those that its forward makes) -> the codec that held it in a step with data."""
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """What a step with data was seen to hold in less."""
+
+    saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """(module, rank of a storage among those that its forward makes) -> the codec that held it."""
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    """Module -> share of its inputs' bytes that their codec took."""
 
 
-def packed_as(log: StorageLog, codecs: Codecs | None) -> AbstractContextManager[None]:
+@contextmanager
+def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     """Within, tensors without data that ``log`` sees are packed as ``codecs`` says."""
-    known = codecs or {}
+    known = codecs or Codecs()
 
     def codec_of(tensor: Tensor) -> str:
         storage = log.known(tensor)
-        return known.get((storage.path, storage.rank), "null") if storage else "null"
+        return known.saved.get((storage.path, storage.rank), "null") if storage else "null"
 
-    return recorded_answers(codec_of)
+    with recorded_answers(codec_of), recorded_shares(lambda: known.inputs.get(log.module_running(), 1.0)):
+        yield
 
 
 @contextmanager

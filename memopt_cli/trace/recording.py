@@ -148,7 +148,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._whence()
-        module = self._module_running() if call is None else self._calls[call].path if call >= 0 else ""
+        module = self.module_running() if call is None else self._calls[call].path if call >= 0 else ""
         if phase == "forward":
             self._op_of_node.setdefault(_next_node() - 1, len(self._ops))
         if self.phase == "forward":

@@ -23,7 +23,7 @@ Optimize = Callable[..., OptimizeRequest]
 
 def test_defaults(optimize: Optimize) -> None:
     assert optimize() == OptimizeRequest(
-        source=ModelSource(location="model.pt"), spec=None, settings=StepSettings(device="auto")
+        source=ModelSource(location="model.pt"), spec=None, settings=StepSettings(device="auto"), interruptible=True
     )
 
 
@@ -36,7 +36,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--no-warmup-in-profile-workers".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
-        *"-o out.pt --force --dry-run -q".split(),
+        *"-o out.pt --search-time 40 --force --dry-run -q".split(),
     )
     assert request == OptimizeRequest(
         source=ModelSource(
@@ -73,6 +73,8 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         force=True,
         dry_run=True,
         timeout_s=12.5,
+        search_limit_s=40,
+        interruptible=True,
     )
 
 

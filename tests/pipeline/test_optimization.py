@@ -14,7 +14,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from memopt_cli import pipeline
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.optimization import applied_row
 from memopt_cli.progress import Progress
@@ -405,6 +406,71 @@ def optimize(memopt: Memopt, in_process: None) -> Memopt:
 
 
 SPEC = ("-i", "Bx64", "--dim", "B=512")
+
+
+@pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "70%"), ("--frontier",), ("--pick", "1")])
+def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, *goal, "--search-time", "0", "--json")
+    if goal[0] == "--budget":
+        assert done.code == 6, done.err
+        return
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert [row.candidates for row in summary.levels if row.level] in ([0, 0, 0, 0], [], [1])
+    assert summary.plan == replace(Plan(level=0), level=summary.applied_level)
+    assert any("ended after 0 s (--search-time)" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "90%"), ("--frontier",)])
+def test_ctrl_c_in_a_search_keeps_the_best_so_far(
+    goal: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pressed in the dry run after the first that has lowered the peak."""
+    torch.save(deep_net(), "net.pt")
+    count, counted = LocalSession.count, []
+
+    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+        if len(counted) > 1 and counted[-1] < counted[0]:
+            raise KeyboardInterrupt
+        found = count(session, plan, **settings)
+        counted.append(found.allocated_peak_bytes)
+        return found
+
+    monkeypatch.setattr(LocalSession, "count", pressed)
+    done = optimize("net.pt", *SPEC, *goal, "--json")
+    assert done.code == 130
+    assert "interrupted; the plan is the best of what had been tried" in done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    predicted = [row.predicted_allocated_peak_bytes for row in summary.levels]
+    predicted += [point.predicted_allocated_peak_bytes for point in summary.frontier]
+    assert min(peak for peak in predicted if peak is not None) == min(counted)
+    assert summary.interrupted
+    if goal != ("--frontier",):
+        assert summary.verification is not None
+        assert summary.verification.passed
+        assert segments(memopt_cli.load("net.memopt.pt"))
+
+
+def deep_net() -> nn.Sequential:
+    """Segments pay here."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+
+def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(deep_net(), "net.pt")
+    count, plans = LocalSession.count, []
+
+    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+        plans.append(plan)
+        if len(plans) > 1:
+            raise KeyboardInterrupt
+        return count(session, plan, **settings)
+
+    monkeypatch.setattr(LocalSession, "count", pressed)
+    done = optimize("net.pt", *SPEC)
+    assert (done.code, done.out) == (130, "")
+    assert os.listdir() == ["net.pt"]
 
 
 @pytest.mark.parametrize("level", range(5))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.apply import apply_plan
+from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.plan.block_tree import block_tree
+from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.records import (
     InputSpec,
     ModuleCall,
@@ -28,7 +30,18 @@ from memopt_cli.records import (
 )
 from memopt_cli.spec_text import parse_tensor
 from memopt_cli.step import Step, make_optimizer
-from memopt_cli.trace import FakeStep, count, fake_mode, place_fake, record, time_operators, with_contents, with_seconds
+from memopt_cli.trace import (
+    Codecs,
+    FakeStep,
+    codecs_of,
+    count,
+    fake_mode,
+    place_fake,
+    record,
+    time_operators,
+    with_contents,
+    with_seconds,
+)
 from memopt_cli.workspace import Workspaces
 
 FLOAT = 4
@@ -432,3 +445,45 @@ def test_a_slice_packs_as_a_slice(x: Tensor, codec: str) -> None:
     step = Step(model=Sliced(), args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
     cell = next(m for m in record(step, batch=8, contents=True).modules if m.path == "cell")
     assert cell.compressor == codec
+
+
+class MostlyZero(nn.Module):
+    """Segments are given tensors of which few elements are not zero, and which nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for n, block in enumerate(self.blocks):
+            total = total + block(F.hardshrink(x.roll(n), 2.5)).square().mean()
+        return total
+
+
+def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
+    torch.manual_seed(0)
+    step = step_of(MostlyZero(), torch.randn(1024, 64))
+    trace = record(step, 1024, contents=True)
+    blocks = [m for m in trace.modules if m.path.startswith("blocks.") and m.path.count(".") == 1]
+    assert {m.compressor for m in blocks} == {"sparse"}
+    plan = Plan(level=1, segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
+    raw = Plan(level=1, segments=tuple(SegmentPlan(path=m.path) for m in blocks))
+    tree = {block.path: block for block in block_tree(trace, [op.seconds for op in trace.ops])}
+    for m in blocks:
+        assert tree[m.path].compressor == "sparse"
+        assert tree[m.path].packed_input_bytes < 0.05 * m.input_bytes
+
+    def peak(fake: FakeStep | None, plan: Plan, codecs: Codecs | None) -> int:
+        model = fake.step.model if fake else step.model
+        apply_plan(model, plan)
+        counted = fake.count(codecs=codecs) if fake else count(step)
+        remove_plan(model)
+        return counted.tensor_peak_bytes
+
+    fake = FakeStep(step)
+    really = peak(None, plan, None)
+    assert really < 0.75 * peak(None, raw, None)
+    assert peak(fake, plan, None) == peak(None, raw, None)
+    assert peak(fake, plan, codecs_of(trace)) == pytest.approx(really, rel=0.05)
+    assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(really, rel=0.05)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.policy import Selection, is_limited, least_predicted_peak, select
 from memopt_cli.records import Counted, ModuleTrace, Plan, SearchOptions, SegmentPlan
 
@@ -43,6 +43,8 @@ class Segments:
             plan = segments_plan(selection, options)
             probes.report(f"segments on {len(plan.segments)} modules")
             counted = probes.count(plan)
+            if isinstance(counted, NotTried):
+                break
             tried += 1
             if not isinstance(counted, Counted):
                 notes.append(f"level 1: {len(plan.segments)} segments could not run")

@@ -1,0 +1,145 @@
+"""Ways to take the same training step, each in a process of its own: its allocated peak, then steps in turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+
+from benchmarks.results import table
+from memopt_cli.errors import first_line
+from memopt_cli.loading import load_model
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.step import Step, place, seed_everything
+from memopt_cli.trace import resident_bytes
+
+Prepare = Callable[[Step], nn.Module]
+"""Makes of the step's model the one that is run; a function that pickles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A contestant's peak in bytes, and how long it took to prepare and to take its first step."""
+
+    peak_bytes: int
+    prepared_s: float
+
+
+@dataclass
+class Contestant:
+    """One way, its process and its steps."""
+
+    name: str
+    subject: Subject
+    prepare: Prepare
+    search_s: float | None = None
+    """Time it took to find; ``None``: that to prepare it."""
+    times_s: list[float] = field(default_factory=list)
+
+    def start(self, threads: int) -> str:
+        """Start it and measure its peak; why it cannot take part, or nothing."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, self.subject, self.prepare, threads), daemon=True)
+        self._process.start()
+        other.close()
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            return "its process ended"
+        if isinstance(answer, str):
+            return answer
+        self.peak_bytes: int = answer.peak_bytes
+        self.search_s = answer.prepared_s if self.search_s is None else self.search_s
+        return ""
+
+    def take_step(self) -> None:
+        """One more."""
+        self._pipe.send(True)
+        self.times_s.append(self._pipe.recv())
+
+    def stop(self) -> None:
+        """End its process."""
+        self._process.kill()
+        self._process.join()
+
+
+def make_step(subject: Subject) -> Step:
+    """The step of a subject in this process."""
+    model = place(load_model(subject.source).module, subject.settings)
+    args, kwargs = make_inputs(subject.spec, seed=subject.settings.seed, device="cpu", dtype=None)
+    loss = user_function(subject.settings.loss, "--loss") if subject.settings.loss else None
+    return Step(model=model, args=args, kwargs=kwargs, settings=subject.settings, loss=loss)
+
+
+def take(step: Step) -> None:
+    """Forward and backward; gradients are ``None`` before and after."""
+    seed_everything(step.settings.seed)
+    step.backward(step.forward())
+    step.model.zero_grad(set_to_none=True)
+
+
+def contest(contestants: Sequence[Contestant], rounds: int, threads: int) -> tuple[list[Contestant], list[str]]:
+    """Those that ran, every one with its peak and ``rounds`` steps taken in turns; and why the others did not."""
+    running, failed = [], []
+    for one in contestants:
+        reason = one.start(threads)
+        shown = reason or f"{one.peak_bytes / 2**20:.1f} MiB, found in {one.search_s:.1f} s"
+        print(f"{one.name}: {shown}", file=sys.stderr, flush=True)
+        if reason:
+            failed.append(f"{one.name}: {reason}")
+        else:
+            running.append(one)
+    for _ in range(rounds):
+        for one in running:
+            one.take_step()
+    for one in contestants:
+        one.stop()
+    return running, failed
+
+
+def contest_table(found: Sequence[Contestant]) -> str:
+    """Peaks and median steps, beside those of the first."""
+    first = found[0]
+    base_s = statistics.median(first.times_s)
+    rows = [
+        [
+            one.name,
+            f"{one.search_s:.1f} s",
+            f"{one.peak_bytes / 2**20:.1f} MiB",
+            f"{one.peak_bytes / first.peak_bytes:.2f}",
+            f"{statistics.median(one.times_s):.3f} s",
+            f"{statistics.median(one.times_s) / base_s:.2f}",
+        ]
+        for one in found
+    ]
+    return table(["", "found in", "allocated peak", "of as it is", "step", "of as it is"], rows)
+
+
+def _serve(pipe: Connection, subject: Subject, prepare: Prepare, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        step = make_step(subject)
+        started = time.perf_counter()
+        step = replace(step, model=prepare(step))
+        prepared_s = time.perf_counter() - started
+        take(step)
+        peak = measure_allocated(lambda: take(step), subject.settings.device, resident_bytes(step)).peak_bytes
+        pipe.send(Ready(peak, prepared_s))
+    except Exception as error:  # a way that does not work for this model is an answer
+        pipe.send(first_line(error))
+        return
+    while pipe.recv():
+        started = time.perf_counter()
+        take(step)
+        pipe.send(time.perf_counter() - started)

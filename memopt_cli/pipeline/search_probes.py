@@ -1,0 +1,74 @@
+"""What a search for a plan asks of a profiling subprocess: every question once, and none when the search is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from memopt_cli.measure.jobs import Traced
+from memopt_cli.measure.runner import Session
+from memopt_cli.plan.interface import Candidate, NotTried
+from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused
+
+
+class SearchProbes:
+    """Dry runs (or real ones) of plans, and trials of chunks; what was asked before is answered from memory.
+
+    A search that is over can therefore be gone through again, without a subprocess: to the best of what was tried.
+    """
+
+    def __init__(
+        self, session: Callable[[], Session], original: Candidate, *, fake: bool, limit_s: float | None
+    ) -> None:
+        self._session = session
+        self._original = original
+        self._fake = fake
+        self._limit_s = limit_s
+        self._started = time.monotonic()
+        self._over = ""
+        self._counted: dict[Plan, Counted | Failure] = {replace(original.plan, level=0): original.counted}
+        self._traced: dict[Plan, Traced | Failure] = {}
+        self._rules: dict[str, ChunkRule | Refused] = {}
+
+    @property
+    def over(self) -> str:
+        """Why nothing more is tried; empty if it is."""
+        if not self._over and self._limit_s is not None and time.monotonic() - self._started >= self._limit_s:
+            self._over = f"the search was ended after {self._limit_s:g} s (--search-time)"
+        return self._over
+
+    @property
+    def improved(self) -> bool:
+        """Whether a plan was tried that lowers the peak."""
+        peaks = (found.allocated_peak_bytes for found in self._counted.values() if isinstance(found, Counted))
+        return min(peaks) < self._original.peak_bytes
+
+    def end(self, reason: str) -> None:
+        """Nothing more is tried."""
+        self._over = reason
+
+    def count(self, plan: Plan) -> Counted | Failure | NotTried:
+        """The peaks of one step under a plan."""
+        key = replace(plan, level=0)
+        if key not in self._counted:
+            if self.over:
+                return NotTried(reason=self.over)
+            self._counted[key] = self._session().count(plan, fake=self._fake)
+        return self._counted[key]
+
+    def trace(self, plan: Plan) -> Traced | Failure | NotTried:
+        """A step under a plan, recorded."""
+        if plan not in self._traced:
+            if self.over:
+                return NotTried(reason=self.over)
+            self._traced[plan] = self._session().trace(plan, fake=self._fake)
+        return self._traced[plan]
+
+    def chunking(self, path: str) -> ChunkRule | Refused:
+        """Whether the module at a path may run in chunks."""
+        if path not in self._rules:
+            if self.over:
+                return Refused(reason=self.over)
+            self._rules[path] = self._session().chunking(path)
+        return self._rules[path]
