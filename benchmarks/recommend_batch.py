@@ -2,7 +2,7 @@
 
     python benchmarks/recommend_batch.py [--models gpt,resnet] [--limits 900MiB,2500MiB]
 
-Each model has a section in RESULTS.md; a run with ``--limits`` writes none.
+Each model at each limit has a section in RESULTS.md.
 
 The finder is Lightning's algorithm (``Tuner.scale_batch_size(mode="binsearch")``): double from 2 until a trial fails,
 then bisect until the largest batch is known; a trial is a probe of memopt in a fresh subprocess, so that both measure
@@ -19,12 +19,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from results import table, this_command, write_section
+from results import table, write_section
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline import recommend_batch
@@ -38,10 +37,10 @@ LIMITS = {
     "char_rnn": ("16MiB", "64MiB", "256MiB"),
     "gpt": ("900MiB", "1500MiB", "2500MiB"),
     "resnet": ("450MiB", "900MiB", "1500MiB"),
-    "spiking_vgg": ("600MiB", "1200MiB", "2000MiB"),
+    "spiking_vgg": ("900MiB", "1500MiB", "2500MiB"),
 }
 TIME_LIMIT_S = 600.0
-HEADER = ["limit", "batch", "largest", "runs", "dry runs", "finder's trials", "time", "finder's", "ratio", "of CPU"]
+HEADER = ["batch", "largest", "runs", "dry runs", "finder's trials", "time", "finder's", "ratio", "of CPU"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class Case:
         counts = (self.recommended, self.largest, self.probes, self.dry_runs, self.trials)
         ratios = (self.seconds / self.finder_seconds, self.cpu_seconds / self.finder_cpu_seconds)
         times = (f"{self.seconds:.1f} s", f"{self.finder_seconds:.1f} s")
-        return [exact_bytes(self.limit_bytes), *map(str, counts), *times, *(f"{ratio:.2f}" for ratio in ratios)]
+        return [*map(str, counts), *times, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
@@ -133,16 +132,6 @@ def run(model: str, limit_bytes: int) -> Case:
     )
 
 
-def run_model(model: str, limits: Sequence[str]) -> list[Case]:
-    """Every limit of a model, told as it is done."""
-    print(f"{model}: {' | '.join(HEADER)}")
-    cases = []
-    for limit in limits:
-        cases.append(run(model, parse_bytes(limit)))
-        print(f"{model}: {' | '.join(cases[-1].cells())}{'' if cases[-1].is_good else '  NOT as wanted'}", flush=True)
-    return cases
-
-
 def main() -> int:
     """Run the cases asked for; 1 if one of them is wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -151,14 +140,21 @@ def main() -> int:
     arguments = parser.parse_args()
     is_good = True
     for model in arguments.models.split(","):
-        cases = run_model(model, arguments.limits.split(",") if arguments.limits else LIMITS[model])
-        is_good &= all(case.is_good for case in cases)
-        if not arguments.limits:
-            rows = table(HEADER, [case.cells() for case in cases])
-            good = sum(case.is_good for case in cases)
-            text = f"{good} of {len(cases)} right, from at most 6 runs, in at most a third of the finder's time."
-            write_section(f"recommend-batch: {model}", this_command(), f"{text}\n\n{rows}")
+        for limit in arguments.limits.split(",") if arguments.limits else LIMITS[model]:
+            case = run(model, parse_bytes(limit))
+            report(case)
+            is_good &= case.is_good
     return 0 if is_good else 1
+
+
+def report(case: Case) -> None:
+    """To stdout and RESULTS.md."""
+    limit, verdict = exact_bytes(case.limit_bytes), "" if case.is_good else "  NOT as wanted"
+    print(f"{case.model} {limit}: {' | '.join(case.cells())}{verdict}", flush=True)
+    wanted = "right, from at most 6 runs, in at most a third of the finder's time"
+    command = f"python benchmarks/recommend_batch.py --models {case.model} --limits {limit}"
+    text = f"{wanted}: {'yes' if case.is_good else 'no'}\n\n{table(HEADER, [case.cells()])}"
+    write_section(f"recommend-batch: {case.model} in {limit}", command, text)
 
 
 if __name__ == "__main__":
