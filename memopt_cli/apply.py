@@ -73,6 +73,7 @@ def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, 
         keep=segment.keep,
         batch_statistics=segment.batch_statistics,
         through_loss=segment.through_loss,
+        inexact=segment.inexact,
     )
     return _installed(module, name, config)
 

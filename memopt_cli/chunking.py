@@ -3,7 +3,7 @@
 A copy of the module, in double precision and training mode, is run whole and in even and uneven chunks, on the inputs
 it gets in the model and on drawn ones.  Outputs, gradients, buffers and the state it hands over must agree: a module
 that looks ahead, mixes samples, or draws random numbers does not pass.  Batch norms mix samples by their statistics
-alone, which a pass of their own gathers.
+alone, which a pass of their own gathers; where it cannot, chunks are inexact, and must be asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,9 +59,30 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
     raise LookupError(f"the step does not call {path!r}")
 
 
-def find_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
-    """The first axis along which ``module`` gives the same in chunks, with the least that must be cut."""
-    norms = sum(isinstance(m, _BatchNorm) for m in module.modules())
+def find_rule(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, allow_inexact: bool = False
+) -> ChunkRule | Refused:
+    """The first axis along which ``module`` gives the same in chunks, with the least that must be cut.
+
+    ``allow_inexact``: where there is none, that along which it would but for the statistics of its batch norms.
+    """
+    found = _exact_rule(module, args, kwargs)
+    if isinstance(found, ChunkRule) or not allow_inexact or not _norms_of(module):
+        return found
+    for axis in _AXES:
+        for exact in _conceivable(module, args, kwargs, axis):
+            rule = replace(exact, batch_statistics=False, inexact=True)
+            if _disproof(module, args, kwargs, rule) is None:
+                return rule
+    return found
+
+
+def _norms_of(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in module.modules() if isinstance(inner, _BatchNorm)]
+
+
+def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
+    norms = len(_norms_of(module))
     if norms > _MOST_NORMS:
         return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
     reasons = []
@@ -89,7 +111,7 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 axis=axis,
                 seq_inputs=seq_inputs,
                 seq_outputs=seq_outputs,
-                batch_statistics=any(isinstance(m, _BatchNorm) for m in module.modules()),
+                batch_statistics=bool(_norms_of(module)),
             )
 
 
@@ -106,6 +128,8 @@ def _leading(lengths: list[int], wanted: int) -> int:
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
     """Why the rule is wrong; ``None`` if every trial agrees."""
     module = copy.deepcopy(module).double().train()
+    for norm in _norms_of(module) if rule.inexact else ():
+        norm.eval()  # all but their statistics must agree
     inputs = in_double((args, kwargs))
     length = args[0].shape[rule.axis]
     try:
@@ -145,6 +169,7 @@ def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
         seq_inputs=rule.seq_inputs,
         seq_outputs=rule.seq_outputs,
         batch_statistics=rule.batch_statistics,
+        inexact=rule.inexact,
     )
     install_segment(subject, config)
     return subject

@@ -155,12 +155,16 @@ class SegmentPlan:
     spatial_split: bool = False
     """Each module that ``__spatial_split__`` returns is a segment of its own."""
     keep: tuple[str, ...] = ()
-    """Operators, by the names of :attr:`OpTrace.name`, whose outputs are kept; all others are recomputed."""
+    """Operators, by the names of :attr:`OpTrace.name`, whose outputs are kept (``aten::convolution#2``: of the second
+    call that the segment makes outside of segments in it); all others are recomputed."""
     batch_statistics: bool = False
     """Of chunks: a first pass over them gathers the statistics that batch norms inside normalize by."""
     through_loss: bool = False
     """Of chunks of a linear layer: each runs on through the cross-entropy that its output goes to, to its gradients;
     neither the whole output nor the gradient of it ever exists."""
+    inexact: bool = False
+    """Of chunks: batch norms inside normalize each by its own statistics.  Not what the whole computes: it must be
+    asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +186,7 @@ class ChunkRule:
     seq_inputs: int
     seq_outputs: int
     batch_statistics: bool = False
+    inexact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,6 +487,8 @@ class Verification:
     full_size: bool
     """``batch`` is the batch size that was asked for."""
     detail: str = ""
+    inexact: tuple[str, ...] = ()
+    """Segments that are not exact, as asked for: their batch norms were compared at fixed statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -642,6 +649,7 @@ class SearchRequest:
     checkpoint_budget: Preference | None = None
     max_gc_wrapped_modules: int | None = None
     gc_target_budget_ratio: float | None = None
+    allow_inexact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -674,6 +682,8 @@ class SearchOptions:
     """The most segments at level 1; ``None``: no limit; 0 or less: none."""
     gc_target_budget_ratio: float | None = None
     """The largest share of the candidates at level 1; ``None``: all of them; 0 or less: none."""
+    allow_inexact: bool = False
+    """Chunks may have batch statistics of their own where the whole's cannot be gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from memopt_cli.equality import TOLERANCE, DoubleThroughout, bit_equal, difference, effects, in_double
 from memopt_cli.errors import StepError
@@ -26,19 +27,22 @@ def verify(
 
     A plan without chunks must be equal to the bit, or, where the original itself differs from run to run, within that
     noise.  Chunks change the order of sums, and a rounding difference can flip a spike: such a plan is compared in
-    float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.
+    float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.  In segments that are
+    inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     if chunked:
         step = _in_double(step)
-    start = StartingState(step.model)
-    with DoubleThroughout() if chunked else contextlib.nullcontext():
+    inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
+    fixed = _fixed_statistics([step.model.get_submodule(path) for path in inexact])
+    with fixed, DoubleThroughout() if chunked else contextlib.nullcontext():
+        start = StartingState(step.model)
         reference = _effects(step, start)
         noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
         install(step.model)
         optimized = _effects(step, start)
-    remove(step.model)
-    start.enter()
+        remove(step.model)
+        start.enter()
     worst = difference(reference, optimized)
     exact = not chunked and noise == 0.0
     tolerance = TOLERANCE if chunked else noise
@@ -52,7 +56,19 @@ def verify(
         worst_difference=worst.relative,
         batch=batch,
         full_size=full_size,
+        inexact=inexact,
     )
+
+
+@contextlib.contextmanager
+def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Batch norms in ``modules`` use their running statistics meanwhile."""
+    norms = {m for module in modules for m in module.modules() if isinstance(m, _BatchNorm) and m.training}
+    for norm in norms:
+        norm.eval()
+    yield
+    for norm in norms:
+        norm.train()
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:

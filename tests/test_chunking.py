@@ -222,6 +222,28 @@ def test_refused(module: nn.Module, reason: str) -> None:
     assert reason in found.reason
 
 
+NORMED = {
+    "two norms": nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)),
+    "norms of all processes": nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_chunks_with_statistics_of_their_own_must_be_asked_for(name: str) -> None:
+    refused = find_rule(NORMED[name], (x(4, 6),), {})
+    assert isinstance(refused, Refused)
+    assert {"two norms": "its 2 batch norms", "norms of all processes": "SyncBatchNorm"}[name] in refused.reason
+    found = find_rule(NORMED[name], (x(4, 6),), {}, allow_inexact=True)
+    assert found == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)
+
+
+def test_what_can_be_exact_is_and_what_mixes_samples_otherwise_is_refused_all_the_same() -> None:
+    norm = nn.BatchNorm1d(6)
+    assert find_rule(norm, (x(4, 6),), {}, allow_inexact=True) == find_rule(norm, (x(4, 6),), {})
+    mixing = nn.Sequential(nn.SyncBatchNorm(6), Mapped(lambda y: y / y.norm()))
+    assert isinstance(find_rule(mixing, (x(4, 6),), {}, allow_inexact=True), Refused)
+
+
 def test_keyword_arguments_are_not_cut() -> None:
     class Keyword(nn.Module):
         def forward(self, *, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,26 @@ def test_a_right_plan_passes(plan: Plan, exact: bool) -> None:
     assert found.worst_difference <= found.tolerance
     # Six parameters, four buffers (as state too), the memory, the output, the input's gradient, the generator.
     assert found.compared == 18
+
+
+INEXACT = SegmentPlan(path="body.1", chunks=2, inexact=True)
+
+
+def test_what_is_inexact_as_asked_for_is_named_and_all_else_is_compared() -> None:
+    asked = check(Plan(level=3, segments=(INEXACT,)))
+    assert asked.passed
+    assert asked.inexact == ("body.1",)
+    assert not asked.exact
+    assert not check(Plan(level=3, segments=(replace(INEXACT, inexact=False),))).passed
+    both = Plan(level=3, segments=(INEXACT, *CHUNKED.segments))
+    assert check(both).passed
+    assert not check(both, scaled(1 + 1e-8)).passed
+
+
+def test_norms_train_again_after_that() -> None:
+    model = Net()
+    check(Plan(level=3, segments=(INEXACT,)), model=model)
+    assert model.body[1].training
 
 
 def scaled(factor: float) -> Install:

@@ -227,6 +227,7 @@ segments = st.builds(
     keep=st.lists(text, max_size=2).map(tuple),
     batch_statistics=st.booleans(),
     through_loss=st.booleans(),
+    inexact=st.booleans(),
 )
 plans = st.builds(
     Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans()

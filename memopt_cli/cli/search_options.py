@@ -117,6 +117,14 @@ TemporalSplitFactor = Annotated[
         metavar="N", parser=whole(2), rich_help_panel=_SEARCH, help="How many chunks a temporal split makes of one."
     ),
 ]
+AllowInexact = Annotated[
+    bool,
+    typer.Option(
+        "--allow-inexact",
+        rich_help_panel=_SEARCH,
+        help="Chunks may have batch statistics of their own where the whole's cannot be had; the summary names them.",
+    ),
+]
 MaxSplitRounds = Annotated[
     int | None,
     typer.Option(

@@ -74,6 +74,8 @@ class ChunkingJob:
     """Whether the module at ``path`` can run in chunks -> :class:`ChunkingFound`."""
 
     path: str
+    allow_inexact: bool = False
+    """Chunks that differ by their batch statistics alone will do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

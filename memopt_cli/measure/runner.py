@@ -111,9 +111,9 @@ class Session:
         """The tensor peak of a step under ``plan``, at other sizes than described if they are given."""
         return self._ask(CountJob(plan=plan, fake=fake, batch=batch, dims=dict(dims or {})), Counted)
 
-    def chunking(self, path: str) -> ChunkRule | Refused:
+    def chunking(self, path: str, *, allow_inexact: bool = False) -> ChunkRule | Refused:
         """Whether the module at ``path`` can run in chunks; a failure is a refusal."""
-        found = self._ask(ChunkingJob(path=path), ChunkingFound)
+        found = self._ask(ChunkingJob(path=path, allow_inexact=allow_inexact), ChunkingFound)
         return found.rule if isinstance(found, ChunkingFound) else Refused(reason=f"trying it failed: {found}")
 
     def measure(self, plan: Plan, steps: int = 3, *, warm_up: bool = True) -> Measurement | Failure:

@@ -208,7 +208,7 @@ class Worker:
             return ChunkingFound(rule=Refused(reason="no step of it may be run on data"))
         if alike not in self._rules:
             module, args, kwargs = capture_call(self._small_step, job.path)
-            self._rules[alike] = find_rule(module, args, kwargs)
+            self._rules[alike] = find_rule(module, args, kwargs, allow_inexact=job.allow_inexact)
         return ChunkingFound(rule=self._rules[alike])
 
     def _measure(self, job: MeasureJob) -> Measurement:

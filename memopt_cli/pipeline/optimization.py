@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
@@ -223,6 +225,7 @@ class _Job:
             if search is None or not self.request.interruptible:
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
+        self.notes += self._unsynchronized(search.probes.refusals)
         if search.probes.over:
             self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
@@ -239,7 +242,13 @@ class _Job:
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
         first = Candidate(plan=Plan(level=0), counted=start)
-        probes = SearchProbes(session, first, fake=traced.fake, limit_s=self.request.search_limit_s)
+        probes = SearchProbes(
+            session,
+            first,
+            fake=traced.fake,
+            limit_s=self.request.search_limit_s,
+            allow_inexact=self.options.allow_inexact,
+        )
         return _Search(traced=traced, first=first, probes=probes)
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
@@ -296,6 +305,7 @@ class _Job:
             targets=lambda path: targets is None or path in targets,
             compress=options.compress_x,
             chunk_factor=options.temporal_split_factor,
+            keep=options.level >= 3,
         )
         probes = self._probes(search.probes, options.level, first)
         planner = Planner(
@@ -361,6 +371,13 @@ class _Job:
                 self.skipped.append(reason)
             rows.append(row)
         return rows[1:]
+
+    def _unsynchronized(self, refusals: Mapping[str, str]) -> Iterator[str]:
+        """Notes on modules that were not put in chunks, for the norms in them that need all processes."""
+        for path, reason in refusals.items():
+            inner = self.prepared.loaded.module.get_submodule(path).modules()
+            if any(isinstance(m, nn.SyncBatchNorm) for m in inner):
+                yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 
     def _session_lost(self) -> None:
         self.notes.append("A trial ended its profiling subprocess; another took over.")

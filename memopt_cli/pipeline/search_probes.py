@@ -19,12 +19,19 @@ class SearchProbes:
     """
 
     def __init__(
-        self, session: Callable[[], Session], original: Candidate, *, fake: bool, limit_s: float | None
+        self,
+        session: Callable[[], Session],
+        original: Candidate,
+        *,
+        fake: bool,
+        limit_s: float | None,
+        allow_inexact: bool = False,
     ) -> None:
         self._session = session
         self._original = original
         self._fake = fake
         self._limit_s = limit_s
+        self._allow_inexact = allow_inexact
         self._started = time.monotonic()
         self._over = ""
         self._counted: dict[Plan, Counted | Failure] = {replace(original.plan, level=0): original.counted}
@@ -43,6 +50,11 @@ class SearchProbes:
         """Whether a plan was tried that lowers the peak."""
         peaks = (found.allocated_peak_bytes for found in self._counted.values() if isinstance(found, Counted))
         return min(peaks) < self._original.peak_bytes
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Paths of the modules that may not run in chunks, and why."""
+        return {path: rule.reason for path, rule in self._rules.items() if isinstance(rule, Refused)}
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
@@ -70,5 +82,5 @@ class SearchProbes:
         if path not in self._rules:
             if self.over:
                 return Refused(reason=self.over)
-            self._rules[path] = self._session().chunking(path)
+            self._rules[path] = self._session().chunking(path, allow_inexact=self._allow_inexact)
         return self._rules[path]

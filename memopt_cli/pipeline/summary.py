@@ -91,7 +91,11 @@ def _measured(rows: list[LevelRow], level: int) -> Measurement | None:
 
 def _steps_of(plan: Plan) -> list[str]:
     """The levels whose means a plan uses."""
-    used = {1: bool(plan.segments) or plan.packed, 3: any(s.chunks > 1 for s in plan.segments)}
+    used = {
+        1: bool(plan.segments) or plan.packed,
+        3: any(s.chunks > 1 for s in plan.segments),
+        4: any(s.keep for s in plan.segments),
+    }
     return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memopt_cli.plan.cost_model import packed_inputs
+from memopt_cli.plan.cost_model import needed_until, packed_inputs
+from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
 
 
@@ -32,7 +33,11 @@ class Block:
     resident_bytes: int = 0
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
     forward_s: float = 0.0
-    """Time of its forward: what running it again takes."""
+    """What running its forward again takes, which ends when autograd has what it saved."""
+    costly: tuple[Costly, ...] = ()
+    """Its costly calls and those of what is below, in their order."""
+    stop: int = 0
+    """The operator before which running it again ends."""
     ops: int = 0
     """Operators of its forward."""
     input_bytes: int = 0
@@ -73,7 +78,9 @@ class _Builder:
         self._modules = {module.path: module for module in trace.modules}
         self._elapsed = [0.0, *accumulate(seconds)]
         self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self._costly = costly_calls(trace, seconds)
         self._paid, self._paid_packed = self._payments()
+        self._stops = self._ends_of_recomputation()
         self._base, self._resident = self._levels()
 
     def build(self) -> Block:
@@ -93,6 +100,14 @@ class _Builder:
                 paid[payer + 1] += storage.nbytes
                 packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
         return list(accumulate(paid)), list(accumulate(packed))
+
+    def _ends_of_recomputation(self) -> list[tuple[int, int]]:
+        """Every operator of forward that autograd saves something for, and where running up to it again ends."""
+        ends: dict[int, int] = {}
+        for index, storage in enumerate(self._trace.storages):
+            for op in storage.saved_by:
+                ends[op] = max(ends.get(op, 0), needed_until(self._trace, index, op))
+        return sorted((op, end) for op, end in ends.items() if op < self._forward_ops)
 
     def _produces(self, op: int, storage: int) -> bool:
         return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
@@ -138,6 +153,8 @@ class _Builder:
         outputs = sum(self._trace.storages[s].nbytes for s in call.outputs)
         own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
         own.forward_bytes = forward
+        own.stop = self._stop(call)
+        own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.join_bytes = max(outputs, sum(self._trace.storages[s].nbytes for s in call.inputs))
@@ -185,6 +202,7 @@ class _Builder:
 
     def _span(self, path: str, forward: range, backward: range) -> Block:
         ops = [*forward, *backward]
+        first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
         fallback = self._base[forward.start] if forward.start < len(self._base) else 0
         return Block(
             path=path,
@@ -194,8 +212,14 @@ class _Builder:
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
             ops=len(forward),
+            costly=tuple(self._costly[first:last]),
+            stop=forward.stop,
             signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
         )
+
+    def _stop(self, call: ModuleCall) -> int:
+        last = bisect.bisect_left(self._stops, (call.end, 0)) - 1
+        return max(call.start, self._stops[last][1]) if last >= 0 else call.start
 
     def _forward_alone(self, call: ModuleCall) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""

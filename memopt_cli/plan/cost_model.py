@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from memopt_cli.plan.keeping import kept_calls
 from memopt_cli.records import (
     CompressorName,
     ModuleCall,
@@ -32,6 +33,8 @@ PACK_BYTES_PER_S = 2e9
 """Rate of packing, its check included, and of unpacking: of the order of a copy of the tensor."""
 OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
+KEEP_OP_S = 8e-6
+"""What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
@@ -52,6 +55,8 @@ class _Block:
     """Chunks, those of the blocks around it multiplied in."""
     packed: dict[int, int] = field(default_factory=dict)
     """Storages that are stored packed -> bytes."""
+    kept: frozenset[int] = frozenset()
+    """Operators whose outputs it keeps."""
 
 
 LEAST_PACKED_BYTES = 4096
@@ -102,9 +107,11 @@ class CostModel:
 
     def _added_s(self, block: _Block) -> float:
         again = self._elapsed[block.stop] - self._elapsed[block.call.start]
+        again -= sum(self.seconds[op] for op in block.kept if op < block.stop)
+        watched = 2 * KEEP_OP_S * (block.call.end - block.call.start) if block.kept else 0.0
         chunked = 3 * OP_S * (block.call.end - block.call.start) * (block.segment.chunks - 1)
         unpacked_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
-        return again + chunked + 2 * unpacked_bytes / PACK_BYTES_PER_S
+        return again + watched + chunked + 2 * unpacked_bytes / PACK_BYTES_PER_S
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""
@@ -126,7 +133,14 @@ class CostModel:
         for block in blocks:
             if block.parent is None and block.segment.compressor != "null":
                 block.packed = self._packed(block)
+            if block.segment.keep:
+                block.kept = self._kept(block, [inner.call for inner in blocks if inner.parent is block])
         return blocks
+
+    def _kept(self, block: _Block, within: Sequence[ModuleCall]) -> frozenset[int]:
+        others = {op for call in within for op in range(call.start, call.end)}
+        own = [op for op in range(block.call.start, block.call.end) if op not in others]
+        return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
         for call in self._calls[segment.path]:
@@ -212,9 +226,10 @@ class _Replay:
                     savers[self._inner[op]].append(op)
             self._savers_in[index] = savers
             for inner, ops in savers.items():
+                stop = needed_until(self._trace, index, max(ops))
                 for around in _outwards(inner):
                     if around is not None:
-                        around.stop = max(around.stop, max(ops) + 1)
+                        around.stop = max(around.stop, stop)
 
     def _lay_out(self) -> list[int]:
         """Instant of every original operator; recomputations stand right before the backward they serve."""
@@ -275,8 +290,11 @@ class _Replay:
 
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
         """In the first forward, and again in every recomputation around it."""
-        around = _outwards(self._inner[storage.born])
+        inner = self._inner[storage.born]
+        around = _outwards(inner)
         savers = self._savers_in[index]
+        keeps = inner is not None and storage.born in inner.kept
+        start, last = self._at(None, storage.born), self._end_of(inner) if inner else 0
         for depth, block in enumerate(around):
             if block is not None and storage.born >= block.stop:
                 continue
@@ -287,9 +305,14 @@ class _Replay:
                 end = max(end, self._release(storage, savers[block]))
             for held in self._holders(index, storage, block):
                 end = max(end, self._held_until(index, held))
+            if keeps:
+                last = max(last, end)
+                continue
             inside = [b for b in around[:depth] if b is not None and not self._escapes(storage, savers, b)]
             shares = inside[0].shares if inside else block.shares if block else 1
             self._live(self._at(block, storage.born), end, storage.nbytes // shares)
+        if keeps:
+            self._live(start, last, storage.nbytes)
 
     def _packs(self, storage: StorageTrace) -> bool:
         return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
@@ -348,9 +371,6 @@ class _Replay:
             nbytes = self._trace.storages[index].nbytes
             self._live(start, block.offset, packed_bytes)
             self._live(block.offset, self._held_until(index, block), nbytes // block.segment.chunks)
-            # The check compares with what would come back, and a flag for every element.
-            check_bytes = (nbytes + nbytes // 4) // block.segment.chunks
-            self._extra[start] = max(self._extra[start], check_bytes)
 
     def _add_joins(self, block: _Block) -> None:
         """Where chunks end stand the pieces and the whole: of the outputs; in backward, of the input's gradient."""
@@ -384,9 +404,20 @@ class _Replay:
             run(self._place[index], op, inner.shares if inner else 1)
         for block in self.blocks:
             for index in range(block.call.start, block.stop):
+                if index in block.kept:
+                    continue
                 inner = self._inner[index]
                 run(self._at(block, index), ops[index], inner.shares if inner else 1)
         return running
+
+
+def needed_until(trace: StepTrace, storage: int, saver: int) -> int:
+    """The operator before which a recomputation may end that is to give ``storage`` to ``saver``, the last it serves.
+
+    What an operator is given autograd saves before it runs, what it makes afterwards.
+    """
+    made = trace.storages[storage].born >= saver or storage in trace.ops[saver].mutates
+    return saver + 1 if made else saver
 
 
 def _outwards(block: _Block | None) -> list[_Block | None]:

@@ -106,6 +106,7 @@ def resolve(request: SearchRequest, *, has_inputs: bool = True) -> Resolved:
         checkpoint_budget=request.checkpoint_budget,
         max_gc_wrapped_modules=request.max_gc_wrapped_modules,
         gc_target_budget_ratio=request.gc_target_budget_ratio,
+        allow_inexact=request.allow_inexact,
     )
     options = _budgeted(options, notes)
     return Resolved(options=_bounded(options, request, notes), requested_level=requested, notes=tuple(notes))

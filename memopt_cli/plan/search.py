@@ -6,7 +6,10 @@ instant of its forward and backward, what it kept included, and the time that re
 - first ``a``, then ``b``, whose backward is first:  (a.kept + b.kept, max(a.peak, a.kept + b.peak), a.time + b.time);
 - a segment around a way ``w`` to run its inside:  (input, w.peak, forward + w.time), its input being stored.
 
-Both keep the order of each number, so a way that is worse in all three than another is part of no best plan: what
+A segment may also keep the outputs of some costly calls, which then are not run again: to the ways of its inside a
+fourth number is added, the bytes so held, and to the segment's own kept bytes their sum.
+
+All of this keeps the order of each number, so a way that is worse in all than another is part of no best plan: what
 remains is a Pareto set for every block, built from those of its children (dynamic programming as in Herrmann et al.,
 "Optimal checkpointing for heterogeneous chains", 2019, over a tree of modules instead of a chain, segments nested).
 Blocks that are alike are solved once.  Sets that grow beyond a cap are thinned, on the safe side.
@@ -15,12 +18,13 @@ Blocks that are alike are solved once.  Sets that grow beyond a cap are thinned,
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
-from memopt_cli.plan.cost_model import OP_S, PACK_BYTES_PER_S
+from memopt_cli.plan.cost_model import KEEP_OP_S, OP_S, PACK_BYTES_PER_S
+from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.records import ChunkRule, SegmentPlan
 
 _MOST_WAYS = 400
@@ -39,6 +43,8 @@ class Way:
     kept_bytes: int = 0
     peak_bytes: int = 0
     added_s: float = 0.0
+    held_bytes: int = 0
+    """In a segment: of what is not run again because the segment keeps it."""
     segment: SegmentPlan | None = None
     parts: tuple[Way, ...] = ()
     moved: tuple[str, str] | None = None
@@ -48,7 +54,13 @@ class Way:
         """This way, and another of the block that follows."""
         peak = max(self.peak_bytes, self.kept_bytes + other.peak_bytes)
         parts = tuple(way for way in (self, other) if way.segment or way.parts)
-        return Way(self.kept_bytes + other.kept_bytes, peak, self.added_s + other.added_s, parts=parts)
+        return Way(
+            self.kept_bytes + other.kept_bytes,
+            peak,
+            self.added_s + other.added_s,
+            self.held_bytes + other.held_bytes,
+            parts=parts,
+        )
 
     def segments(self) -> Iterator[SegmentPlan]:
         """In the order of execution, outer ones first."""
@@ -73,6 +85,24 @@ class Allowed:
     chunk_factor: int = 2
     packed: bool = False
     """What is saved outside of segments is packed."""
+    keep: bool = True
+    """Whether segments that lie in no other may keep the outputs of costly calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """Where a block lies."""
+
+    packed: bool = False
+    """In no segment, and what is saved is packed."""
+    recomputed: bool = False
+    """In a segment."""
+    kept: frozenset[int] = frozenset()
+    """Costly calls in the block, and in no segment nearer to them, whose outputs the segment keeps."""
+
+    def of(self, block: Block) -> _Around:
+        """The same for a part of it."""
+        return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 
 class Solver:
@@ -83,7 +113,9 @@ class Solver:
         self._allowed = allowed
         self._alike = Counter(block.signature for block in root)
         self._repeated = repeated(root)
-        self._solved: dict[tuple[int, frozenset[str], bool], tuple[Block, list[Way]]] = {}
+        self._solved: dict[tuple[int, frozenset[str], _Around], tuple[Block, list[Way]]] = {}
+        self._segment_ways: dict[tuple[Block, frozenset[str], bool], list[Way]] = {}
+        self._outside = _Around(packed=allowed.packed)
         self._segmented: frozenset[str] = frozenset()
         """Of the modules that are called several times, those that are segments in every call."""
 
@@ -120,66 +152,83 @@ class Solver:
     def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         if self._alike[block.signature] > 1 or not block.children:
-            after = [way.then(own) for own in self._ways(block, self._allowed.packed) for way in before]
+            after = [way.then(own) for own in self._ways(block, self._outside) for way in before]
         else:
             plain = before
             for child in block.children:
                 plain = self._through(plain, child, budget_bytes)
-            after = plain + [way.then(own) for own in self._as_segment(block) for way in before]
+            after = plain + [way.then(own) for own in self._as_segment(block, self._outside) for way in before]
         return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
 
-    def _ways(self, block: Block, packed: bool) -> list[Way]:
-        """The Pareto set of a block by itself; of blocks that are alike the first is solved.
-
-        ``packed``: it lies in no segment, and what it saves is packed.
-        """
-        key = block.signature, self._segmented, packed
+    def _ways(self, block: Block, around: _Around) -> list[Way]:
+        """The Pareto set of a block by itself; of blocks that are alike the first is solved."""
+        around = around.of(block)
+        key = block.signature, self._segmented, around
         if key not in self._solved:
-            self._solved[key] = block, self._solve(block, packed)
+            self._solved[key] = block, self._solve(block, around)
         solved, ways = self._solved[key]
         if solved is block:
             return ways
         more = block.resident_bytes - solved.resident_bytes  # gradients that are there already
         moved = (solved.path, block.path)
-        return [Way(w.kept_bytes, w.peak_bytes + more, w.added_s, parts=(w,), moved=moved) for w in ways]
+        return [replace(w, peak_bytes=w.peak_bytes + more, segment=None, parts=(w,), moved=moved) for w in ways]
 
-    def _solve(self, block: Block, packed: bool) -> list[Way]:
-        segments = self._as_segment(block)
+    def _solve(self, block: Block, around: _Around) -> list[Way]:
+        segments = self._as_segment(block, around)
         if block.path in self._segmented:
             return segments
-        return _thinned([*self._inside(block, packed), *segments], _MOST_INNER_WAYS)
+        return _thinned([*self._inside(block, around), *segments], _MOST_INNER_WAYS)
 
-    def _inside(self, block: Block, packed: bool) -> list[Way]:
+    def _inside(self, block: Block, around: _Around) -> list[Way]:
         """Ways of its parts, the block itself being no segment."""
         if not block.children:
-            kept = block.packed_bytes if packed else block.kept_bytes
-            return [Way(kept, kept + block.peak_bytes)]
+            kept = block.packed_bytes if around.packed else block.kept_bytes
+            held = [c for c in block.costly if c.op in around.kept]
+            saved_s = sum(c.seconds for c in held)
+            return [Way(kept, kept + block.peak_bytes, -saved_s, sum(c.nbytes for c in held))]
         ways = [Way()]
         for child in block.children:
-            ways = _thinned([way.then(own) for way in ways for own in self._ways(child, packed)], _MOST_INNER_WAYS)
+            ways = _thinned([way.then(own) for way in ways for own in self._ways(child, around)], _MOST_INNER_WAYS)
         return ways
 
-    def _as_segment(self, block: Block) -> list[Way]:
+    def _as_segment(self, block: Block, around: _Around) -> list[Way]:
         if not self._may_be_segment(block) or (block.path in self._repeated and block.path not in self._segmented):
             return []
+        key = block, self._segmented, around.recomputed
+        if key not in self._segment_ways:
+            choices = [frozenset[int](), *self._keeps(block, around)]
+            ways = [way for kept in choices for way in self._keeping(block, kept)]
+            self._segment_ways[key] = _thinned(ways, _MOST_INNER_WAYS)
+        return self._segment_ways[key]
+
+    def _keeps(self, block: Block, around: _Around) -> list[frozenset[int]]:
+        """What a segment may keep: nothing where an outer one would run it again all the same."""
+        may_keep = self._allowed.keep and not around.recomputed
+        return choices([c for c in block.costly if c.op < block.stop]) if may_keep else []
+
+    def _keeping(self, block: Block, kept: frozenset[int]) -> Iterator[Way]:
+        for inside in self._inside(block, _Around(recomputed=True, kept=kept)):
+            yield from self._segments(block, inside, kept)
+
+    def _segments(self, block: Block, inside: Way, kept: frozenset[int]) -> Iterator[Way]:
+        """A segment around a way of its inside, whole or in chunks."""
         packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
+        stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packed else "null")
-        stored = block.packed_input_bytes if packed else block.input_bytes
-        codec_s = 2 * block.input_bytes / PACK_BYTES_PER_S if packed else 0.0
-        ways = []
-        for inside in self._inside(block, packed=False):
-            peak = max(inside.peak_bytes, block.forward_bytes)
-            added = block.forward_s + inside.added_s + codec_s
-            for segment in (plain, *self._in_chunks(block, plain)):
-                more = block.resident_bytes + block.join_bytes if segment.chunks > 1 else 0
-                share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
-                overhead = 3 * OP_S * block.ops * (segment.chunks - 1)
-                if segment.batch_statistics:
-                    if inside.parts:
-                        continue  # a norm in a segment within cannot take part
-                    overhead += _STATISTICS_FORWARDS * block.forward_s
-                ways.append(Way(stored, max(stored, share + more), added + overhead, segment, (inside,)))
-        return _thinned(ways, _MOST_INNER_WAYS)
+        added = block.forward_s + inside.added_s + (2 * block.input_bytes / PACK_BYTES_PER_S if packed else 0.0)
+        if kept:
+            plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
+            added += 2 * KEEP_OP_S * block.ops
+        peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
+        for segment in (plain, *self._in_chunks(block, plain)):
+            more = block.resident_bytes + block.join_bytes + inside.held_bytes if segment.chunks > 1 else 0
+            share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
+            overhead = 3 * OP_S * block.ops * (segment.chunks - 1)
+            if segment.batch_statistics:
+                if inside.parts or kept:
+                    continue  # a norm in a segment within cannot take part; of several passes each would keep its own
+                overhead += _STATISTICS_FORWARDS * block.forward_s
+            yield Way(stored, max(stored, share + more), added + overhead, segment=segment, parts=(inside,))
 
     def _in_chunks(self, block: Block, plain: SegmentPlan) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:
@@ -195,6 +244,7 @@ class Solver:
                 seq_inputs=rule.seq_inputs,
                 seq_outputs=rule.seq_outputs,
                 batch_statistics=rule.batch_statistics,
+                inexact=rule.inexact,
             )
 
     def _may_be_segment(self, block: Block) -> bool:
@@ -202,11 +252,14 @@ class Solver:
 
 
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
-    """The Pareto set; of more than ``most``, one for every cell of a grid.
+    """The Pareto set of those that hold the same bytes; of more than ``most``, one for every cell of a grid.
 
     Peaks up to ``indifferent_bytes`` are as good as each other.
     """
-    best = list(_pareto(ways, indifferent_bytes))
+    groups: dict[int, list[Way]] = defaultdict(list)
+    for way in ways:
+        groups[way.held_bytes].append(way)
+    best = [way for group in groups.values() for way in _pareto(group, indifferent_bytes)]
     if len(best) <= most:
         return best
     steps = most if indifferent_bytes else max(4, int(most**0.5))

@@ -240,13 +240,14 @@ def _frontier(points: Sequence[ParetoPoint]) -> Table:
 
 
 def _what(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 1 through its loss, 5 packed, saved packed``."""
+    """``8 segments, 3 in chunks, 1 through its loss, 5 packed, 2 keeping outputs, saved packed``."""
     count = len(plan.segments)
     parts = {
         f"segment{'s' * (count > 1)}": count,
         "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
         "through its loss": sum(segment.through_loss for segment in plan.segments),
         "packed": sum(segment.compressor != "null" for segment in plan.segments),
+        "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
     }
     said = [f"{number} {what}" for what, number in parts.items() if number]
     return ", ".join([*said, *(["saved packed"] if plan.packed else [])]) or "no segments"
@@ -284,7 +285,14 @@ def _verification(found: Verification) -> str:
             f"{found.worst_name} differs by {found.worst_difference:.2g}" if found.worst_name else "the outputs differ"
         )
         return f"verification failed: {worst}, allowed {_allowed(found)}, at {where}{detail}"
-    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{detail}"
+    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{detail}{_inexact(found)}"
+
+
+def _inexact(found: Verification) -> str:
+    if not found.inexact:
+        return ""
+    names = ", ".join(found.inexact)
+    return f"\nNOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"
 
 
 def _allowed(found: Verification) -> str:

@@ -26,6 +26,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
 """Multiplying eight 0/1 bytes, read as one integer, by this gathers them, first byte lowest, in the top byte."""
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,11 @@ class BitSpikeCompressor(SpikeCompressor):
     name = "bit"
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        ones = flat != 0
-        return (_pack_bits(ones),) if _equals_bits(ones, flat) else None
+        flags = _pack_flags(flat, flat.new_ones(1))
+        return None if flags is None else (flags,)
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        octets = _octets(data[0].device).index_select(0, data[0].to(torch.int32))
-        return octets.view(torch.uint8)[:numel].to(dtype)
+        return _unpack_flags(data[0], numel, _octets(data[0].device).to(dtype))
 
 
 class SparseSpikeCompressor(SpikeCompressor):
@@ -176,15 +176,13 @@ class TwoValuedCompressor(SpikeCompressor):
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if flat.dtype not in _FLOATS or not flat.numel():
             return None
-        ones = flat != 0
-        value = flat.max().reshape(1)
-        if not _equals_bits(torch.where(ones, value, 0), flat):
-            return None
-        return _pack_bits(ones), value
+        value = _first_nonzero(flat)
+        flags = _pack_flags(flat, value)
+        return None if flags is None else (flags, value)
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        bits, value = data
-        return torch.where(BitSpikeCompressor()._decode((bits,), numel, torch.bool), value, 0)
+        flags, value = data
+        return _unpack_flags(flags, numel, torch.where(_octets(flags.device) != 0, value, 0))
 
 
 class IndexCompressor(SpikeCompressor):
@@ -209,14 +207,35 @@ class IndexCompressor(SpikeCompressor):
         narrowest, widest = map(int, span.aminmax())
         if narrowest < 0:  # it does not fit the dtype, and has wrapped around
             return None
-        for dtype in (torch.uint8, torch.int16, torch.int32):
-            if widest <= torch.iinfo(dtype).max and dtype.itemsize < flat.element_size():
-                return span.to(dtype).flatten(), least
+        if 255 < widest <= _WIDEST_NUMBERED and (numbered := _numbered(span, widest)):
+            return (*numbered, least)
+        for limits in map(torch.iinfo, (torch.uint8, torch.int16, torch.int32)):
+            if widest <= limits.max - limits.min and limits.bits < 8 * flat.element_size():
+                return (span + limits.min).to(getattr(torch, limits.dtype)).flatten(), least - limits.min
         return None
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        span, least = data
+        *coded, least = data
+        span = coded[0] if len(coded) == 1 else coded[1].index_select(0, coded[0].to(torch.int32))
         return (span.to(dtype).view(-1, least.numel()) + least).flatten()
+
+
+_WIDEST_NUMBERED = 2**20
+"""Of a span as wide as this it is looked for how many values it takes."""
+
+
+def _numbered(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
+    """``span`` as numbers of the values that it takes, one byte each, and these; ``None`` if there are more than 256.
+
+    The places in a window of a wide image are few, and far apart.
+    """
+    flat = span.flatten().to(torch.int64)
+    taken = torch.zeros(widest + 1, dtype=torch.bool, device=span.device).index_fill_(0, flat, True)
+    values = taken.nonzero().flatten()
+    if values.numel() > 256:
+        return None
+    number = (taken.cumsum(0) - 1).to(torch.uint8)
+    return number.index_select(0, flat), values.to(span.dtype)
 
 
 class Codec(Protocol):
@@ -354,18 +373,74 @@ def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
     return isinstance(flat, FakeTensor) or torch.equal(expected, _bits(flat))
 
 
-def _pack_bits(ones: Tensor) -> Tensor:
-    padding = -ones.numel() % 8
-    if padding:
-        ones = torch.nn.functional.pad(ones, (0, padding))
-    words = ones.view(torch.int64)
-    return ((words * _PACK_MAGIC) >> 56).to(torch.uint8)
+def _piece(flat: Tensor) -> int:
+    """How many elements, a multiple of 8, are looked at at a time.
+
+    On the CPU what is made of them stays in its caches; a GPU is asked as rarely as can be.
+    """
+    most = 2**16 * torch.get_num_threads() if flat.device.type == "cpu" else 2**24
+    return min(most, -(-flat.numel() // 8) * 8)
+
+
+def _first_nonzero(flat: Tensor) -> Tensor:
+    """Shape (1,): the first element whose bits are not all zero; zero if there is none."""
+    size = _piece(flat)
+    for start in range(0, 0 if isinstance(flat, FakeTensor) else flat.numel(), size):
+        piece = flat[start : start + size]
+        nonzero = _bits(piece) != 0
+        if nonzero.any():
+            first = nonzero.to(torch.uint8).argmax()
+            return piece.index_select(0, first.reshape(1))
+    return flat.new_zeros(1)
+
+
+def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
+    """A bit for every element, least significant first: whether it is ``value``, of shape (1,).
+
+    ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.
+    """
+    size, bits, wanted = _piece(flat), _bits(flat), _bits(value)
+    packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    flags, nonzero = flat.new_zeros(size, dtype=torch.bool), flat.new_zeros(size, dtype=torch.bool)
+    words, gathered = flags.view(torch.int64), flat.new_empty(size // 8, dtype=torch.int64)
+    octets = gathered.view(torch.uint8)[_TOP_BYTE::8]
+    for start in range(0, flat.numel(), max(1, size)):
+        piece = bits[start : start + size]
+        count = piece.numel()
+        torch.eq(piece, wanted, out=flags[:count])
+        torch.ne(piece, 0, out=nonzero[:count])
+        if isinstance(flat, FakeTensor):  # a dry run takes the claim for granted, and the memory of one piece
+            break
+        flags[count:].zero_()
+        nonzero[count:].zero_()
+        if not torch.equal(words, nonzero.view(torch.int64)):
+            return None
+        torch.mul(words, _PACK_MAGIC, out=gathered)
+        target = packed[start // 8 : (start + size) // 8]
+        target.copy_(octets[: target.numel()])
+    return packed
+
+
+def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
+    """1-D, ``numel`` elements: eight for every byte, as the table ``octets``, of shape (256, 8), has them."""
+    flat = octets.new_empty(numel)
+    whole, rest = divmod(numel, 8)
+    rows, table = _bits(flat[: whole * 8]).view(whole, 8), _bits(octets)
+    size = _piece(flat) // 8
+    for start in range(0, whole, max(1, size)):
+        out = rows[start : start + size]
+        torch.index_select(table, 0, packed[start : start + out.shape[0]].to(torch.int32), out=out)
+        if isinstance(flat, FakeTensor):
+            break
+    if rest:
+        _bits(flat[-rest:]).copy_(table.index_select(0, packed[-1:].to(torch.int32)).flatten()[:rest])
+    return flat
 
 
 def _octets(device: torch.device) -> Tensor:
-    """Table: byte -> eight 0/1 bytes as one int64, least significant bit first; shape (256,)."""
+    """Table: byte -> eight 0/1 bytes, least significant bit first; uint8, shape (256, 8)."""
     byte = torch.arange(256, device=device).unsqueeze(1)
-    return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8).view(torch.int64).flatten()
+    return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8)
 
 
 def is_dense(x: Tensor) -> bool:

@@ -63,12 +63,15 @@ class SegmentConfig:
     recompute: bool = True
     """If not, what is saved inside is packed instead, outside of segments that lie in it."""
     keep: tuple[str, ...] = ()
-    """Names of operators (``aten::convolution``) whose outputs are kept, not recomputed; those in segments that lie
-    within are these segments' own business.  Under ``torch.compile`` all are recomputed."""
+    """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for those of
+    the second call alone.  Those in segments that lie within are these segments' own business, and are not counted.
+    Under ``torch.compile`` all are recomputed."""
     batch_statistics: bool = False
     """Of chunks: batch norms inside normalize by the statistics of all chunks, which are gathered first."""
     through_loss: bool = False
     """Of chunks of a linear layer: they run on through the cross-entropy of its output, which never exists whole."""
+    inexact: bool = False
+    """Of chunks: batch norms inside normalize by those of each chunk, which is known and wanted."""
 
 
 class _Installed:
@@ -180,6 +183,8 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
     if config.through_loss:
         return _misfit_through_loss(module, config)
+    if config.inexact and (config.batch_statistics or config.chunks < 2):
+        return "inexact are chunks, two or more, whose batch statistics are not gathered"
     if config.batch_statistics:
         return keep_refusal(config.keep) or statistics_refusal(module, config.chunks)
     return keep_refusal(config.keep)

@@ -22,8 +22,10 @@ from memopt_cli.runtime.compressor import COMPRESSORS, IndexCompressor, Packed, 
 
 _LEAST_BYTES = 4096
 """Smaller tensors are not worth a look."""
-_SAMPLE = 512
-"""Elements looked at before a whole floating tensor is."""
+_SAMPLE = 64
+"""Elements looked at before a whole tensor is."""
+_REGION = 2**16
+"""Elements looked at for the shape of the planes that indices point into."""
 
 
 _thread = threading.local()
@@ -41,16 +43,36 @@ def recorded_answers(codec_of: Callable[[Tensor], str]) -> Iterator[None]:
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
     """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
-    if x.layout is not torch.strided or x.dtype.is_complex or x.is_quantized:
+    if x.layout is not torch.strided or x.dtype not in _FLOATS | _INTEGERS:
         return None
     if isinstance(x, FakeTensor):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
         return _named(codec_of(x), x) if codec_of else None
     if x.dtype is torch.bool:
         return COMPRESSORS["bit"]
+    if not is_dense(x):
+        return None
+    values = {value for value in _sample(x) if value != 0}
+    if not values and x.is_floating_point():
+        return COMPRESSORS["two-valued"]  # whatever its value is: the sample has none
+    if values <= {1}:
+        return COMPRESSORS["bit"]
     if not x.is_floating_point():
         return _index_codec(x)
-    return _spike_codec(x)
+    if len(values) == 1:
+        return COMPRESSORS["two-valued"]
+    return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
+
+
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_BYTES = frozenset(map(float, range(256)))
+
+
+def _sample(x: Tensor) -> list[float]:
+    flat = x.as_strided((x.numel(),), (1,))
+    values: list[float] = flat[:: flat.numel() // _SAMPLE | 1].tolist()  # an odd step: rows are often even
+    return values
 
 
 def _named(name: str, x: Tensor) -> SpikeCompressor | None:
@@ -62,21 +84,20 @@ def _named(name: str, x: Tensor) -> SpikeCompressor | None:
 
 
 def _index_codec(x: Tensor) -> SpikeCompressor:
-    plane = math.prod(x.shape[-2:]) if x.dim() > 2 and x.is_contiguous() else 1
-    return IndexCompressor(max(1, plane))
+    """Pooling in one, two or three dimensions: planes are the trailing ones in which indices vary least."""
+    if x.dim() < 3 or not x.is_contiguous() or not x.numel():
+        return IndexCompressor()
+    if isinstance(x, FakeTensor):
+        return IndexCompressor(math.prod(x.shape[2:]))
+    planes = [math.prod(x.shape[-d:]) for d in range(1, min(4, x.dim()))]
+    spreads = {plane: _spread(x, plane) for plane in planes if 2 * plane <= x.numel()}
+    return IndexCompressor(next((p for p, spread in spreads.items() if spread <= 2 * min(spreads.values())), 1))
 
 
-def _spike_codec(x: Tensor) -> SpikeCompressor | None:
-    if not is_dense(x):
-        return None
-    flat = x.as_strided((x.numel(),), (1,))
-    sample = flat[:: max(1, flat.numel() // _SAMPLE)]
-    values = sample[sample != 0]
-    if values.numel() == 0 or bool((values == values[0]).all()):
-        return COMPRESSORS["bit"] if values.numel() and float(values[0]) == 1.0 else COMPRESSORS["two-valued"]
-    if bool(((sample >= 0) & (sample <= 255) & (sample == sample.trunc())).all()):
-        return COMPRESSORS["uint8"]
-    return None
+def _spread(x: Tensor, plane: int) -> int:
+    """How far apart the values in one place of the first planes are, at most."""
+    few = x.view(-1, plane)[: max(2, _REGION // plane)]
+    return int((few.amax(0) - few.amin(0)).max())
 
 
 class _Saved:

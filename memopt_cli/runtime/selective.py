@@ -16,6 +16,7 @@ The running statistics of a norm that is kept or recomputed, and its counter, ar
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 _thread = threading.local()
 
+Call = tuple[str, int]
+"""An operator without the overload, and which of a segment's calls of it, from 1."""
+
+
+_KEPT = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
+"""``aten::convolution``, or ``aten::convolution#2``: of the second call that the segment makes, alone."""
+
 
 def keep_refusal(names: Sequence[str]) -> str:
     """Why the outputs of one of these operators (``aten::convolution``) cannot be kept; empty if they all can."""
@@ -38,10 +46,13 @@ def keep_refusal(names: Sequence[str]) -> str:
 
 
 def _unfit(name: str) -> str:
-    namespace, _, operator = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
+    parts = _KEPT.fullmatch(name)
+    packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return "there is no operator of that name; names are like aten::convolution, without the overload"
+        return (
+            "there is no operator of that name; names are like aten::convolution, without the overload, or "
+            "aten::convolution#2 for the second call"
+        )
     overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
         return "it consists of other operators; name those"
@@ -49,7 +60,9 @@ def _unfit(name: str) -> str:
         return "it writes in place"
     if any(result.alias_info is not None for result in overload._schema.returns):
         return "it returns a view, which takes no memory of its own"
-    if name == "aten::_to_copy":  # autocast keeps what it cast: forward and recomputation differ in how many run
+    if (
+        packet is torch.ops.aten._to_copy
+    ):  # autocast keeps what it cast: forward and recomputation differ in how many run
         return "autocast may run it in forward alone"
     return ""
 
@@ -72,8 +85,12 @@ class KeptOutputs:
     """What one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-        self._outputs: dict[tuple[Any, int], _Output] = {}
+        self._calls: dict[str, set[int]] = defaultdict(set)
+        """Operator -> which of its calls, from 1; 0: all."""
+        for name in names:
+            operator, _, call = name.partition("#")
+            self._calls[operator].add(int(call or 0))
+        self._outputs: dict[Call, _Output] = {}
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
 
     @contextmanager
@@ -91,7 +108,7 @@ class KeptOutputs:
         with _innermost(self), _Replaying(self):
             yield
 
-    def add(self, key: tuple[Any, int], given: tuple[Any, ...], result: Any, drawn: Any) -> None:
+    def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
         """Keep what a call has returned."""
         leaves, spec = tree_flatten(result)
         leaves = [_alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -115,7 +132,7 @@ class KeptOutputs:
             for output, _ in self._in_storage.get(tensor.untyped_storage()._cdata, ()):
                 output.watched.append((_alias(tensor), 0))
 
-    def take(self, key: tuple[Any, int], given: tuple[Any, ...]) -> _Output | None:
+    def take(self, key: Call, given: tuple[Any, ...]) -> _Output | None:
         """What the same call returned in forward, once.
 
         Raises :class:`RuntimeError` if it is another call, or if the output has been modified since forward ended.
@@ -123,7 +140,7 @@ class KeptOutputs:
         output = self._outputs.pop(key, None)
         if output is None:
             return None
-        name = _name_of(key[0])
+        name, _ = key
         if output.given != given:
             raise RuntimeError(
                 f"a recomputation calls {name} on {given} where forward called it on {output.given}; the module does "
@@ -136,9 +153,19 @@ class KeptOutputs:
             )
         return output
 
-    def wants(self, func: Any) -> bool:
-        """Whether the outputs of a call that is being made now are to be kept."""
-        return getattr(_thread, "innermost", None) is self and _name_of(func) in self._names
+    def wants(self, key: Call) -> bool:
+        """Whether the outputs of a call are to be kept."""
+        operator, number = key
+        return not self._calls[operator].isdisjoint((0, number))
+
+    def counts(self, operator: str) -> bool:
+        """Whether a call that is being made now is one of this segment's own, of an operator that it may keep."""
+        return operator in self._calls and getattr(_thread, "innermost", None) is self
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is kept, so nothing can be written."""
+        return not self._in_storage
 
 
 class NothingKept(KeptOutputs):
@@ -157,41 +184,48 @@ class NothingKept(KeptOutputs):
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers the calls of every operator whose outputs are wanted."""
+    """Numbers the segment's own calls of every operator of which some outputs are kept."""
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
-        self._calls: Counter[Any] = Counter()
+        self._made: Counter[str] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def _key(self, func: Any) -> tuple[Any, int]:
-        self._calls[func] += 1
-        return func, self._calls[func]
+    def _kept_call(self, func: Any) -> Call | None:
+        """The call that is being made, if its outputs are to be kept."""
+        operator = _name_of(func)
+        if not self._kept.counts(operator):
+            return None
+        self._made[operator] += 1
+        call = operator, self._made[operator]
+        return call if self._kept.wants(call) else None
 
 
 class _Recording(_Calls):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _written(func, args, kwargs):
-            self._kept.copy_before_write(tensor)
+        kept = self._kept
+        if not kept.is_empty:
+            for tensor in _written(func, args, kwargs):
+                kept.copy_before_write(tensor)
         result = func(*args, **kwargs)
-        if self._kept.wants(func):
-            drawn = _position(func, kwargs, result)
-            self._kept.add(self._key(func), _given(args, kwargs), result, drawn)
-        for leaf in tree_leaves(result):
-            self._kept.watch(leaf)
+        if call := self._kept_call(func):
+            kept.add(call, _given(args, kwargs), result, _position(func, kwargs, result))
+        if not kept.is_empty:
+            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                kept.watch(leaf)
         return result
 
 
 class _Replaying(_Calls):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        wanted = self._kept.wants(func)
-        output = self._kept.take(self._key(func), _given(args, kwargs)) if wanted else None
+        call = self._kept_call(func)
+        output = self._kept.take(call, _given(args, kwargs)) if call else None
         if output is None:
             return func(*args, **kwargs)
         if output.drawn is not None:
@@ -210,6 +244,7 @@ def _innermost(kept: KeptOutputs) -> Iterator[None]:
         _thread.innermost = outer
 
 
+@functools.cache
 def _name_of(func: Any) -> str:
     name: str = func.name()
     return name.partition(".")[0]

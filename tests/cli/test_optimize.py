@@ -31,7 +31,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
     request = optimize(
         *"-i B,3 -i y:Bx4@int64=0..9 --dim B=8 --level 4 --target Linear --target blocks.* --no-compress-x".split(),
         *"--temporal-split-factor 3 --max-split-rounds 5 --max-candidates-per-round 6 --device cuda:1".split(),
-        *"--profile safe --prefer speed --checkpoint-budget memory --max-gc-wrapped-modules 7".split(),
+        *"--profile safe --prefer speed --checkpoint-budget memory --max-gc-wrapped-modules 7 --allow-inexact".split(),
         *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling --warmup-in-main-process".split(),
         *"--no-warmup-in-profile-workers".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
@@ -58,6 +58,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
             targets=("Linear", "blocks.*"),
             compress_x=False,
             temporal_split_factor=3,
+            allow_inexact=True,
             max_split_rounds=5,
             max_candidates_per_round=6,
             profile="safe",

@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree, Probes, is_within
+from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed
-from memopt_cli.records import ChunkRule, Plan, Refused, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
+from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
 from sample_models import gpt, resnet
+
+CONV = "aten::convolution"
 
 
 class Chain(nn.Module):
@@ -127,6 +131,52 @@ def test_nested_segments_are_close_to_their_dry_run() -> None:
     assert abs(subject.error(segments("stages.0", *inner[:4]))) <= 0.05
 
 
+def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
+    """Some segments, none in another, each keeping some costly outputs."""
+    blocks = {block.path: block for block in root}
+    worthy = {p: choices([c for c in blocks[p].costly if c.op < blocks[p].stop]) for p in subject.usable}
+    able = [path for path, sets in worthy.items() if sets]
+    chosen = chance.sample(able, min(len(able), chance.randint(1, 5)))
+    outermost = [p for p in able if p in chosen and not any(p != o and is_within(p, o) for o in chosen)]
+    names = {p: keep_names(blocks[p].costly, chance.choice(worthy[p]), []) for p in outermost}
+    return Plan(level=4, segments=tuple(SegmentPlan(path=p, keep=keep) for p, keep in names.items()))
+
+
+@pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
+def test_what_segments_keep_is_close_to_the_dry_run(name: str) -> None:
+    subject, chance = SUBJECTS[name](), random.Random(2)
+    root = block_tree(subject.trace, subject.model.seconds)
+    errors = [abs(subject.error(keeping(subject, root, chance))) for _ in range(10)]
+    assert statistics.median(errors) <= 0.02
+    assert max(errors) <= 0.05
+
+
+def test_what_is_kept_takes_no_time_again() -> None:
+    subject = SUBJECTS["chain"]()
+    ops = tuple(replace(op, seconds=1.0 if op.flops else 0.0) for op in subject.trace.ops)
+    model = CostModel(replace(subject.trace, ops=ops))
+    plain, kept = segments("blocks.2"), Plan(level=4, segments=(SegmentPlan(path="blocks.2", keep=(CONV,)),))
+    assert model.predict(plain).step_s == model.step_s + 1
+    assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
+
+
+def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
+    subject = Subject(nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))), torch.randn(4, 8))
+    ops = tuple(replace(op, seconds=1.0) for op in subject.trace.ops)
+    model = CostModel(replace(subject.trace, ops=ops))
+    runs: list[str] = []
+    segment = subject.fake.step.model[0]  # type: ignore[index]
+    apply_plan(subject.fake.step.model, segments("0"))
+    hooks = [m.register_forward_hook(lambda m, _, __: runs.append(type(m).__name__)) for m in segment]
+    subject.fake.count()
+    remove_plan(subject.fake.step.model)
+    for hook in hooks:
+        hook.remove()
+    assert runs == ["Linear", "Tanh", "Linear", "Linear", "Tanh"]
+    whole = sum(op.module.startswith("0") and op.phase == "forward" for op in ops)
+    assert model.predict(segments("0")).step_s - model.step_s <= whole - 1
+
+
 def test_time_is_what_runs_again(subject: Subject) -> None:
     timed = replace(subject.trace, ops=tuple(replace(op, seconds=1.0) for op in subject.trace.ops))
     model = CostModel(timed)
@@ -218,3 +268,20 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert len(asked) == len(set(asked)) > 0
     assert any(segment.chunks > 1 for segment in chunked.candidate.plan.segments)
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
+
+
+def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:
+    subject = SUBJECTS["chain"]()
+
+    def count(plan: Plan) -> Any:  # were a segment to go, it would not run
+        whole = len(plan.segments) == 6
+        return subject.count(plan) if whole else Crashed(reason="out of memory", output_tail="")
+
+    probes = Probes(count=count, chunking=lambda path: Refused(reason="no"), report=lambda text: None)
+    plan = Plan(level=3, segments=tuple(SegmentPlan(path=f"blocks.{i}") for i in range(6)))
+    begun = Candidate(plan=plan, counted=subject.count(plan))
+    found = GreedyUnwrap().improve(begun, ModuleTree(subject.trace), SearchOptions(level=4), probes).best
+    assert found.peak_bytes <= begun.peak_bytes
+    assert subject.model.predict(found.plan).step_s < subject.model.predict(begun.plan).step_s
+    # The peak stands in the backward of the last block, where its own convolution's output is there anyhow.
+    assert [segment.keep for segment in found.plan.segments] == [()] * 5 + [(CONV,)]

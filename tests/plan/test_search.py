@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.plan.block_tree import Block
+from memopt_cli.plan.cost_model import KEEP_OP_S
+from memopt_cli.plan.interface import is_within
+from memopt_cli.plan.keeping import Costly, choices
 from memopt_cli.plan.search import Allowed, Solver, Way, _pareto
 from memopt_cli.records import ChunkRule
 
@@ -30,18 +34,31 @@ def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -
         ops=int(numbers.get("ops", 0)),
         children=children,
     )
+    made.stop = sys.maxsize
+    made.costly = tuple(c for child in children for c in child.costly)
+    if numbers.get("output"):
+        own = Costly(
+            op=hash(path),
+            name="aten::mm",
+            module=path,
+            nbytes=int(numbers["output"]),
+            seconds=float(numbers["costly_seconds"]),
+        )
+        made.costly = (own,)
     made.signature = hash((path, *sorted(numbers.items()), *(c.signature for c in children)))
     return made
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 8) -> Block:
-    """A root over at most ``most`` modules, nested as chance has it."""
+def trees(draw: st.DrawFn, most: int = 8, keeps: bool = False) -> Block:
+    """A root over at most ``most`` modules, nested as chance has it; ``keeps``: with outputs that can be kept."""
     names = iter(f"m{i}" for i in range(draw(st.integers(1, most))))
 
     def subtree(name: str, depth: int) -> Block:
         own = {key: draw(BYTES) for key in ("kept", "peak", "forward", "input")} | {"seconds": draw(SECONDS)}
         children = []
+        if keeps:
+            own |= {"output": draw(BYTES), "costly_seconds": draw(st.integers(1, int(own["seconds"])))}
         if depth < 3 and draw(st.booleans()):
             children = [subtree(f"{name}.{n}", depth + 1) for n in itertools.islice(names, draw(st.integers(1, 3)))]
         return block(name, tuple(children), **own)
@@ -90,6 +107,89 @@ def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
     assert peak <= budget
     assert (way.kept_bytes, way.peak_bytes, way.added_s) == (kept, peak, pytest.approx(added))
     assert added == pytest.approx(min(t for p, t in plans if p <= budget))
+
+
+Kept = dict[str, frozenset[int]]
+"""Segments, and the calls whose outputs each of them keeps."""
+
+
+def keeping_step(root: Block, segments: Kept, around: frozenset[int] = frozenset()) -> tuple[int, int, float, int]:
+    """(kept, peak, added time, held for the segment around it) of a plan, straight from the definition."""
+    is_segment = root.path in segments
+    inner = segments[root.path] if is_segment else around
+    if root.children:
+        kept = peak = held = 0
+        added = 0.0
+        for child in root.children:
+            child_kept, child_peak, child_added, child_held = keeping_step(child, segments, inner)
+            peak = max(peak, kept + child_peak)
+            kept, added, held = kept + child_kept, added + child_added, held + child_held
+    else:
+        own = [c for c in root.costly if c.op in inner]
+        kept, peak = root.kept_bytes, root.kept_bytes + root.peak_bytes
+        added, held = -sum(c.seconds for c in own), sum(c.nbytes for c in own)
+    if not is_segment:
+        return kept, peak, added, held
+    stored = root.input_bytes + held
+    watched = 2 * KEEP_OP_S * root.ops if inner else 0.0
+    return stored, max(stored, peak, root.forward_bytes + held), added + root.forward_s + watched, 0
+
+
+def every_keeping_plan(root: Block) -> Iterator[Kept]:
+    """Every set of segments, those in no other keeping any of their choices."""
+    blocks = {b.path: b for b in root if b.path}
+    for count in range(len(blocks) + 1):
+        for chosen in itertools.combinations(blocks, count):
+            ways = [
+                [frozenset[int]()]
+                if any(path != other and is_within(path, other) for other in chosen)
+                else [frozenset[int](), *choices(blocks[path].costly)]
+                for path in chosen
+            ]
+            yield from (dict(zip(chosen, kept, strict=True)) for kept in itertools.product(*ways))
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(most=4, keeps=True), st.floats(0, 1))
+def test_the_fastest_plan_that_keeps_outputs_is_found(root: Block, share: float) -> None:
+    plans = [keeping_step(root, kept)[1:3] for kept in every_keeping_plan(root)]
+    least, most = min(p for p, _ in plans), max(p for p, _ in plans)
+    budget = int(least + share * (most - least))
+    way = Solver(root, Allowed()).fastest(budget)
+    assert way is not None
+    assert way.peak_bytes <= budget
+    assert way.added_s == pytest.approx(min(t for p, t in plans if p <= budget), abs=1e-9)
+    assert keeping_step(root, kept_of(root, way))[1:3] == (way.peak_bytes, pytest.approx(way.added_s, abs=1e-9))
+
+
+def kept_of(root: Block, way: Way) -> Kept:
+    """What the plan says by name: which calls each segment keeps."""
+    blocks, segments = {b.path: b for b in root}, {s.path: s for s in way.segments()}
+    kept = {}
+    for path, segment in segments.items():
+        within = [other for other in segments if other != path and is_within(other, path)]
+        own = [c for c in blocks[path].costly if not any(is_within(c.module, other) for other in within)]
+        named = enumerate(own, 1)
+        kept[path] = frozenset(
+            c.op for number, c in named if "aten::mm" in segment.keep or f"aten::mm#{number}" in segment.keep
+        )
+    return kept
+
+
+def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
+    parts = tuple(
+        block(f"a.{i}", kept=20, output=nbytes, seconds=seconds, costly_seconds=seconds, input=9)
+        for i, (nbytes, seconds) in enumerate([(10, 9), (40, 1), (12, 8)])
+    )
+    root = block("", (block("a", parts, input=4, forward=10), block("b", kept=1, peak=60)))
+    found = {}
+    for budget in (80, 100, 120, 140):
+        way = Solver(root, Allowed(targets=lambda path: path == "a")).fastest(budget)
+        assert way is not None
+        found[budget] = [(s.path, s.keep) for s in way.segments()]
+    assert found[80] == [("a", ("aten::mm#1",))]
+    assert found[100] == [("a", ("aten::mm#1", "aten::mm#3"))]
+    assert found[140] == []
 
 
 @settings(max_examples=50, deadline=None)

@@ -93,6 +93,15 @@ def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
         (lambda: torch.randint(0, 200, SIZE).float(), "uint8", 4),
         (lambda: F.max_pool2d(torch.randn(8, 4, 64, 64), 2, return_indices=True)[1], "index", 6),
         (lambda: torch.randint(0, 30_000, (64, 64)), "index", 3),
+        (lambda: torch.randint(0, 60_000, (64, 64)), "index", 3),
+        (lambda: (spikes(*SIZE) != 0).to(torch.int64), "bit", 64),
+        (lambda: (spikes(*SIZE) != 0).to(torch.int16), "bit", 16),
+        (lambda: (spikes(*SIZE) != 0).to(torch.uint8), "bit", 8),
+        (lambda: torch.where(spikes(*SIZE) != 0, -3.0, 0.0), "two-valued", 31),
+        (lambda: F.dropout(torch.ones(SIZE), 0.3), "two-valued", 31),
+        (lambda: F.max_pool1d(torch.randn(8, 16, 4096), 2, return_indices=True)[1], "index", 6),
+        (lambda: F.max_pool2d(torch.randn(8, 8, 400, 400), 3, 2, return_indices=True)[1], "index", 6),
+        (lambda: F.max_pool3d(torch.randn(4, 8, 16, 32, 32), 2, return_indices=True)[1], "index", 6),
     ],
 )
 def test_what_is_packed(make: Callable[[], Tensor], codec: str, smaller: int) -> None:

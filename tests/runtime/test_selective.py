@@ -94,6 +94,8 @@ BLOCKS: list[tuple[str, nn.Module, Tensor, tuple[str, ...]]] = [
     ("what draws", Attention(), ROWS, ("aten::rand_like", "aten::exp")),
     ("what is the output", nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ROWS, ("aten::tanh",)),
     ("nothing that is called", convolutions(), IMAGES, (MM,)),
+    ("one call of several", convolutions(), IMAGES, (f"{CONV}#2",)),
+    ("a call that is not made", convolutions(), IMAGES, (f"{CONV}#9", f"{NORM}#1")),
 ]
 
 
@@ -128,6 +130,21 @@ def test_what_is_kept_runs_once() -> None:
     kept = calls_of(net, x)
     assert (plain[CONV], whole[CONV], kept[CONV]) == (2, 4, 2)
     assert (plain[NORM], whole[NORM], kept[NORM]) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(("keep", "runs"), [((CONV,), 3), ((f"{CONV}#2",), 5), ((f"{CONV}#1", f"{CONV}#3"), 4)])
+def test_of_several_calls_those_that_are_named(keep: tuple[str, ...], runs: int) -> None:
+    net = nn.Sequential(nn.Sequential(*(m for _ in range(3) for m in (nn.Conv2d(2, 2, 1), nn.Sigmoid()))))
+    install_segment(net[0], SegmentConfig(keep=keep))
+    assert calls_of(net, IMAGES)[CONV] == runs
+
+
+def test_calls_of_a_segment_within_are_not_counted() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 2, 1), nn.Tanh())
+    install_segment(net[1], SegmentConfig())
+    install_segment(net, SegmentConfig(keep=(f"{CONV}#2",)))
+    # The first twice, that of the inner segment in both recomputations and in its own, the kept one once.
+    assert calls_of(net, IMAGES)[CONV] == 2 + 3 + 1
 
 
 @pytest.mark.parametrize("outer", [SegmentConfig(), COSTLY], ids=["plain", "keeps"])
@@ -252,6 +269,7 @@ def test_it_survives_copies_files_and_removal(judge: Any) -> None:
         ("convolution", "no operator of that name"),
         ("nowhere::mm", "no operator of that name"),
         ("aten::mm.default", "no operator of that name"),
+        ("aten::mm#0", "aten::convolution#2 for the second call"),
         ("aten::linear", "consists of other operators"),
         ("aten::relu_", "writes in place"),
         ("aten::view", "returns a view"),

@@ -1,11 +1,18 @@
-"""Level 4: segments whose removal does not raise the peak become plain modules again."""
+"""Level 4: segments become plain modules again where that does not raise the peak, wholly or in part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
-from memopt_cli.records import Counted, SearchOptions
+from memopt_cli.plan.block_tree import Block, block_tree
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
+from memopt_cli.plan.keeping import choices, keep_names
+from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
+
+_MOST_DRY_RUNS = 2
+"""Sets of kept outputs that are dry-run for one segment, of those that the cost model finds to fit."""
 
 
 class GreedyUnwrap:
@@ -14,14 +21,50 @@ class GreedyUnwrap:
     level = 4
 
     def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
-        """Remove what the peak does not need."""
+        """Remove what the peak does not need; of what it needs, keep the costly outputs that it has room for."""
         best = replace(start, plan=replace(start.plan, level=4))
+        partly = _Partly(tree) if tree.trace.ops else None
         tried = 0
         for segment in sorted(start.plan.segments, key=lambda s: -tree[s.path].forward_s):
-            rest = tuple(s for s in best.plan.segments if s is not segment)
-            probes.report(f"unwrap {segment.path or '(root)'}")
-            counted = probes.count(replace(best.plan, segments=rest))
-            tried += 1
-            if isinstance(counted, Counted) and counted.allocated_peak_bytes <= best.peak_bytes:
-                best = Candidate(plan=replace(best.plan, segments=rest), counted=counted)
+            rest = replace(best.plan, segments=tuple(s for s in best.plan.segments if s is not segment))
+            for plan in (rest, *(partly.plans(best, segment) if partly else ())):
+                probes.report(f"unwrap {segment.path or '(root)'}")
+                counted = probes.count(plan)
+                tried += 1
+                if isinstance(counted, Counted) and counted.allocated_peak_bytes <= best.peak_bytes:
+                    best = Candidate(plan=plan, counted=counted)
+                    break
         return Improvement(best=best, tried=tried)
+
+
+class _Partly:
+    """Plans in which one segment more keeps costly outputs."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._model = CostModel(tree.trace)
+        self._blocks: dict[str, Block] = {}
+        for block in block_tree(tree.trace, self._model.seconds):
+            self._blocks.setdefault(block.path, block)
+
+    def plans(self, best: Candidate, segment: SegmentPlan) -> list[Plan]:
+        """Those that the cost model finds faster and no larger, the fastest first."""
+        now = self._model.predict(best.plan)
+        found = []
+        for plan in self._keeping(best.plan, segment):
+            predicted = self._model.predict(plan)
+            if predicted.allocated_peak_bytes <= now.allocated_peak_bytes and predicted.step_s < now.step_s:
+                found.append((predicted.step_s, plan))
+        return [plan for _, plan in sorted(found, key=lambda pair: pair[0])[:_MOST_DRY_RUNS]]
+
+    def _keeping(self, plan: Plan, segment: SegmentPlan) -> Iterator[Plan]:
+        others = [s.path for s in plan.segments if s is not segment]
+        nested = any(is_within(segment.path, path) for path in others)
+        if nested or segment.spatial_split or segment.batch_statistics or segment.through_loss:
+            return  # kept there, an output would be made again all the same, or by every pass
+        within = [path for path in others if is_within(path, segment.path)]
+        block = self._blocks[segment.path]
+        for kept in choices([call for call in block.costly if call.op < block.stop]):
+            names = keep_names(block.costly, kept, within)
+            if names:
+                keeping = replace(segment, keep=names)
+                yield replace(plan, segments=tuple(keeping if s is segment else s for s in plan.segments))

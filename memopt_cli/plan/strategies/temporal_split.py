@@ -77,5 +77,6 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
             seq_inputs=rule.seq_inputs,
             seq_outputs=rule.seq_outputs,
             batch_statistics=rule.batch_statistics,
+            inexact=rule.inexact,
         )
         yield current
