@@ -1,9 +1,12 @@
 """Forward and backward of many models: memopt's batched model beside the loop, ``vmap`` and torchmb 0.2.
 
-    python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--out FILE.json]
+    python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--save]
 
 The contestants of a case take turns, so that the load of the machine is the same for all; what is shown are medians.
 The loop is separate modules, each called and each with gradients of its own: what a user writes without any of these.
+Then the same models take one step both ways, in float64 and in float32.  A ReLU or a maximum whose inputs lie within
+float32's rounding of each other may send a gradient elsewhere, so that the loop's own float32 gradients are far from
+its float64 ones; what is asked of float32 is therefore to be as near to float64 as the loop is.
 torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); where it cannot run a case the
 table says so.
 """
@@ -12,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from results import table, this_command, write_section
 from torch import Tensor, nn
 
+from memopt_cli.equality import difference
 from memopt_cli.model_batching import BatchModule
 
 Step = Callable[[], None]
@@ -155,6 +155,18 @@ CASES = {
 
 
 @dataclass(frozen=True)
+class Gaps:
+    """Largest relative difference of outputs and gradients between two ways to take one step."""
+
+    fp64: float
+    """memopt and the loop, in float64."""
+    fp32: float
+    """memopt in float32 and the loop in float64."""
+    loop_fp32: float
+    """The loop in float32 and in float64."""
+
+
+@dataclass(frozen=True)
 class Result:
     """The medians of one case, in milliseconds; a contestant that cannot run it has the reason instead."""
 
@@ -163,6 +175,7 @@ class Result:
     """What memopt chose."""
     times_ms: dict[str, float]
     cannot: dict[str, str]
+    gaps: Gaps
 
     @property
     def speedup(self) -> float:
@@ -230,6 +243,40 @@ def torchmb_step(case: Case, inputs: Tensor) -> Step:
 OTHERS = {"loop": loop_step, "vmap": vmap_step, "torchmb": torchmb_step}
 
 
+def gaps_of(case: Case) -> Gaps:
+    """Compare one step of the same models, by memopt and by the loop."""
+    models = [case.make() for _ in range(case.models)]
+    inputs = case.inputs()
+    steps = {dtype: in_precision(case, models, inputs, dtype) for dtype in (torch.float64, torch.float32)}
+    (batched, loop), (batched_32, loop_32) = steps.values()
+    return Gaps(
+        fp64=difference(loop, batched).relative,
+        fp32=difference(loop, batched_32).relative,
+        loop_fp32=difference(loop, loop_32).relative,
+    )
+
+
+def in_precision(
+    case: Case, models: list[nn.Module], inputs: Tensor, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a step leaves, by memopt and by the loop, as float64."""
+    models = [copy.deepcopy(model).to(dtype) for model in models]
+    given = inputs if case.tokens else inputs.to(dtype)
+    cotangent = torch.randn(case.models, case.images, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
+    batched = BatchModule(models[0], case.models)
+    batched.load_state_dicts([model.state_dict() for model in models])
+    outputs = batched(given)
+    outputs.backward(cotangent)
+    apart = [model(x) for model, x in zip(models, given, strict=True)]
+    torch.autograd.backward(apart, list(cotangent.unbind(0)))
+    stacked = {n: torch.stack([m.get_parameter(n).grad for m in models]) for n, _ in models[0].named_parameters()}  # type: ignore[misc]
+    together = {n: p.grad for n, p in batched.models.named_parameters()}
+    return tuple(
+        {"output": out.detach().double()} | {f"gradient of {name}": g.double() for name, g in grads.items()}
+        for out, grads in ((outputs, together), (torch.stack(apart), stacked))
+    )
+
+
 def run(name: str, rounds: int) -> Result:
     """Time one case."""
     case = CASES[name]
@@ -251,14 +298,31 @@ def run(name: str, rounds: int) -> Result:
             step()
             times[other].append((time.perf_counter() - start) * 1e3)
     medians = {other: statistics.median(taken[1:]) for other, taken in times.items()}
-    return Result(case=name, route=route, times_ms=medians, cannot=cannot)
+    return Result(case=name, route=route, times_ms=medians, cannot=cannot, gaps=gaps_of(case))
 
 
-def row(result: Result) -> str:
+HEADER = ["ms", "memopt", *OTHERS, "speed", "route", "float64", "float32", "the loop's float32"]
+
+
+def row(result: Result) -> list[str]:
     """One line of the table."""
-    columns = (result.times_ms.get(name) for name in ("memopt", *OTHERS))
-    shown = "".join(f"{'–' if t is None else f'{t:.2f}':>10}" for t in columns)
-    return f"{result.case:18}{shown}{result.speedup:>9.2f}×  {result.route}"
+    times = (result.times_ms.get(name) for name in ("memopt", *OTHERS))
+    shown = ["–" if t is None else f"{t:.2f}" for t in times]
+    gaps = (f"{gap:.0e}" for gap in (result.gaps.fp64, result.gaps.fp32, result.gaps.loop_fp32))
+    return [result.case, *shown, f"{result.speedup:.2f}×", result.route, *gaps]
+
+
+def markdown(results: list[Result], rounds: int, threads: int) -> str:
+    """What goes into ``RESULTS.md``."""
+    about = (
+        f"Forward and backward of MODELSxIMAGES, median of {rounds} in turns, {threads} threads. *speed*: against the "
+        "best of the others. *float64*: largest relative difference from the loop; *float32*: memopt's, and the "
+        "loop's own, from the loop in float64."
+    )
+    cannot = [f"- {result.case}, {name}: {reason}" for result in results for name, reason in result.cannot.items()]
+    return "\n".join(
+        [about, "", table(HEADER, list(map(row, results))), *(["", "–: cannot run it", *cannot] if cannot else [])]
+    )
 
 
 def main() -> None:
@@ -267,23 +331,17 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of " + ", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--save", action="store_true", help="write the section of benchmarks/RESULTS.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = "".join(f"{name:>10}" for name in ("memopt", *OTHERS, "speed"))
-    print(f"{f'ms, median of {options.rounds}':18}{names}  route")
     results = []
     for name in options.cases.split(","):
         results.append(run(name, options.rounds))
-        print(row(results[-1]), flush=True)
-    about = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "torch": torch.__version__,
-        "threads": options.threads,
-        "processor": platform.processor() or platform.machine(),
-        "results": [asdict(result) | {"speedup": result.speedup} for result in results],
-    }
-    options.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        print(*row(results[-1]), sep=" | ", flush=True)
+    found = markdown(results, options.rounds, options.threads)
+    print(found)
+    if options.save:
+        write_section("Many models as one batch", this_command(), found)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ class _PlainLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"a key of the mapping at line {node.start_mark.line + 1} is given twice")
         return mapping
 
-    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int | str:
+        if ":" in node.value:  # YAML 1.1 takes 1:32 for 92, in base 60
+            return str(node.value)
         value = self.construct_yaml_int(node)
         if abs(value) >= 2**63:
             raise yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")

@@ -496,9 +496,19 @@ class BatchProbe:
     """One point of the memory model: the allocated peak at a batch size."""
 
     batch: int
+    """Of each replica."""
     allocated_peak_bytes: int
     step_s: float
     """Wall time of a step."""
+    replicas: int = 1
+    """Copies of the model that took the step at once."""
+    route: str = ""
+    """What ran the copies (``BatchModule``); empty for one, which runs as it is."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all copies together."""
+        return self.replicas * self.batch / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,6 +552,18 @@ class NoBatchFits:
 
 
 BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAdvice:
+    """How many copies of a model train fastest as one, each with the batch that is described."""
+
+    fastest: int
+    """Number of copies with most samples per second, of those within the budget."""
+    probes: tuple[BatchProbe, ...]
+    """One run for each number of copies that was tried, ascending; the last may be over the budget."""
+    limited_by: str
+    """Why no more copies were tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -809,6 +831,8 @@ class BatchRequest:
     """Samples per optimizer step."""
     multiple_of: int = 1
     dim_range: DimRange | None = None
+    replicas: DimRange | None = None
+    """Numbers of copies of the model; ``None``: one model is trained."""
     plan_path: str | None = None
     """A plan to recommend for, too."""
     lengths_path: str | None = None
@@ -831,6 +855,9 @@ class BatchRow:
     dims: dict[str, int]
     """The size of the symbol that has a range; empty without one."""
     outcome: BatchOutcome
+    """With copies: the batch of each of the fastest number of them."""
+    replicas: ReplicaAdvice | None = None
+    """``None``: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

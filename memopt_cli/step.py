@@ -62,7 +62,7 @@ def seeds_of_backward(
     """
     if loss is not None:
         output = loss(output)
-    scalar = _loss_entry(output)
+    scalar = loss_entry(output)
     if scalar is not None:
         _require_gradient([scalar], "the loss")
         return [scalar], [None]
@@ -250,7 +250,8 @@ def _shapes(value: Any) -> str:
     return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
 
 
-def _loss_entry(output: Any) -> Tensor | None:
+def loss_entry(output: Any) -> Tensor | None:
+    """The loss that a model returns: a scalar, or an entry of that name; ``None`` if it returns none."""
     candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.dim() == 0:
         return candidate

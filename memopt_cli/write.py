@@ -20,6 +20,7 @@ from memopt_cli.records import (
     Measurement,
     MemOptSummary,
     Plan,
+    ReplicaAdvice,
     StepMemory,
     from_data,
     to_data,
@@ -276,7 +277,18 @@ def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
-        "probes": [to_data(probe) for probe in advice.probes],
+        "probes": _short(advice.probes),
+    }
+
+
+def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
+    """How many copies, as it stands below ``recommended``; ``route`` is what ran them."""
+    route = next(probe.route for probe in advice.probes if probe.replicas == advice.fastest)
+    return {
+        "replicas": advice.fastest,
+        "route": route,
+        "replicas_limited_by": advice.limited_by,
+        "replica_probes": _short(advice.probes),
     }
 
 

@@ -52,6 +52,17 @@ def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
     return [f"{symbol}={low}" if text == ranges[0] else text for text in texts], found
 
 
+def _parse_replicas(text: str) -> DimRange:
+    """``1:64``, or one number."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
+    if match is None:
+        raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
+    low, high = (whole(1)(number) for number in (match[1], match[2] or match[1]))
+    if low > high:
+        raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
+    return DimRange(symbol="replicas", low=low, high=high)
+
+
 Dims = Annotated[
     list[str],
     typer.Option(
@@ -87,11 +98,26 @@ MultipleOf = Annotated[
     int, typer.Option(metavar="N", parser=whole(1), rich_help_panel=_ANSWER, help="Only multiples of it are proposed.")
 ]
 Objective = Annotated[
-    ObjectiveName, typer.Option(rich_help_panel=_ANSWER, help="Recommend the largest batch, or the fastest.")
+    ObjectiveName | None,
+    typer.Option(
+        rich_help_panel=_ANSWER,
+        show_default="max; throughput with --replicas",
+        help="Recommend the largest batch, or the fastest.",
+    ),
 ]
 Plan = Annotated[
     str | None,
     typer.Option(metavar="FILE", rich_help_panel=_ANSWER, show_default=False, help="Recommend for this plan, too."),
+]
+Replicas = Annotated[
+    DimRange | None,
+    typer.Option(
+        metavar="LOW:HIGH",
+        parser=_parse_replicas,
+        rich_help_panel=_ANSWER,
+        show_default=False,
+        help="How many copies of the model train fastest as one (BatchModule): 1:64.",
+    ),
 ]
 Lengths = Annotated[
     str | None,

@@ -106,6 +106,8 @@ class ProbeJob:
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+    replicas: int = 1
+    """Copies of the model that take the step as one, each with the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

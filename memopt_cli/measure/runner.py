@@ -124,10 +124,19 @@ class Session:
         return measured
 
     def probe(
-        self, plan: Plan, batch: int, dims: Mapping[str, int] | None = None, *, limit_bytes: int | None = None
+        self,
+        plan: Plan,
+        batch: int,
+        dims: Mapping[str, int] | None = None,
+        *,
+        limit_bytes: int | None = None,
+        replicas: int = 1,
     ) -> BatchProbe | Failure:
-        """The allocated peak under ``plan`` at another batch size, and other sizes than described."""
-        job = ProbeJob(plan=plan, batch=batch, dims=dict(dims or {}), limit_bytes=limit_bytes)
+        """The allocated peak under ``plan`` at another batch size, and other sizes than described.
+
+        ``replicas`` copies of the model take the step as one, each with the batch.
+        """
+        job = ProbeJob(plan=plan, batch=batch, dims=dict(dims or {}), limit_bytes=limit_bytes, replicas=replicas)
         return self._ask(job, BatchProbe)
 
     def verify(self, plan: Plan, batch: int) -> Verification | Failure:

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,7 @@ from memopt_cli.measure.jobs import (
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
@@ -234,9 +236,12 @@ class Worker:
         )
 
     def _probe(self, job: ProbeJob) -> BatchProbe:
-        step = self._step(job.batch, job.dims)
+        step, route = self._step(job.batch, job.dims), ""
         apply_plan(self._model, job.plan)
         with _device_of(job.limit_bytes, self._settings.device):
+            if job.replicas > 1:
+                example = self._step(min(job.batch, self._batch), job.dims)
+                step, route = replicated_step(step, job.replicas, example)
             if step.optimizer is not None and not step.optimizer.state:
                 self._timed(step)  # makes it
             try:
@@ -245,8 +250,14 @@ class Worker:
                 if not is_out_of_memory(error):
                     run_checked(step)  # fails again, and says in which module
                 raise
-            self._reset()
-            return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=self._timed(step))
+            step.model.zero_grad(set_to_none=True)
+            return BatchProbe(
+                batch=job.batch,
+                allocated_peak_bytes=peak_bytes,
+                step_s=statistics.median(self._step_times(step, 1)),
+                replicas=job.replicas,
+                route=route,
+            )
 
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
@@ -357,7 +368,7 @@ class Worker:
         _take(step)
         synchronize(self._settings.device)
         elapsed = time.perf_counter() - started
-        self._model.zero_grad(set_to_none=True)
+        step.model.zero_grad(set_to_none=True)
         return elapsed
 
     def _step_times(self, step: Step, least: int) -> tuple[float, ...]:

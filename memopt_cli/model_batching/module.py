@@ -89,6 +89,14 @@ class BatchModule(nn.Module):
         """Try the routes anew with the next inputs: after attributes of modules changed, a dropout's rate, say."""
         self._routes.clear()
 
+    def reset(self) -> None:
+        """Forget what the models keep in attributes, as membranes of spiking neurons; buffers stay.
+
+        SpikingJelly's ``functional.reset_net`` calls it.
+        """
+        for route in self._routes.values():
+            route.reset()
+
     def load_state_dicts(
         self, state_dicts: StateDict | Sequence[StateDict], batch_strict: bool = True, strict: bool = True
     ) -> None:

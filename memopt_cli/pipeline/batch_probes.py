@@ -41,8 +41,10 @@ class BatchProbes:
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """The memory of the device to emulate."""
+    replicas: int = 1
+    """Copies of the model that take a step as one."""
     dry_runs: dict[int, float] = field(default_factory=dict)
-    """Tensor peaks so far, by batch."""
+    """Tensor peaks of one copy so far, by batch."""
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """A search around ``batch``, by dry runs where the model can be run without data."""
@@ -61,15 +63,16 @@ class BatchProbes:
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().count(self.plan, fake=True, batch=batch, dims=self.dims)
             self.dry_runs[batch] = counted.tensor_peak_bytes if isinstance(counted, Counted) else math.inf
-        return self.dry_runs[batch]
+        return self.replicas * self.dry_runs[batch]
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""
         self.progress.update(0, None, f"running batch {self._where(batch)}")
-        found = self.session().probe(self.plan, batch, self.dims, limit_bytes=self.limit_bytes)
+        found = self.session().probe(self.plan, batch, self.dims, limit_bytes=self.limit_bytes, replicas=self.replicas)
         shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
         self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
         return found
 
     def _where(self, batch: int) -> str:
-        return ", ".join([str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())])
+        copies = f"{self.replicas} × " if self.replicas > 1 else ""
+        return copies + ", ".join([str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())])

@@ -24,6 +24,7 @@ from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, length_symbol
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Accumulation,
@@ -40,10 +41,11 @@ from memopt_cli.records import (
     NoBatchFits,
     OutOfMemory,
     Plan,
+    ReplicaAdvice,
     to_data,
 )
 from memopt_cli.units import exact_bytes, format_bytes
-from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, write_all
+from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, replicas_data, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
@@ -58,6 +60,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         check_targets([Path(request.output)], force=request.force)
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     _check_inputs(request.dim_range, prepared.subject.spec)
+    check_replicas(request, prepared.loaded.module)
     if lengths:
         length_symbol(prepared.subject.spec)
     job = _Job(
@@ -138,7 +141,7 @@ class _Job:
             header=file_header(self.prepared),
             objective=self.request.objective,
             limit=self._limit,
-            rows=tuple(BatchRow(planned=c.planned, dims=c.dims, outcome=c.search.outcome()) for c in cases),
+            rows=tuple(case.row() for case in cases),
             batch=self._chosen(main),
             verified=bool(main.search.fitting),
             accumulation=accumulation,
@@ -171,14 +174,32 @@ class _Job:
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
             )
-            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
             batch = batch_of(self.prepared.subject.spec)
+            copies = self._copies(case, batch) if self.request.replicas is not None else None
+            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
             case.search = case.probes.search(batch, replace(self.limits, probes=share), ratio)
+            if copies is not None:
+                case.search.runs[batch] = copies
             self.searched.append(case)
             case.search.largest()
             self._check(case)
             self.runs += len(case.search.runs)
             ratio = case.search.measured_ratio() if case.search.predict else 1.0
+
+    def _copies(self, case: _Case, batch: int) -> BatchProbe:
+        """Find how many copies train fastest; the case is searched with so many.  Returns the run of them."""
+        assert self.request.replicas is not None
+        self.progress.stage(f"finding the number of copies{case.text}")
+        probes = case.probes
+        search = ReplicaSearch(
+            probe=lambda copies: replace(probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
+        )
+        case.replicas = search.fastest(self.request.replicas.sizes())
+        case.probes = replace(probes, replicas=case.replicas.fastest)
+        others = len(search.runs) - 1  # runs beside those for the batch
+        self.runs, self.most_runs = self.runs + others, self.most_runs + others
+        self.progress.stage(f"finding the batch that fits{case.text}")
+        return search.run_of(case.replicas.fastest)
 
     def _main(self, cases: Sequence[_Case]) -> _Case:
         """The case that is recommended: the last in which a batch was run, else the last with an estimate."""
@@ -283,6 +304,11 @@ class _Case:
     dims: dict[str, int]
     probes: BatchProbes = field(init=False)
     search: BatchSearch = field(init=False)
+    replicas: ReplicaAdvice | None = None
+
+    def row(self) -> BatchRow:
+        """What fits, by the runs so far."""
+        return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
 
     @property
     def text(self) -> str:
@@ -339,8 +365,13 @@ def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]
 
 
 def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
-    main = next((r.outcome for r in reversed(found.rows) if isinstance(r.outcome, BatchAdvice)), None)
-    data = {**(recommended_data(main) if main else {}), "batch_size": found.batch, "verified": found.verified}
+    row = next((row for row in reversed(found.rows) if isinstance(row.outcome, BatchAdvice)), None)
+    data: dict[str, Any] = {}
+    if row is not None and isinstance(row.outcome, BatchAdvice):
+        data |= recommended_data(row.outcome)
+        if row.replicas is not None:
+            data |= replicas_data(row.replicas)
+    data |= {"batch_size": found.batch, "verified": found.verified}
     if found.accumulation is not None:
         data["accumulation"] = to_data(found.accumulation)
     if found.lengths:

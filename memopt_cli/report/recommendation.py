@@ -13,35 +13,78 @@ from memopt_cli.records import (
     BatchRecommendation,
     BatchRow,
     NoBatchFits,
+    ReplicaAdvice,
 )
 from memopt_cli.units import format_bytes, format_seconds
 
 
 def headline(found: BatchRecommendation) -> Iterator[str]:
     """The answer, and what it was asked of."""
-    where = _case(_main(found))
+    main = _main(found)
+    where, batch = _case(main), f"batch {found.batch}"
+    if main.replicas is not None:
+        batch = f"{_copies(main.replicas.fastest)} × {batch}"
     if not found.verified:
-        yield f"about batch {found.batch}{where} would fit: an estimate, it was not run"
+        yield f"about {batch}{where} would fit: an estimate, it was not run"
     elif found.objective == "throughput":
-        yield f"recommended: batch {found.batch}{where}, the fastest of those run within the limit"
+        yield f"recommended: {batch}{where}, the fastest of those run within the limit"
     elif found.interrupted:
-        yield f"recommended: batch {found.batch}{where}, the largest of those run within the limit"
+        yield f"recommended: {batch}{where}, the largest of those run within the limit"
     else:
-        yield f"recommended: batch {found.batch}{where}, the largest that fits; it was run"
+        yield f"recommended: {batch}{where}, the largest that fits; it was run"
+    if main.replicas is not None:
+        yield _gain(main.replicas)
     if found.accumulation is not None:
         steps = found.accumulation.steps
         yield f"global batch {found.accumulation.global_batch}: {steps} × batch {found.accumulation.batch}"
     yield f"memory limit: {found.limit}"
 
 
+def _gain(advice: ReplicaAdvice) -> str:
+    """What training copies as one is worth."""
+    first, best = advice.probes[0], _run_of(advice)
+    route = f" ({best.route})" if best.route else ""
+    if best is first:
+        gain = "the fewest that were run are the fastest"
+    else:
+        gain = f"{best.samples_per_s / first.samples_per_s:.2g} times as many samples/s as {_copies(first.replicas)}"
+    end = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
+    return f"{_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
+
+
+def replica_table(row: BatchRow) -> Table:
+    """Every number of copies that was run in a case."""
+    table = _table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route")
+    for run in row.replicas.probes if row.replicas is not None else ():
+        peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
+        each = _number(run.samples_per_s / run.replicas)
+        table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, run.route or "the model itself")
+    return table
+
+
+def replica_tables(found: BatchRecommendation) -> list[Table]:
+    """One for each case: without the plan, and with it."""
+    return [replica_table(row) for row in found.rows if row.replicas is not None]
+
+
+def _run_of(advice: ReplicaAdvice) -> BatchProbe:
+    return next(run for run in advice.probes if run.replicas == advice.fastest)
+
+
+def _copies(count: int) -> str:
+    return "1 copy" if count == 1 else f"{count} copies"
+
+
 def case_table(found: BatchRecommendation) -> Table:
     """One line for each plan and size."""
     symbol = next((name for row in found.rows for name in row.dims), "")
     planned = any(row.planned for row in found.rows)
-    headings = [*(["plan"] if planned else []), *([symbol] if symbol else [])]
+    copied = any(row.replicas is not None for row in found.rows)
+    headings = [*(["plan"] if planned else []), *([symbol] if symbol else []), *(["copies"] if copied else [])]
     table = _table(*headings, "largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by")
     for row in found.rows:
         keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
+        keys += [] if row.replicas is None else [str(row.replicas.fastest)]
         table.add_row(*keys, *_cells(row))
     return table
 
@@ -95,6 +138,10 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     batch, steps = found.batch, 1
     if found.accumulation is not None:
         batch, steps = found.accumulation.batch, found.accumulation.steps
+    advice = _main(found).replicas
+    if advice is not None and advice.fastest > 1:
+        yield from _replica_settings(advice, batch, steps)
+        return
     yield "# Lightning"
     yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
     yield f"trainer = Trainer(accumulate_grad_batches={steps})"
@@ -102,13 +149,29 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     yield f"arguments = TrainingArguments(per_device_train_batch_size={batch}, gradient_accumulation_steps={steps})"
     yield "# PyTorch"
     yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
-    if steps == 1:
-        return
-    yield "for number, (inputs, targets) in enumerate(loader, start=1):"
-    yield f"    (loss_function(model(inputs), targets) / {steps}).backward()"
-    yield f"    if number % {steps} == 0:"
-    yield "        optimizer.step()"
-    yield "        optimizer.zero_grad()"
+    if steps > 1:
+        yield from _loop("loss_function(model(inputs), targets)", steps)
+
+
+def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator[str]:
+    copies, few = advice.fastest, min(batch, _run_of(advice).batch)
+    yield f"models = memopt_cli.BatchModule(model, batch={copies})"
+    yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
+    yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True)  # {batch} samples for each copy"
+    losses = f"memopt_cli.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
+    yield from _loop(f"{losses}.sum()", steps, "outputs = models(inputs, data_order='(g b)')")
+
+
+def _loop(loss: str, steps: int, *before: str) -> Iterator[str]:
+    numbered = "number, (inputs, targets) in enumerate(loader, start=1)"
+    yield f"for {'inputs, targets in loader' if steps == 1 else numbered}:"
+    yield from (f"    {line}" for line in before)
+    yield f"    {loss}.backward()" if steps == 1 else f"    ({loss} / {steps}).backward()"
+    if steps > 1:
+        yield f"    if number % {steps} == 0:"
+    indent = " " * (4 if steps == 1 else 8)
+    yield f"{indent}optimizer.step()"
+    yield f"{indent}optimizer.zero_grad()"
 
 
 def remarks(found: BatchRecommendation) -> Iterator[str]:
@@ -129,12 +192,16 @@ def _case(row: BatchRow) -> str:
 
 
 def _rate(run: BatchProbe) -> str:
-    rate = run.batch / run.step_s
+    return _number(run.samples_per_s)
+
+
+def _number(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
 
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("plan", "limited by", "sequences") else "right")
+        is_text = heading in ("plan", "limited by", "sequences", "route")
+        table.add_column(heading, justify="left" if is_text else "right")
     return table

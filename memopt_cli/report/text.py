@@ -117,7 +117,8 @@ class TextReport:
         for number, line in enumerate(recommendation.headline(found)):
             _print(console, line, style=None if number else "bold")
         ways = [recommendation.length_table(found)] if found.lengths else []
-        for part in (recommendation.case_table(found), recommendation.run_table(found), *ways):
+        copies = recommendation.replica_tables(found)
+        for part in (*copies, recommendation.case_table(found), recommendation.run_table(found), *ways):
             _print(console)
             console.print(part, markup=False)
         for lines in (recommendation.settings(found), recommendation.remarks(found)):

@@ -71,6 +71,22 @@ def test_memory(text: str, memory: float, requests: list[BatchRequest]) -> None:
     assert type(requests[0].memory) is type(memory)
 
 
+@pytest.mark.parametrize(("text", "low", "high"), [("1:64", 1, 64), ("8", 8, 8), (" 2 : 3 ", 2, 3)])
+def test_replicas(text: str, low: int, high: int, requests: list[BatchRequest]) -> None:
+    assert main(["recommend-batch", "model.pt", "--replicas", text]) == 3
+    assert requests[0].replicas == DimRange(symbol="replicas", low=low, high=high)
+    assert requests[0].objective == "throughput"
+    assert main(["recommend-batch", "model.pt", "--replicas", text, "--objective", "max"]) == 3
+    assert requests[1].objective == "max"
+
+
+@pytest.mark.parametrize("text", ["1:64", "1:32"])  # YAML 1.1 reads the second as 92, in base 60
+def test_replicas_in_a_config_file(text: str, requests: list[BatchRequest]) -> None:
+    Path("memopt.yaml").write_text(f"replicas: {text}\n")
+    assert main(["recommend-batch", "model.pt"]) == 3
+    assert requests[0].replicas == DimRange(symbol="replicas", low=1, high=int(text[2:]))
+
+
 def test_a_config_file(requests: list[BatchRequest]) -> None:
     Path("memopt.yaml").write_text("memory: 60%\nglobal-batch: 64\nlevel: 4\n")
     assert main(["recommend-batch", "model.pt"]) == 3
@@ -89,6 +105,13 @@ def test_a_config_file(requests: list[BatchRequest]) -> None:
         (["--global-batch", "many"], "whole number"),
         (["--multiple-of", "0"], "at least 1"),
         (["--objective", "fun"], "fun"),
+        (["--replicas", "0:5"], "at least 1"),
+        (["--replicas", "64:1"], "is empty"),
+        (["--replicas", "x"], "is not LOW:HIGH"),
+        (["--replicas", "1:"], "is not LOW:HIGH"),
+        (["--replicas", "1:2:4"], "is not LOW:HIGH"),
+        (["--replicas", "-1:4"], "is not LOW:HIGH"),
+        (["--replicas", "1:99999999999999999999"], "it must be from 1"),
         (["--dim", "S=128:"], "not NAME=LOW:HIGH"),
         (["--dim", "S=128:64"], "is empty"),
         (["--dim", "S=0:64"], "is not NAME=SIZE"),
@@ -174,6 +197,21 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
 
 
 @pytest.mark.usefixtures("in_process")
+def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
+    done = memopt("recommend-batch", net, "-i", "16x64", "--memory", "2MiB", "--replicas", "2:4", "--seed", "1")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    words = lines[0].removeprefix("recommended: ").split()
+    copies, batch = int(words[0]), int(words[4].rstrip(","))
+    assert words[1:4] == ["copies", "×", "batch"]
+    assert lines[1].startswith(f"{copies} copies at batch 16: ")
+    assert f"models = memopt_cli.BatchModule(model, batch={copies})" in lines
+    assert f"DataLoader(dataset, batch_size={copies * batch}, shuffle=True)" in done.out
+    (heading,) = (number for number, line in enumerate(lines) if "of each" in line)
+    assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["2", "4"]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
     import torch
     from torch import nn
@@ -198,6 +236,8 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
         (["--input-data", "x.pt"], 2, "cannot be resized"),
         (["-i", "8x64", "--lengths", "nowhere.txt"], 2, "nowhere.txt"),
         (["-i", "8x64", "--lengths", "lengths.txt"], 2, "--lengths wants a dimension S or T"),
+        (["-i", "BxS", "--dim", "B=2", "--dim", "S=2:4", "--replicas", "1:4"], 2, "cannot be given together"),
+        (["-i", "8x63", "--replicas", "1:4"], 3, "1 copy with batch 8: "),
     ],
 )
 def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[..., Any], net: str) -> None:

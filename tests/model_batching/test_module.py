@@ -358,6 +358,29 @@ def test_state_in_attributes_is_kept_per_model_by_the_loop() -> None:
     assert refused["loop"] == ""
 
 
+def test_reset_forgets_what_the_models_keep() -> None:
+    batched = different(nn.Sequential(Stateful(), nn.BatchNorm1d(2)))
+    first = batched(images())
+    means = batched.state_dicts()[0]["1.running_mean"]
+    assert not torch.equal(batched(images()), first)
+    batched.reset()
+    assert torch.equal(batched(images()), first)
+    assert not torch.equal(batched.state_dicts()[0]["1.running_mean"], means)  # statistics are no such state
+
+
+def test_spikingjelly_resets_a_batched_network() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    functional = pytest.importorskip("spikingjelly.activation_based.functional")
+    net = nn.Sequential(nn.Linear(5, 6), neuron.LIFNode(step_mode="m"), nn.Linear(6, 2))
+    batched = BatchModule(net, G)
+    outputs = []
+    for _ in range(2):
+        outputs.append(batched(3 * images()))
+        outputs[-1].sum().backward()  # without a reset, through the graph of the first step again
+        functional.reset_net(batched)
+    assert torch.equal(*outputs)
+
+
 def test_state_in_a_part_that_cannot_be_traced_is_not_fused() -> None:
     class Checking(Stateful):
         def forward(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from memopt_cli.records import (
     InputSpec,
     LengthStrategy,
     NoBatchFits,
+    ReplicaAdvice,
 )
 from memopt_cli.report.text import TextReport
 
@@ -143,3 +144,48 @@ def test_ways_to_batch_sequences() -> None:
     lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
     assert "padding 7 43.2 % ~1.0 MiB ~2.00 s" in lines
     assert "token budget 6 1.0 % ~2.0 MiB ~1.00 s" in lines
+
+
+REPLICAS = ReplicaAdvice(
+    fastest=4,
+    probes=(
+        BatchProbe(batch=20, allocated_peak_bytes=10 * MIB, step_s=0.1),
+        BatchProbe(batch=20, allocated_peak_bytes=40 * MIB, step_s=0.16, replicas=4, route="fused"),
+        BatchProbe(batch=20, allocated_peak_bytes=160 * MIB, step_s=0.32, replicas=16, route="vmap"),
+    ),
+    limited_by="--memory 100MiB",
+)
+
+
+def test_copies() -> None:
+    runs = tuple(replace(run, replicas=4, route="fused") for run in ADVICE.probes)
+    row = BatchRow(planned=False, dims={}, outcome=replace(ADVICE, probes=runs), replicas=REPLICAS)
+    lines = shown(replace(FOUND, rows=(row,)))
+    assert lines[:12] == [
+        "recommended: 4 copies × batch 40, the largest that fits; it was run",
+        "4 copies at batch 20: 2.5 times as many samples/s as 1 copy (fused); tried up to 16: --memory 100MiB",
+        "memory limit: 100.0 MiB (--memory 100MiB)",
+        "",
+        "copies  batch of each       peak      step  samples/s  of each  route",
+        "     1             20   10.0 MiB  100.0 ms        200      200  the model itself",
+        "     4             20   40.0 MiB  160.0 ms        500      125  fused",
+        "    16             20  160.0 MiB  320.0 ms      1,000       62  vmap",
+        "",
+        "        largest            fastest",
+        "copies    batch      peak    batch  samples/s  per sample  limited by",
+        "     4       40  99.0 MiB       20        800     2.5 MiB  --memory 100MiB",
+    ]
+    assert "models = memopt_cli.BatchModule(model, batch=4)" in lines
+    assert "loader = DataLoader(dataset, batch_size=160, shuffle=True)  # 40 samples for each copy" in lines
+    assert "    outputs = models(inputs, data_order='(g b)')" in lines
+    assert not any("Lightning" in line for line in lines)
+
+
+def test_copies_that_are_not_worth_it() -> None:
+    slower = replace(REPLICAS, fastest=1, probes=REPLICAS.probes[:1], limited_by="more copies train no faster")
+    lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=ADVICE, replicas=slower),)))
+    assert lines[0].startswith("recommended: 1 copy × batch 40, ")
+    assert lines[1] == (
+        "1 copy at batch 20: the fewest that were run are the fastest; tried up to 1: more copies train no faster"
+    )
+    assert "# Lightning" in lines

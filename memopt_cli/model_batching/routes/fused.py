@@ -37,6 +37,9 @@ class FusedRoute:
         """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
         return self._module(*args, **kwargs)
 
+    def reset(self) -> None:
+        """Nothing to forget: a model that keeps state in attributes is refused."""
+
 
 class FusedModule(nn.Module):
     """A stacked module that runs its fused graph; the graph is traced once for each structure of arguments."""

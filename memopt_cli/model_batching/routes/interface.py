@@ -16,3 +16,6 @@ class Route(Protocol):
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of all models; every tensor going in and coming out is (models, …)."""
+
+    def reset(self) -> None:
+        """Forget what modules have kept in attributes since the route was made."""

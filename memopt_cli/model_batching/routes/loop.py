@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -47,6 +48,7 @@ class LoopRoute:
         self._models = [placeholder_copy(tree) for _ in range(models)]
         self._slots = [{slot.name: slot for slot in slots_of(model)} for model in self._models]
         self._recurrent = [[m for m in model.modules() if isinstance(m, nn.RNNBase)] for model in self._models]
+        self._starts = [ModuleState(model) for model in self._models]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
@@ -59,6 +61,11 @@ class LoopRoute:
             outputs.append(model(*given, **named))
         self._take_back(lent)
         return stack_outputs(outputs)
+
+    def reset(self) -> None:
+        """As :class:`~memopt_cli.model_batching.routes.interface.Route` says."""
+        for start in self._starts:
+            start.restore()
 
     def _lend(self) -> list[tuple[Slot, Sequence[Tensor]]]:
         views: dict[int, Sequence[Tensor]] = {}

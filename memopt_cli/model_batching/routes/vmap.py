@@ -41,3 +41,6 @@ class VmapRoute:
             refuse_kept_tensors(self._model)
             self._ran = True
         return output
+
+    def reset(self) -> None:
+        """Nothing to forget: a model that keeps state in attributes is refused."""

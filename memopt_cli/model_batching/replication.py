@@ -1,0 +1,58 @@
+"""A training step of many copies of a model, from a step of one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.model_batching.module import BatchModule
+from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors
+from memopt_cli.step import Step, loss_entry, make_optimizer
+
+
+def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
+    """``step`` taken by ``models`` copies of its model at once, and the route that runs them.
+
+    Each copy gets the step's inputs as its own and has its own loss; what is differentiated is their sum.  The route is
+    chosen on the inputs of ``example``: choosing takes several times the memory of a step.  What the model keeps in
+    attributes is forgotten before every step.  Raises :class:`~memopt_cli.errors.UsageError` that names what cannot be
+    batched.
+    """
+    batched = BatchModule(step.model, models)
+    args, kwargs = _for_each((example.args, example.kwargs), models)
+    with torch.no_grad():
+        batched(*args, **kwargs)
+    gc.collect()  # what was tried refers to itself: traced graphs
+    (used,) = [trial for trial in batched.trials if trial.used]
+    batched.register_forward_pre_hook(lambda *_: batched.reset())
+    args, kwargs = _for_each((step.args, step.kwargs), models)
+    optimizer = step.optimizer and make_optimizer(batched, step.settings)
+    together = replace(step, model=batched, args=args, kwargs=kwargs, loss=_summed(step.loss), optimizer=optimizer)
+    return together, ", ".join(filter(None, (used.name, used.variant)))
+
+
+def _for_each(inputs: Any, models: int) -> Any:
+    """``inputs`` with every tensor once for each model, (models, …)."""
+
+    def repeated(leaf: Any) -> Any:
+        return leaf.detach().expand(models, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(repeated, inputs)
+
+
+def _summed(loss: Callable[[Any], Tensor] | None) -> Callable[[Any], Any]:
+    """The sum of the models' losses, the user's or their own; their outputs where they return none."""
+
+    def of_all(output: Any) -> Any:
+        tensors, skeleton = split_tensors(output)
+        each = [join_tensors(piece, skeleton) for piece in zip(*(t.unbind(0) for t in tensors), strict=True)]
+        losses = [(loss or loss_entry)(one) for one in each]
+        found = [value for value in losses if value is not None]
+        return torch.stack(found).sum() if found else output
+
+    return of_all

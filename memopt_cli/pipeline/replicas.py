@@ -1,0 +1,136 @@
+"""How many copies of a model train fastest as one: each number is run once, at the batch that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from memopt_cli.batching.advice import Limits, fit_line
+from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.model_batching.stacked import refuse_unsupported
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.records import (
+    BatchProbe,
+    BatchRequest,
+    Failure,
+    ReplicaAdvice,
+    StepFailed,
+    describe,
+)
+from memopt_cli.units import format_bytes
+
+CHOOSING = 4
+"""Choosing a route takes about so many times the memory of a step, for a moment."""
+_PATIENCE = 2
+"""Numbers in a row that train no faster than a smaller one before the search ends."""
+_WORTH_A_RUN = 1.25
+"""The most copies that fit are run if they are so many times as many as the last that were."""
+
+
+def check_replicas(request: BatchRequest, model: nn.Module) -> None:
+    """Raises :class:`UsageError` for a model that cannot be batched, and for a second thing to vary."""
+    if request.replicas is None:
+        return
+    other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
+    if other:
+        raise UsageError(
+            f"--replicas and {other} cannot be given together", hint="Ask for the one first, then for the other."
+        )
+    refuse_unsupported(model)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaSearch:
+    """The search of one answer.
+
+    The peak is taken to be ``a + c * copies``, fitted to the last two runs: at one batch size each copy adds its
+    parameters, gradients and activations.
+    """
+
+    probe: Callable[[int], BatchProbe | Failure]
+    """Number of copies -> the peak and the time of their step, measured."""
+    limits: Limits
+    batch: int
+    """Of each copy."""
+    runs: list[BatchProbe] = field(default_factory=list)
+
+    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice:
+        """Run ``sizes``, ascending, as far as they fit and train faster.
+
+        Raises the error that says why the fewest copies cannot be run, or why a model cannot be batched, and
+        :class:`NothingFitsError` if the fewest do not fit.
+        """
+        stop = ""
+        for size in sizes:
+            stop = self._beyond(size)
+            if stop:
+                self._run_most()
+            if stop := stop or self._run(size):
+                break
+        fitting = [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
+        if not fitting:
+            raise NothingFitsError(
+                f"not even {_copies(sizes[0])} with batch {self.batch} fits into "
+                f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name}): "
+                f"it took {format_bytes(self.runs[0].allocated_peak_bytes)}",
+                hint="Describe a smaller batch, as with --dim B=1, or give more --memory.",
+            )
+        fastest = max(fitting, key=lambda run: run.samples_per_s)
+        return ReplicaAdvice(
+            fastest=fastest.replicas,
+            probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
+            limited_by=stop or f"--replicas {sizes[-1]}",
+        )
+
+    def run_of(self, replicas: int) -> BatchProbe:
+        """The run of so many copies."""
+        return next(run for run in self.runs if run.replicas == replicas)
+
+    def _beyond(self, size: int) -> str:
+        """Why so many copies are not to be run; empty if they may be."""
+        if not self.runs:
+            return ""
+        last, peak_bytes = self.runs[-1], self._peak_bytes(size)
+        if peak_bytes > self.limits.budget_bytes and len(self.runs) > 1:
+            return self.limits.name
+        if peak_bytes * CHOOSING > self.limits.runnable_bytes:
+            free = format_bytes(self.limits.runnable_bytes)
+            return f"this machine, where {free} are free and choosing a route takes {CHOOSING} times a step's memory"
+        if last.step_s * size / last.replicas > self.limits.longest_step_s:
+            return f"the time of a step ({self.limits.longest_step_s:g} s)"
+        return ""
+
+    def _run(self, size: int) -> str:
+        """Run so many copies; why no more are to be run, empty if they may be."""
+        found = self.probe(size)
+        if not isinstance(found, BatchProbe):
+            if isinstance(found, StepFailed) or not self.runs:
+                raise_failure(found, f"{_copies(size)} with batch {self.batch}: ")
+            return f"a run of {_copies(size)}: {describe(found)}"
+        self.runs.append(found)
+        if found.allocated_peak_bytes > self.limits.budget_bytes:
+            return self.limits.name
+        rates = [run.samples_per_s for run in self.runs]
+        return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""
+
+    def _run_most(self) -> None:
+        """Run the most copies that fit by the fit, if they are many more than those that were run."""
+        if len(self.runs) < 2:
+            return
+        intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
+        most = int((min(self.limits.budget_bytes, self.limits.runnable_bytes / CHOOSING) - intercept) // slope)
+        if most >= _WORTH_A_RUN * self.runs[-1].replicas and not self._beyond(most):
+            self._run(most)
+
+    def _peak_bytes(self, size: int) -> float:
+        """By the fit; in proportion after a single run."""
+        if len(self.runs) == 1:
+            return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
+        intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
+        return intercept + slope * size
+
+
+def _copies(count: int) -> str:
+    return "1 copy" if count == 1 else f"{count} copies"

@@ -1,0 +1,254 @@
+"""``memopt recommend-batch --replicas``: the copies that train fastest are found in few runs, and they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.batching.advice import Limits
+from memopt_cli.documents import read_mapping
+from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
+from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import recommend_batch
+from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchProbe,
+    BatchRecommendation,
+    BatchRequest,
+    DimRange,
+    Failure,
+    InputSpec,
+    ModelSource,
+    OutOfMemory,
+    Plan,
+    SegmentPlan,
+    StepFailed,
+    StepSettings,
+    Trust,
+    from_data,
+    to_data,
+)
+from memopt_cli.spec_text import parse_tensor
+from memopt_cli.write import plan_yaml
+
+MIB = 1 << 20
+BATCH = 10
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def limits(budget: int = 1 << 40, runnable: int = 1 << 40, longest_step_s: float = 1e9) -> Limits:
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=1 << 40,
+        runnable_bytes=runnable,
+        name="--memory",
+        longest_step_s=longest_step_s,
+    )
+
+
+def search(
+    peak: Callable[[int], int] = lambda n: n,
+    step_s: Callable[[int], float] = lambda n: 1.0,
+    fails: dict[int, Failure] | None = None,
+    **within: Any,
+) -> ReplicaSearch:
+    """A search whose runs take what the functions of the number of copies say."""
+
+    def probe(copies: int) -> BatchProbe | Failure:
+        found = BatchProbe(
+            batch=BATCH, allocated_peak_bytes=peak(copies), step_s=step_s(copies), replicas=copies, route="fused"
+        )
+        return (fails or {}).get(copies, found)
+
+    return ReplicaSearch(probe=probe, limits=limits(**within), batch=BATCH)
+
+
+def tried(found: ReplicaSearch) -> list[int]:
+    return [run.replicas for run in found.runs]
+
+
+def test_all_are_run_while_more_train_faster() -> None:
+    found = search()
+    advice = found.fastest(SIZES)
+    assert tried(found) == list(SIZES)
+    assert (advice.fastest, advice.limited_by) == (64, "--replicas 64")
+    assert found.run_of(64).samples_per_s == 64 * BATCH
+
+
+def test_two_numbers_that_train_no_faster_end_the_search() -> None:
+    found = search(step_s=lambda n: max(1.0, n / 4))
+    advice = found.fastest(SIZES)
+    assert tried(found) == [1, 2, 4, 8, 16]
+    assert (advice.fastest, advice.limited_by) == (4, "more copies train no faster")
+
+
+def test_the_most_that_fit_by_the_fit_are_run_and_no_more() -> None:
+    found = search(peak=lambda n: 100 + 10 * n, budget=100 + 10 * 13)
+    advice = found.fastest(SIZES)
+    assert tried(found) == [1, 2, 4, 8, 13]
+    assert (advice.fastest, advice.limited_by) == (13, "--memory")
+
+
+def test_a_run_over_the_budget_is_not_recommended() -> None:
+    found = search(peak=lambda n: n * n, budget=12)
+    assert found.fastest(SIZES).fastest == 2
+    assert found.runs[-1].allocated_peak_bytes == 16  # the line did not see it coming
+
+
+def test_nothing_is_run_that_this_machine_has_no_room_to_choose_a_route_for() -> None:
+    found = search(peak=lambda n: 10 * n, runnable=CHOOSING * 45)
+    advice = found.fastest(SIZES)
+    assert tried(found) == [1, 2, 4]
+    assert "this machine, where 180 B are free" in advice.limited_by
+
+
+def test_no_step_is_longer_than_it_may_be() -> None:
+    found = search(step_s=lambda n: n**0.9, longest_step_s=5)
+    assert "the time of a step (5 s)" in found.fastest(SIZES).limited_by
+    assert tried(found) == [1, 2, 4]
+
+
+def test_a_run_that_fails_ends_the_search_with_its_reason() -> None:
+    advice = search(fails={8: OutOfMemory(detail="you tried to allocate")}).fastest(SIZES)
+    assert advice.fastest == 4
+    assert advice.limited_by == "a run of 8 copies: out of memory (you tried to allocate)"
+
+
+@pytest.mark.parametrize(
+    ("fails", "budget", "error", "said"),
+    [
+        ({1: OutOfMemory(detail="all of it")}, 99, MeasurementError, "1 copy with batch 10: .*all of it"),
+        ({2: StepFailed(message="it has hooks", exit_code=2)}, 99, UsageError, "2 copies with batch 10: it has hooks"),
+        ({}, 0, NothingFitsError, r"not even 1 copy with batch 10 fits into 0 B \(--memory\): it took 1 B"),
+    ],
+)
+def test_what_gives_no_answer_is_an_error(
+    fails: dict[int, Failure], budget: int, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        search(fails=fails, budget=budget).fastest(SIZES)
+
+
+# ---------------------------------------------------------------------------------------------- with models
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3)))
+
+
+class Selecting(nn.Module):
+    """As many outputs as it finds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > torch.rand(x.shape)]
+
+
+def saved(path: Path, model: nn.Module) -> str:
+    torch.save(model, path)
+    return str(path)
+
+
+def spec(shape: str = "16x32", **dims: int) -> InputSpec:
+    return InputSpec(tensors=(parse_tensor(shape),), dims=dims, source="here")
+
+
+def request(location: str, high: int, given: InputSpec | None = None, **more: Any) -> BatchRequest:
+    return BatchRequest(
+        source=ModelSource(location=location, trust=Trust(pickle=True)),
+        spec=given or spec(),
+        replicas=DimRange(symbol="replicas", low=1, high=high),
+        objective="throughput",
+        **more,
+    )
+
+
+def recommended(asked: BatchRequest) -> BatchRecommendation:
+    found = recommend_batch(asked, progress=Progress(), ask=None)
+    assert from_data(BatchRecommendation, to_data(found)) == found
+    return found
+
+
+def peak_of(location: str, batch: int, replicas: int, plan: Plan = ORIGINAL) -> int:
+    """Measured apart from any search."""
+    subject = Subject(
+        source=ModelSource(location=location, trust=Trust(pickle=True)), spec=spec(), settings=StepSettings()
+    )
+    with LocalSession(subject, 60.0) as session:
+        probe = session.probe(plan, batch, replicas=replicas)
+    assert isinstance(probe, BatchProbe)
+    assert probe.replicas == replicas
+    return probe.allocated_peak_bytes
+
+
+@pytest.mark.usefixtures("in_process")
+class TestInProcess:
+    """One process for all: what is searched, not how it is run."""
+
+    def test_copies_and_batch_are_of_a_run_that_fits(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        found = recommended(request(location, 4, memory=2 * MIB, output=str(tmp_path / "b.yaml")))
+        (row,) = found.rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        copies = row.replicas.fastest
+        assert [run.replicas for run in row.replicas.probes] == [1, 2, 4]
+        assert [bool(run.route) for run in row.replicas.probes] == [False, True, True]
+        assert {run.replicas for run in row.outcome.probes} == {copies}
+        rates = {run.batch: run.samples_per_s for run in row.outcome.probes}
+        assert found.batch == max(rates, key=lambda batch: rates[batch])
+        assert peak_of(location, found.batch, copies) <= 2 * MIB
+        assert peak_of(location, row.outcome.recommended_batch * 11 // 10, copies) > 2 * MIB
+        data = read_mapping(tmp_path / "b.yaml")["recommended"]
+        assert (data["replicas"], data["batch_size"], data["verified"]) == (copies, found.batch, True)
+        assert [run.get("replicas", 1) for run in data["replica_probes"]] == [1, 2, 4]
+        assert found.probes == len(row.replicas.probes) + len(row.outcome.probes) - 1
+
+    def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        one, four, eight = (peak_of(location, 16, n) for n in (1, 4, 8))
+        assert eight - four == pytest.approx(4 * one, rel=0.1)
+
+    def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        header = recommended(request(location, 1, memory=MIB)).header
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        path = str(tmp_path / "p.plan.yaml")
+        found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
+        before, after = (row.replicas for row in found.rows)
+        assert before is not None
+        assert after is not None
+        peaks = zip(after.probes, before.probes, strict=False)
+        assert all(with_plan.allocated_peak_bytes < without.allocated_peak_bytes for with_plan, without in peaks)
+        assert {run.route for run in after.probes} <= {"", "fused", "loop"}  # vmap cannot run segments
+
+    def test_a_model_that_cannot_be_batched_is_refused_by_name(self, tmp_path: Path) -> None:
+        sparse = saved(tmp_path / "sparse.pt", nn.EmbeddingBag(9, 4, sparse=True))
+        with pytest.raises(UsageError, match=r"module '\(root\)' \(EmbeddingBag\) cannot be batched: sparse gradients"):
+            recommended(request(sparse, 4))
+
+    @pytest.mark.parametrize("other", [{"dim_range": DimRange(symbol="S", low=1, high=2)}, {"lengths_path": "l.txt"}])
+    def test_one_thing_is_varied_at_a_time(self, other: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("l.txt").write_text("3\n")
+        location = saved(tmp_path / "net.pt", net())
+        with pytest.raises(UsageError, match="given together"):
+            recommended(request(location, 4, spec("BxSx32", B=2, S=4), **other))
+
+    def test_outputs_that_cannot_be_stacked_are_refused(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(32, 4), Selecting()))
+        with pytest.raises(MemoptError, match=r"2 copies with batch 16: .*outputs of different shapes"):
+            recommended(request(location, 4))
+
+    def test_a_range_that_begins_with_copies_that_cannot_run(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", nn.Linear(31, 4))
+        with pytest.raises(StepError, match=r"1 copy with batch 16: .*rejected its input"):
+            recommended(request(location, 4))
