@@ -28,7 +28,7 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
         yield f"about {batch}{where} would fit: an estimate, it was not run"
     elif found.objective == "throughput":
         yield f"recommended: {batch}{where}, the fastest of those run within the limit"
-    elif found.interrupted:
+    elif found.interrupted or _larger_may_fit(main):
         yield f"recommended: {batch}{where}, the largest of those run within the limit"
     else:
         yield f"recommended: {batch}{where}, the largest that fits; it was run"
@@ -184,6 +184,11 @@ def _main(found: BatchRecommendation) -> BatchRow:
     """The case that the recommendation is of: the last in which a batch was run."""
     run = (row for row in reversed(found.rows) if isinstance(row.outcome, BatchAdvice))
     return next(run, found.rows[-1])
+
+
+def _larger_may_fit(row: BatchRow) -> bool:
+    """Something other than memory bounds the largest batch that was run."""
+    return isinstance(row.outcome, BatchAdvice) and row.outcome.estimated_batch > row.outcome.recommended_batch
 
 
 def _case(row: BatchRow) -> str:

@@ -100,6 +100,7 @@ def test_the_whole_report() -> None:
     ("change", "line"),
     [
         ({"objective": "throughput", "batch": 20}, "recommended: batch 20, the fastest of those run within the limit"),
+        ({"interrupted": True}, "recommended: batch 40, the largest of those run within the limit"),
         ({"verified": False}, "about batch 40 would fit: an estimate, it was not run"),
         ({"accumulation": Accumulation(global_batch=512, batch=32, steps=16)}, "global batch 512: 16 × batch 32"),
     ],
@@ -127,7 +128,7 @@ def test_plans_sizes_and_what_was_not_run() -> None:
         BatchRow(planned=True, dims={"S": 512}, outcome=NoBatchFits(batch=8, budget_bytes=4, reason="it took 9.0 GiB")),
     )
     lines = shown(replace(FOUND, rows=rows))
-    assert lines[0] == "recommended: batch 40 at S=128, the largest that fits; it was run"
+    assert lines[0] == "recommended: batch 40 at S=128, the largest of those run within the limit"
     assert [" ".join(line.split()) for line in lines[4:8]] == [
         "plan S batch peak batch samples/s per sample limited by",
         "without 128 40 99.0 MiB 20 200 2.5 MiB the time; about 55 would fit (an estimate)",
