@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.operations import Operation, operation_of, trace_kind
-from memopt_cli.online.states import Batching, environ, init_all_states, states_of
+from memopt_cli.online.states import Batching, State, environ, init_all_states, states_of
 from memopt_cli.online.structure import find_structure
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
@@ -31,8 +31,6 @@ class OnlineAlgorithm(nn.Module):
     Which weights carry traces is decided by tags (``traced``) and found by :meth:`compile_graph`.  Their gradients
     accumulate in ``.grad``, as do those of all other parameters, which see one step at a time.
     """
-
-    age: Tensor
 
     def __init__(
         self, model: nn.Module, *, mode: Batching | None = None, vjp_method: VjpMethod = "single-step"
@@ -50,9 +48,9 @@ class OnlineAlgorithm(nn.Module):
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
         self.traces = nn.ModuleList()
-        self.register_buffer("age", torch.zeros((), dtype=torch.int64), persistent=False)
         self._step: TracedStep | None = None
         self._shapes: list[tuple[int, ...]] = []
+        self._expected: list[tuple[State, tuple[int, ...]]] = []
 
     # ------------------------------------------------------------------ before the first step
 
@@ -71,17 +69,18 @@ class OnlineAlgorithm(nn.Module):
             trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
-        self.age = torch.zeros_like(self.age, device=inputs[0].device)
+        self._begin_sequence(inputs[0].device)
         self._shapes = [self._sample_shape(x) for x in inputs]
         traces = cast(list[Trace], list(self.traces))
         self._step = TracedStep(
             self.model, structure, traces, batched=self.mode is not None, window=self.vjp_method == "multi-step"
         )
+        self._expected = [(state, state.shape) for state in self._step.states_held]
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Begin a new sequence: states and traces start anew, for one sample or for ``batch_size``."""
         init_all_states(self, batch_size)
-        self.age = torch.zeros_like(self.age)
+        self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
 
     @property
     def untraced(self) -> dict[str, str]:
@@ -117,11 +116,8 @@ class OnlineAlgorithm(nn.Module):
         self._check(steps[0])
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
             if window:
-                run.tie_to_past(self.scale_at((self.age - 1).clamp_min(0)))
-            outputs = []
-            for step in steps:
-                outputs.append(run.step(self.model, step, self.scale_at(self.age)))
-                self.age = self.age + 1
+                run.tie_to_past(self._scale_of_past())
+            outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         output = tree_map(_stack, *outputs) if window else outputs[0]
         return output if torch.is_grad_enabled() else tree_map(_detached, output)
 
@@ -131,8 +127,15 @@ class OnlineAlgorithm(nn.Module):
 
     # ------------------------------------------------------------------ of each algorithm
 
-    def scale_at(self, age: Tensor) -> float | Tensor:
-        """What gradients of the step number ``age``, from 0, are divided by."""
+    def _begin_sequence(self, device: torch.device) -> None:
+        """No step has been taken."""
+
+    def _next_scale(self) -> float | Tensor:
+        """What gradients of the step that begins now are divided by."""
+        return 1.0
+
+    def _scale_of_past(self) -> float | Tensor:
+        """What those of the step before were divided by."""
         return 1.0
 
     def _make_trace(
@@ -163,12 +166,11 @@ class OnlineAlgorithm(nn.Module):
                 hint=f"give inputs {batch}of those shapes, or make and compile an algorithm for the new ones",
             )
         lead = () if self.mode is None else (inputs[0].shape[0],)
-        states = self._step.states_held if self._step else list(states_of(self.model).values())
-        for state in states:
-            if (shape := tuple(state.value.shape)) != (*lead, *state.shape):
+        for state, per_sample in self._expected or [(s, s.shape) for s in states_of(self.model).values()]:
+            if state.value.shape != (*lead, *per_sample):
                 raise MemoptError(
-                    f"state {state.name} of {type(state.module).__name__} has shape {shape}, the inputs call for "
-                    f"{(*lead, *state.shape)}",
+                    f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
+                    f"inputs call for {(*lead, *per_sample)}",
                     hint="call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
                     "initialize in vmap_new_states and call the algorithm through Vmap",
                 )
@@ -185,6 +187,9 @@ class D_RTRL(OnlineAlgorithm):
 
 class ES_D_RTRL(OnlineAlgorithm):
     """D-RTRL with exponentially smoothed, factored traces; memory ``B * (I + k * H)`` numbers per weight."""
+
+    unseen: Tensor
+    """``base^t`` after t steps, in float64: the share of the correction's filter from before the sequence."""
 
     def __init__(
         self,
@@ -206,12 +211,21 @@ class ES_D_RTRL(OnlineAlgorithm):
             raise UsageError(f"correction={correction!r}", hint='give "reference", "exact" or "none"')
         self.decay, self.rank = decay_and_rank(decay_or_rank)
         self.correction = correction
+        self._base = 1 - self.decay if correction == "reference" else self.decay
+        self.register_buffer("unseen", torch.ones((), dtype=torch.float64), persistent=False)
 
-    def scale_at(self, age: Tensor) -> float | Tensor:
+    def _begin_sequence(self, device: torch.device) -> None:
+        self.unseen = torch.ones((), dtype=torch.float64, device=device)
+
+    def _next_scale(self) -> float | Tensor:
         if self.correction == "none":
             return 1.0
-        base = 1 - self.decay if self.correction == "reference" else self.decay
-        return 1 - torch.full((), base, dtype=torch.float64, device=age.device) ** (age + 1)
+        unseen = self._buffers["unseen"] = self.unseen * self._base
+        return 1 - unseen
+
+    def _scale_of_past(self) -> float | Tensor:
+        # Before the first step there is no past, and the traces of none are zero.
+        return 1.0 if self.correction == "none" else 1 - self.unseen.clamp_max(self._base)
 
     def _make_trace(
         self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None

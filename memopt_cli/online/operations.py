@@ -44,9 +44,14 @@ class ElementWise(nn.Module):
 class Operation(Protocol):
     """How one kind of module applies its weight, on tensors with a leading batch axis."""
 
-    weight: Tensor | None
-    """``None`` if there is only a bias: an elementwise parameter is the bias of nothing."""
-    bias: Tensor | None
+    @property
+    def weight(self) -> Tensor | None:
+        """That of the module as it is now; ``None`` if there is only a bias: an elementwise parameter is the bias of
+        nothing."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the module as it is now."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """``y``, of the shape of the states it reaches: ``[B, ...]``."""
@@ -68,8 +73,15 @@ class LinearOperation:
     """``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
 
     def __init__(self, module: nn.Linear) -> None:
-        self.weight: Tensor | None = module.weight
-        self.bias: Tensor | None = module.bias
+        self.module = module
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module.bias
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
@@ -94,8 +106,14 @@ class ConvOperation:
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.module = module
-        self.weight: Tensor | None = module.weight
-        self.bias: Tensor | None = module.bias
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module.bias
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
@@ -142,7 +160,10 @@ class ElementWiseOperation:
 
     def __init__(self, module: ElementWise) -> None:
         self.module = module
-        self.bias: Tensor | None = module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module.weight
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert bias is not None
@@ -162,7 +183,7 @@ class ElementWiseOperation:
 
 
 def operation_of(module: nn.Module) -> Operation:
-    """The operation of a trace-tagged module, with the weights it has now."""
+    """The operation of a trace-tagged module."""
     if isinstance(module, nn.Linear):
         return LinearOperation(module)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):

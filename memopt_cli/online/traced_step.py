@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt_cli.online.interception import Interception
-from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.structure import Structure, jacobian_row
 from memopt_cli.online.traces import Channels, Row, Trace, Use
@@ -37,7 +36,7 @@ class TracedStep(Interception):
         super().__init__(weights, {cell: model.get_submodule(cell) for cell in self._reaching}, batched=batched)
         self._window = window
         self._model_states = list(states_of(model).values())
-        self._trace_states = [(t.use, name, state) for t in traces for name, state in states_of(t).items()]
+        self._trace_states = [(t, name, state) for t in traces for name, state in states_of(t).items()]
         self._outputs: dict[Use, Tensor] = {}
         self._found: dict[str, tuple[Tensor, ...]] = {}
 
@@ -52,9 +51,7 @@ class TracedStep(Interception):
         self.lift(self._load, *(state.value for _, _, state in self._trace_states))
         try:
             yield
-            advanced = self.lift(
-                lambda: tuple(self.traces[use].live.values[name] for use, name, _ in self._trace_states)
-            )
+            advanced = self.lift(lambda: tuple(trace.live.values[name] for trace, name, _ in self._trace_states))
         finally:
             for trace in self.traces.values():
                 trace.end()
@@ -134,11 +131,10 @@ class TracedStep(Interception):
         )
 
     def _load(self, *values: Tensor) -> tuple[Tensor, ...]:
-        held: dict[Use, dict[str, Tensor]] = {use: {} for use in self.traces}
-        for (use, name, _), value in zip(self._trace_states, values, strict=True):
-            held[use][name] = value
-        for use, trace in self.traces.items():
-            trace.begin(operation_of(self.weights[use.path]), held[use])
+        for trace in self.traces.values():
+            trace.begin()
+        for (trace, name, _), value in zip(self._trace_states, values, strict=True):
+            trace.live.values[name] = value
         return ()
 
     def _tie_to_past(self, cell: str, *values: Tensor) -> tuple[Tensor, ...]:

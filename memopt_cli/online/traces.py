@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.online.operations import Operation, weights_per_output
 from memopt_cli.online.states import declare_state
 
@@ -26,8 +26,7 @@ Channels = list[tuple[Tensor | None, Tensor]]
 """Coefficient, ``None`` for 1, and channel, both of the shape of the row's tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One call of a trace-tagged module within a time step."""
 
     path: str
@@ -70,8 +69,8 @@ class _Channel(torch.autograd.Function):
         return like.new_zeros(()).expand(like.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _refuse_second_derivative()
         return None, None, *ctx.to_weights(gradient)
 
 
@@ -86,12 +85,20 @@ class _Tied(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _refuse_second_derivative()
         if ctx.gate.closed:
             return None, None, None, *(None for _ in ctx.coefficients)
         onward = gradient if ctx.needs_input_grad[2] else None
         return None, None, onward, *(gradient if c is None else gradient * c for c in ctx.coefficients)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise MemoptError(
+            "a second derivative of an online step was asked for; traces have first ones alone",
+            hint="leave create_graph=True out, or differentiate the model without the algorithm",
+        )
 
 
 @dataclass(slots=True)
@@ -115,8 +122,7 @@ class Gate:
 class _Live:
     """A trace while a step runs; every tensor with a leading batch axis."""
 
-    operation: Operation
-    values: dict[str, Tensor]
+    values: dict[str, Tensor] = field(default_factory=dict)
     """Name of the declared state -> its value."""
     z: Tensor | None = None
     y: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -130,24 +136,23 @@ class Trace(nn.Module):
 
     live: _Live
 
-    def __init__(self, use: Use, groups: Sequence[Group]) -> None:
+    def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__()
         self.use = use
+        self.operation = operation
         self.groups = {group.cell: group for group in groups}
 
-    def begin(self, operation: Operation, values: dict[str, Tensor]) -> None:
-        """A step begins, with these values of the states."""
-        self.live = _Live(operation, values)
+    def begin(self) -> None:
+        """A step begins; the values of the states are yet to be filled in."""
+        self.live = _Live()
 
-    def end(self) -> dict[str, Tensor]:
-        """The step has ended; returns the new values of the states."""
-        values = self.live.values
-        del self.live  # nothing of the step's graph stays
-        return values
+    def end(self) -> None:
+        """The step has ended: nothing of its graph stays."""
+        del self.live
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         """``y``, for an input ``z [batch, ...]``; ``attached``: the weight gets its own gradient from it."""
-        live, operation = self.live, self.live.operation
+        live, operation = self.live, self.operation
         weight, bias = operation.weight, operation.bias
         if not attached:
             weight, bias = _detached(weight), _detached(bias)
@@ -168,7 +173,7 @@ class Trace(nn.Module):
         return [(row.inputs[self.use], self.live.y)] if self.use in row.inputs and self.live.y.requires_grad else []
 
     def _channel(self, like: Tensor, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Tensor:
-        operation = self.live.operation
+        operation = self.operation
         channel: Tensor = _Channel.apply(to_weights, like, operation.weight, operation.bias)  # type: ignore[no-untyped-call]
         return channel
 
@@ -181,7 +186,7 @@ class FullTrace(Trace):
     """
 
     def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
-        super().__init__(use, groups)
+        super().__init__(use, groups, operation)
         for group in groups:
             for name in group.names:
                 if _trainable(operation.weight):
@@ -196,7 +201,7 @@ class FullTrace(Trace):
         group = self.groups[cell]
         past = {name: self.past(cell, name, self.live.y) for name in group.names}
         channels = [[*self._onward(row), *((row.hidden[j], past[j]) for j in row.hidden)] for row in rows]
-        patches = None if self.live.z is None else self.live.operation.rows(self.live.z)
+        patches = None if self.live.z is None else self.operation.rows(self.live.z)
         advanced = {}
         for name, row in zip(group.names, rows, strict=False):
             if (key := _key(group, name, "weight")) in self.live.values:
@@ -207,7 +212,7 @@ class FullTrace(Trace):
         return channels
 
     def past(self, cell: str, name: str, like: Tensor) -> Tensor:
-        group, values, operation = self.groups[cell], self.live.values, self.live.operation
+        group, values, operation = self.groups[cell], self.live.values, self.operation
         of_weight, of_bias = (values.get(_key(group, name, part)) for part in ("weight", "bias"))
 
         def to_weights(gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -245,7 +250,7 @@ class FactoredTrace(Trace):
     def __init__(
         self, use: Use, groups: Sequence[Group], operation: Operation, decay: float, z_shape: Sequence[int] | None
     ) -> None:
-        super().__init__(use, groups)
+        super().__init__(use, groups, operation)
         self.decay = decay
         if z_shape is not None and _trainable(operation.weight):
             declare_state(self, "input", z_shape)
@@ -272,7 +277,7 @@ class FactoredTrace(Trace):
         return self._channel(like, lambda gradient: to_weights(gradient * neuron))
 
     def _to_weights(self) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
-        operation, z, scale = self.live.operation, self.live.values.get("input"), self.live.scale
+        operation, z, scale = self.operation, self.live.values.get("input"), self.live.scale
         of_bias = _trainable(operation.bias)
 
         def to_weights(gradient: Tensor) -> tuple[Tensor | None, ...]:

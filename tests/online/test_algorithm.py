@@ -406,11 +406,11 @@ def test_compiling_again_does_nothing_and_leaves_no_mark() -> None:
     inputs, _ = sequence()
     algorithm = manual(es, net, inputs[0])
     algorithm(inputs[0])
-    state, drawn, age = net.cell.v.clone(), torch.get_rng_state(), int(algorithm.age)
+    state, drawn, unseen = net.cell.v.clone(), torch.get_rng_state(), float(algorithm.unseen)
     algorithm.compile_graph(inputs[0])
     assert torch.equal(net.cell.v, state)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert int(algorithm.age) == age == 1
+    assert float(algorithm.unseen) == unseen == pytest.approx(0.1)
 
 
 def test_compiling_leaves_the_model_as_it_was() -> None:
