@@ -1,6 +1,6 @@
 """Online learning of a recurrent LIF network (100 -> 200 -> 10): memory by the number of steps, time of a step.
 
-    python -m benchmarks.online [--steps 16,256,1024,4096] [--rounds 15] [--threads 1] [--compile] [--out FILE.json]
+    python benchmarks/online.py [--steps 16,256,1024,4096] [--rounds 15] [--threads 1] [--compile] [--write]
 
 Memory is the tensor peak, counted at the dispatcher, of one sequence forward and backward, inputs made as they are
 needed; the same bytes in every run.  Time is that of a sequence of 16 steps of 128 samples over 16: the contestants
@@ -11,9 +11,6 @@ algorithms' equations for this very network written out on tensors, without auto
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -24,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for ``examples`` and ``benchmarks``
+
+from benchmarks.results import table, this_command, write_section
 from examples.online_lif import N_BATCH, N_HIDDEN, N_IN, N_OUT, N_TIME, LIFNet
 from memopt_cli.online import (
     D_RTRL,
@@ -228,20 +228,22 @@ def step_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def memory_table(found: dict[str, dict[int, int]]) -> str:
-    """Rows: strategies; columns: steps."""
-    lines = ["", f"tensor peak, batch {MEMORY_BATCH}, by the number of time steps"]
-    lines.append(" " * 14 + "".join(f"{steps:>12}" for steps in next(iter(found.values()))))
-    lines += [f"{name:14}" + "".join(f"{format_bytes(b):>12}" for b in peaks.values()) for name, peaks in found.items()]
-    return "\n".join(lines)
+    """Rows: strategies; columns: steps, and the last over the first."""
+    steps = list(next(iter(found.values())))
+    rows = [
+        [name, *map(format_bytes, peaks.values()), f"{peaks[steps[-1]] / peaks[steps[0]]:.3g}×"]
+        for name, peaks in found.items()
+    ]
+    return table([f"batch {MEMORY_BATCH}", *(f"T={t}" for t in steps), "last / first"], rows)
 
 
 def time_table(name: str, seconds: dict[str, float]) -> str:
     """One line per contestant, beside what is written by hand and beside manual batching."""
-    lines = ["", f"{name}: time of a step, batch {N_BATCH}", f"{'':22}{'ms':>8}{'by hand':>10}{'manual':>9}"]
-    for contestant, taken in seconds.items():
-        ratios = f"{taken / seconds['by hand']:9.2f}×{taken / seconds['manual']:8.2f}×"
-        lines.append(f"{contestant:22}{taken * 1e3:8.2f}{ratios}")
-    return "\n".join(lines)
+    rows = [
+        [who, f"{s * 1e3:.2f} ms", f"{s / seconds['by hand']:.2f}×", f"{s / seconds['manual']:.2f}×"]
+        for who, s in seconds.items()
+    ]
+    return table([f"{name}, batch {N_BATCH}", "a step", "of by hand", "of manual"], rows)
 
 
 def main() -> None:
@@ -251,21 +253,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compiled steps too; needs a C++ compiler on the CPU")
-    parser.add_argument("--out", type=Path, help="JSON of everything")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    report = sys.stdout
     peaks = memory([int(steps) for steps in arguments.steps.split(",")])
-    report.write(memory_table(peaks) + "\n")
-    seconds = {}
-    for name in ALGORITHMS:
-        seconds[name] = step_seconds(contestants(name, compiled=arguments.compile), arguments.rounds)
-        report.write(time_table(name, seconds[name]) + "\n")
-    if arguments.out:
-        command = shlex.join(["python", "-m", "benchmarks.online", *sys.argv[1:]])
-        about = {"command": command, "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
-        arguments.out.write_text(json.dumps({**about, "tensor_peak_bytes": peaks, "step_s": seconds}, indent=1) + "\n")
+    parts = ["Tensor peak of a sequence:", memory_table(peaks), "Time, median; the contestants take turns:"]
+    parts += (
+        time_table(name, step_seconds(contestants(name, compiled=arguments.compile), arguments.rounds))
+        for name in ALGORITHMS
+    )
+    text = "\n\n".join(parts)
+    print(text)
+    if arguments.write:
+        write_section("Online learning", this_command(), text)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from memopt_cli import (
     LIF,
     Batching,
     LeakyRateReadout,
+    OverTime,
     Vmap,
     accumulate_online,
     accumulate_through_time,
@@ -163,7 +164,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--plot", type=Path, default=Path("online_lif.png"), help="where the curves are drawn")
+    parser.add_argument("--save", type=Path, help="only save the untrained network over time, for memopt's commands")
     arguments = parser.parse_args()
+    if arguments.save:
+        torch.manual_seed(arguments.seed)
+        torch.save(OverTime(LIFNet()), arguments.save)
+        return
     found = curves(arguments.seed, arguments.epochs)
     print_table(found)
     if find_spec("matplotlib"):

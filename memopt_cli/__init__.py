@@ -60,6 +60,7 @@ _PUBLIC = {
     "HybridTrace": "memopt_cli.online",
     "IF": "memopt_cli.online",
     "LIF": "memopt_cli.online",
+    "OverTime": "memopt_cli.online",
     "LeakyRateReadout": "memopt_cli.online",
     "Vmap": "memopt_cli.online",
     "accumulate_online": "memopt_cli.online",

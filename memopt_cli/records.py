@@ -27,6 +27,9 @@ OptimizerName = Literal["none", "sgd", "adamw"]
 
 Profile = Literal["safe", "balanced", "memory", "exhaustive"]
 Preference = Literal["speed", "balanced", "memory"]
+StrategyName = Literal["bptt", "plan", "online"]
+"""Ways to learn sequences: back-propagation through time, the same under a plan, and online learning."""
+OnlineRule = Literal["D-RTRL", "ES-D-RTRL"]
 SelectionPolicy = Literal[
     "no_candidates",
     "explicit_zero_budget",
@@ -41,6 +44,8 @@ SelectionPolicy = Literal[
 
 PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = typing.get_args(OptimizerName)
+STRATEGIES: tuple[StrategyName, ...] = typing.get_args(StrategyName)
+ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
 
 # ---------------------------------------------------------------------------------------------- what to run
@@ -837,6 +842,8 @@ class BatchRequest:
     """A plan to recommend for, too."""
     lengths_path: str | None = None
     """A file of sequence lengths."""
+    strategies: tuple[StrategyName, ...] = ()
+    """Ways to learn sequences, to be compared over ``dim_range`` instead."""
     output: str | None = None
     """Path of the batch configuration; ``None``: none is written."""
     force: bool = False
@@ -912,6 +919,67 @@ class BatchRecommendation:
     spent_s: float
     interrupted: bool = False
     """Something was still to be run; what is recommended is the best of what had been."""
+
+
+# ---------------------------------------------------------------------------------------------- ways to learn sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientAgreement:
+    """A gradient of online learning against that of back-propagation through time, all parameters as one vector."""
+
+    rule: OnlineRule
+    steps: int
+    """Time steps of the sequence that both were taken of."""
+    cosine: float
+    relative_error: float
+    """Norm of the difference over that of the latter."""
+    exact: bool
+    """The relative error is that of rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyPoint:
+    """Memory of a training step of so many time steps."""
+
+    steps: int
+    allocated_peak_bytes: int
+    measured: bool
+    """If not, it is by the line through those that were."""
+    step_s: float | None
+    """Wall time of the whole sequence; ``None`` if it was not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyCurve:
+    """One way to learn sequences."""
+
+    strategy: StrategyName
+    label: str
+    """The strategy, and its rule if it has one."""
+    points: tuple[StrategyPoint, ...]
+    """By the number of steps; empty if it cannot be run."""
+    slope_bytes: float
+    """Bytes per time step."""
+    exact: bool | None
+    """Its gradient is that of back-propagation through time; ``None``: not known."""
+    remark: str
+    """How that is known, or why it cannot be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyComparison:
+    """What ``memopt recommend-batch --strategy`` found."""
+
+    header: FileHeader
+    symbol: str
+    batch: int
+    budget_bytes: int
+    limit: str
+    """The memory limit, and what sets it."""
+    curves: tuple[StrategyCurve, ...]
+    notes: tuple[str, ...]
+    spent_s: float
 
 
 # ---------------------------------------------------------------------------------------------- where memory goes

@@ -10,7 +10,7 @@ import typer
 
 from memopt_cli.cli.options import whole
 from memopt_cli.errors import UsageError
-from memopt_cli.records import DimRange
+from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.spec_text import parse_dims
 from memopt_cli.units import parse_bytes, parse_percent
@@ -61,6 +61,33 @@ def _parse_replicas(text: str) -> DimRange:
     if low > high:
         raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
     return DimRange(symbol="replicas", low=low, high=high)
+
+
+def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
+    """``bptt,online`` -> the names, in the usual order.  Raises :class:`UsageError` for one that is not known."""
+    if text is None:
+        return ()
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in STRATEGIES]:
+        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Give some of {','.join(STRATEGIES)}.")
+    return tuple(name for name in STRATEGIES if name in names)
+
+
+def check_strategies(request: BatchRequest) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with ``--strategy``."""
+    if request.dim_range is None:
+        raise UsageError("--strategy tabulates memory by time steps", hint="Add their range: --dim T=16:4096.")
+    others = {
+        "--global-batch": request.global_batch,
+        "--replicas": request.replicas,
+        "--lengths": request.lengths_path,
+        "--output": request.output,
+    }
+    if given := [flag for flag, value in others.items() if value is not None]:
+        raise UsageError(
+            f"{' and '.join(given)} cannot be used with --strategy, which tabulates memory at one batch size",
+            hint="Leave it out, or ask without --strategy.",
+        )
 
 
 Dims = Annotated[
@@ -126,6 +153,17 @@ Lengths = Annotated[
         rich_help_panel=_ANSWER,
         show_default=False,
         help="Sequence lengths, one a line: compare padding, buckets, packing and a token budget on them.",
+    ),
+]
+Strategies = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME,...",
+        rich_help_panel=_ANSWER,
+        show_default=False,
+        help="Instead: tabulate memory by the time steps of --dim T=LOW:HIGH for bptt, plan (of --plan, or searched) "
+        "and online learning.",
     ),
 ]
 Output = Annotated[

@@ -33,6 +33,7 @@ def recommend_batch(
     replicas: batch.Replicas = None,
     plan: batch.Plan = None,
     lengths: batch.Lengths = None,
+    strategy: batch.Strategies = None,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
@@ -66,16 +67,23 @@ def recommend_batch(
         replicas=replicas,
         plan_path=plan,
         lengths_path=lengths,
+        strategies=batch.parse_strategies(strategy),
         output=output,
         force=force,
         timeout_s=timeout,
         longest_step_s=longest_step,
     )
+    if request.strategies:
+        batch.check_strategies(request)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
-        found = pipeline.recommend_batch(request, progress=progress, ask=ask)
     report: Report = JsonReport() if json else TextReport()
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        if request.strategies:
+            compared = pipeline.compare_strategies(request, progress=progress, ask=ask)
+            report.strategies_compared(compared, sys.stdout)
+            return
+        found = pipeline.recommend_batch(request, progress=progress, ask=ask)
     report.recommended(found, sys.stdout)
     if found.interrupted:
         raise Interrupted("interrupted; what is recommended is the best of what had been run")

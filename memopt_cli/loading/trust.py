@@ -23,7 +23,16 @@ from memopt_cli.loading.pickle_scan import COMPUTED, Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import Trust
 
-LIBRARIES = ("torch.nn", "torchvision", "timm", "transformers", "snntorch", "spikingjelly", "norse")
+LIBRARIES = (
+    "torch.nn",
+    "torchvision",
+    "timm",
+    "transformers",
+    "snntorch",
+    "spikingjelly",
+    "norse",
+    "memopt_cli.online",
+)
 """Packages whose ``nn.Module`` classes may be built without asking."""
 
 RUNTIME = "memopt_cli.runtime"

@@ -9,6 +9,7 @@ from memopt_cli.records import (
     ChunkRule,
     InputSpec,
     ModelSource,
+    OnlineRule,
     Plan,
     Refused,
     StepSettings,
@@ -111,6 +112,23 @@ class ProbeJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineJob:
+    """The allocated peak of a sequence that is learnt online -> ``BatchProbe``."""
+
+    rule: OnlineRule
+    symbol: str
+    """That of the time steps."""
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementJob:
+    """The gradient of a sequence online against through time, at the sizes described -> ``GradientAgreement``."""
+
+    rule: OnlineRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob:
     """The plan against the original at a batch size -> ``Verification``."""
 
@@ -118,9 +136,10 @@ class VerifyJob:
     batch: int
 
 
-Job = TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | VerifyJob
+Job = TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | OnlineJob | AgreementJob | VerifyJob
 
 JOBS: dict[str, type[Job]] = {
-    kind.__name__: kind for kind in (TraceJob, CountJob, ChunkingJob, MeasureJob, ProbeJob, VerifyJob)
+    kind.__name__: kind
+    for kind in (TraceJob, CountJob, ChunkingJob, MeasureJob, ProbeJob, OnlineJob, AgreementJob, VerifyJob)
 }
 """By the name that goes over the wire."""

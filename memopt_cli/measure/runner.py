@@ -18,11 +18,13 @@ from typing import Any, Self, TypeVar
 
 from memopt_cli.measure.jobs import (
     ORIGINAL,
+    AgreementJob,
     ChunkingFound,
     ChunkingJob,
     CountJob,
     Job,
     MeasureJob,
+    OnlineJob,
     ProbeJob,
     Subject,
     Traced,
@@ -35,7 +37,9 @@ from memopt_cli.records import (
     Counted,
     Crashed,
     Failure,
+    GradientAgreement,
     Measurement,
+    OnlineRule,
     OutOfMemory,
     Plan,
     Refused,
@@ -138,6 +142,14 @@ class Session:
         """
         job = ProbeJob(plan=plan, batch=batch, dims=dict(dims or {}), limit_bytes=limit_bytes, replicas=replicas)
         return self._ask(job, BatchProbe)
+
+    def probe_online(self, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+        """The allocated peak of a sequence of ``steps`` time steps, ``symbol`` in the inputs, learnt online."""
+        return self._ask(OnlineJob(rule=rule, symbol=symbol, steps=steps), BatchProbe)
+
+    def agreement(self, rule: OnlineRule) -> GradientAgreement | Failure:
+        """The gradient of the sequence described, online against through time."""
+        return self._ask(AgreementJob(rule=rule), GradientAgreement)
 
     def verify(self, plan: Plan, batch: int) -> Verification | Failure:
         """Compare ``plan`` with the original."""

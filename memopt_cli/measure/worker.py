@@ -35,11 +35,13 @@ from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.jobs import (
     JOBS,
     ORIGINAL,
+    AgreementJob,
     ChunkingFound,
     ChunkingJob,
     CountJob,
     Job,
     MeasureJob,
+    OnlineJob,
     ProbeJob,
     Subject,
     Traced,
@@ -47,6 +49,7 @@ from memopt_cli.measure.jobs import (
     VerifyJob,
 )
 from memopt_cli.model_batching.replication import replicated_step
+from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
@@ -80,6 +83,8 @@ Found = TypeVar("Found")
 
 _SMALL_BATCH = 3
 """Batch for looking into tensors: the least that can be cut unevenly."""
+_WINDOW = 8
+"""Time steps of a sequence, learnt online, whose memory is recorded."""
 _HOLDERS = 40
 """How many modules an answer names as holders of memory."""
 
@@ -116,6 +121,8 @@ class Worker:
             ChunkingJob: self._chunking,
             MeasureJob: self._measure,
             ProbeJob: self._probe,
+            OnlineJob: self._online,
+            AgreementJob: lambda job: compare_gradients(self._step(), job.rule),
             VerifyJob: self._verify,
         }
         self._start.enter()
@@ -259,6 +266,34 @@ class Worker:
                 route=route,
             )
 
+    def _online(self, job: OnlineJob) -> BatchProbe:
+        step = replace(self._step(dims={job.symbol: 1}), args=())
+        sequence = learn_online(step, job.rule, functools.partial(self._inputs_at, job.symbol))
+        if step.optimizer is not None and not step.optimizer.state:
+            sequence.run(range(1))
+            step.update()  # makes it
+        self._model.zero_grad(set_to_none=True)
+        sequence.restart()
+        # Only at the start is something made that stays; whether anything grows shows after the last step.
+        first = self._allocated_online(sequence, range(min(job.steps, _WINDOW)))
+        self._model.zero_grad(set_to_none=True)
+        sequence.restart()
+        synchronize(self._settings.device)
+        started = time.perf_counter()
+        sequence.run(range(job.steps))
+        synchronize(self._settings.device)
+        elapsed = time.perf_counter() - started
+        last = self._allocated_online(sequence, range(job.steps, job.steps + 1))
+        return BatchProbe(batch=self._batch, allocated_peak_bytes=max(first, last), step_s=elapsed)
+
+    def _allocated_online(self, sequence: OnlineSequence, steps: range) -> int:
+        def take() -> None:
+            sequence.run(steps)
+            sequence.step.update()
+
+        held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
+        return measure_allocated(take, self._settings.device, held).peak_bytes
+
     def _verify(self, job: VerifyJob) -> Verification:
         step = replace(self._step(job.batch), optimizer=None)
         install = functools.partial(apply_plan, plan=job.plan)
@@ -282,6 +317,18 @@ class Worker:
             loss=self._loss,
             optimizer=self._optimizer,
         )
+
+    def _inputs_at(self, symbol: str, number: int) -> tuple[Any, ...]:
+        """The inputs of one time step, ``[B, ...]``; made when they are needed, as a loader would."""
+        spec = replace(self._subject.spec, dims={**self._subject.spec.dims, symbol: 1})
+        seed, dtype = self._settings.seed + number, input_dtype(self._settings)
+        args, kwargs = make_inputs(spec, seed=seed, device=self._settings.device, dtype=dtype)
+        if kwargs or any(t.shape[:1] != (1,) for t in args):
+            raise StepError(
+                f"{symbol} is not the first dimension of every input, or they are given by name",
+                hint=f"Online learning goes along the first dimension: describe inputs as {symbol}xBx…",
+            )
+        return tuple(t[0] for t in args)
 
     @functools.cached_property
     def _fake_step(self) -> trace.FakeStep:

@@ -10,6 +10,7 @@ from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, HybridTrace, OnlineAl
 from memopt_cli.online.lanes import Vmap, vmap_new_states
 from memopt_cli.online.neurons import IF, LIF, AdaptiveLIF, ExplicitState, GatedUnit, LeakyRateReadout, spike
 from memopt_cli.online.operations import ElementWise, traced, untraced
+from memopt_cli.online.over_time import OverTime
 from memopt_cli.online.states import Batching, declare_state, environ, init_all_states, states_of
 from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
 
@@ -27,6 +28,7 @@ __all__ = [
     "HybridTrace",
     "LeakyRateReadout",
     "OnlineAlgorithm",
+    "OverTime",
     "Vmap",
     "accumulate_online",
     "accumulate_through_time",

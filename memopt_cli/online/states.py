@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,8 @@ class Environment:
 environ = Environment()
 
 
-@dataclass(frozen=True, slots=True)
-class _Declaration:
-    shape: tuple[int, ...]
-    initializer: Initializer
-    tag: str | None = None
+_Declaration = tuple[tuple[int, ...], Initializer | None, str | None]
+"""Shape per sample, what makes the first value (``None``: zeros) and tag; in this form it pickles as plain data."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +57,12 @@ class State:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one sample."""
-        return self._declaration.shape
+        return self._declaration[0]
 
     @property
     def tag(self) -> str | None:
         """Of the ``vmap_new_states`` that made the value, if one did."""
-        return self._declaration.tag
+        return self._declaration[2]
 
     @property
     def value(self) -> Tensor:
@@ -80,15 +77,15 @@ class State:
     def initialize(self, batch_size: int | None = None) -> None:
         """Start anew: ``(*shape)``, or ``(batch_size, *shape)``; dtype and device stay as they are."""
         lead = () if batch_size is None else (batch_size,)
-        old, declaration = self.value, self._declaration
-        self.value = declaration.initializer((*lead, *declaration.shape), dtype=old.dtype, device=old.device)
+        old, (shape, initializer, _) = self.value, self._declaration
+        self.value = (initializer or torch.zeros)((*lead, *shape), dtype=old.dtype, device=old.device)
         self.set_tag(None)
         if (made := _made.get()) is not None:
             made.append(self)
 
     def set_tag(self, tag: str | None) -> None:
         """Say which ``vmap_new_states`` made the value."""
-        _declarations(self.module)[self.name] = replace(self._declaration, tag=tag)
+        _declarations(self.module)[self.name] = (*self._declaration[:2], tag)
 
     @property
     def _declaration(self) -> _Declaration:
@@ -99,16 +96,17 @@ _made: ContextVar[list[State] | None] = ContextVar("made", default=None)
 
 
 def declare_state(
-    module: nn.Module, name: str, shape: int | Sequence[int], initializer: Initializer = torch.zeros
+    module: nn.Module, name: str, shape: int | Sequence[int], initializer: Initializer | None = None
 ) -> None:
-    """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample.
+    """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample, with zeros
+    unless there is an ``initializer``.
 
     The value is a buffer that is not saved.  ``module`` reads and assigns it as any attribute.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(size < 0 for size in sizes):
         raise UsageError(f"state {name!r}: {sizes} is no shape", hint="give the sizes of one sample, none negative")
-    module.__dict__.setdefault(_DECLARED, {})[name] = _Declaration(sizes, initializer)
+    module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     like = next(module.parameters(), torch.empty(0))
     module.register_buffer(name, like.detach().new_empty(0), persistent=False)
     State(module, name).initialize()

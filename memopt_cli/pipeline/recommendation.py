@@ -13,7 +13,6 @@ from torch import nn
 
 from memopt_cli.batching.accumulation import accumulate
 from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
-from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batching.length_strategies import read_lengths
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
@@ -23,6 +22,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, length_symbol
+from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
 from memopt_cli.progress import Ask, Progress
@@ -44,7 +44,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     to_data,
 )
-from memopt_cli.units import exact_bytes, format_bytes
+from memopt_cli.units import format_bytes
 from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, replicas_data, write_all
 
 
@@ -59,7 +59,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
-    _check_inputs(request.dim_range, prepared.subject.spec)
+    check_inputs(request.dim_range, prepared.subject.spec)
     check_replicas(request, prepared.loaded.module)
     if lengths:
         length_symbol(prepared.subject.spec)
@@ -68,7 +68,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         prepared=prepared,
         progress=progress,
         notes=list(prepared.notes),
-        limits=_limits(request, prepared.subject.settings.device),
+        limits=limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of),
         most_runs=MOST_PROBES - RUNS * bool(lengths),
     )
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
@@ -317,24 +317,7 @@ class _Case:
         return sizes + (" under the plan" if self.planned else "")
 
 
-def _limits(request: BatchRequest, device: str) -> Limits:
-    memory, whole = request.memory, device_capacity(device)
-    if isinstance(memory, float):
-        free = free_capacity(device)
-        budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
-    else:
-        budget, name = memory, f"--memory {exact_bytes(memory)}"
-    return Limits(
-        budget_bytes=budget,
-        device_bytes=whole.device_bytes,
-        runnable_bytes=runnable_bytes(device),
-        name=name,
-        longest_step_s=request.longest_step_s,
-        multiple_of=request.multiple_of,
-    )
-
-
-def _check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:
+def check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:
     """Raise :class:`UsageError` for inputs that have no batch to vary, or no such symbol."""
     with_batch(spec, batch_of(spec) + 1)
     if dim_range is None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
-from memopt_cli.records import BaselineResult, BatchRecommendation, Comparison, Inspection, OptimizeResult, StepProfile
+from memopt_cli.records import (
+    BaselineResult,
+    BatchRecommendation,
+    Comparison,
+    Inspection,
+    OptimizeResult,
+    StepProfile,
+    StrategyComparison,
+)
 
 
 class Report(Protocol):
@@ -25,6 +33,9 @@ class Report(Protocol):
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         """``memopt recommend-batch`` is done."""
+
+    def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
+        """``memopt recommend-batch --strategy`` is done."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """``memopt apply`` is done."""

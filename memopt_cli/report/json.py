@@ -14,6 +14,7 @@ from memopt_cli.records import (
     Inspection,
     OptimizeResult,
     StepProfile,
+    StrategyComparison,
     to_data,
 )
 
@@ -41,6 +42,9 @@ class JsonReport:
         stream.write(json_text({key: value for key, value in data.items() if key != "steps"}))
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:

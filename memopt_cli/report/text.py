@@ -22,10 +22,11 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     StepProfile,
+    StrategyComparison,
     Verification,
     describe,
 )
-from memopt_cli.report import comparison, inspection, profiling, recommendation
+from memopt_cli.report import comparison, inspection, profiling, recommendation, strategies
 from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
@@ -127,6 +128,17 @@ class TextReport:
                 _print(console, line)
         for file in found.files:
             _print(console, f"wrote {file}")
+
+    def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(strategies.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        _print(console)
+        console.print(strategies.peak_table(found), markup=False)
+        for lines in (strategies.verdicts(found), strategies.remarks(found)):
+            _print(console)
+            for line in lines:
+                _print(console, line)
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         console = _console(stream)

@@ -248,3 +248,30 @@ def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[...,
     done = memopt("recommend-batch", net, *flags, "--memory", "1MiB", "-q")
     assert done.code == code, done.err
     assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--strategy bptt,magic --dim T=16:64", "no strategy 'magic'"),
+        ("--strategy bptt --dim T=16", "tabulates memory by time steps"),
+        ("--strategy online --dim T=16:64 --global-batch 64 -o b.yaml", "--global-batch and --output cannot be used"),
+    ],
+)
+@pytest.mark.usefixtures("requests")
+def test_strategies_that_cannot_be_asked_for(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend-batch", "model.pt", "-i", "TxBx3", "--dim", "B=8", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[BatchRequest] = []
+
+    def compare_strategies(request: BatchRequest, *, progress: Any, ask: Any) -> None:
+        asked.append(request)
+        raise StepError("enough")
+
+    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "compare_strategies", compare_strategies, raising=False)
+    assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3
+    assert asked[0].strategies == ("bptt", "online")
+    assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)

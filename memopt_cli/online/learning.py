@@ -1,0 +1,95 @@
+"""One training step of a sequence, learnt online, for measuring it: memory, time, and how far its gradient is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, OnlineAlgorithm
+from memopt_cli.online.over_time import step_model
+from memopt_cli.online.states import Batching
+from memopt_cli.records import GradientAgreement, OnlineRule
+from memopt_cli.step import Step, seeds_of_backward
+
+DECAY = 0.9
+"""Of the filters of ES-D-RTRL."""
+
+StepInputs = Callable[[int], tuple[Tensor, ...]]
+"""Number of a time step -> its inputs, ``[B, ...]``."""
+
+
+@dataclass(slots=True)
+class OnlineSequence:
+    """A sequence, step by step, under an online algorithm."""
+
+    algorithm: OnlineAlgorithm
+    step: Step
+    """Of the whole sequence: its settings, loss and optimizer are those of the steps."""
+    inputs: StepInputs
+
+    def run(self, steps: range) -> None:
+        """Forward and backward of each of these time steps, which follow those that were run before."""
+        for number in steps:
+            one = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
+            roots, cotangents = _seeds(one.forward(), self.step, number)
+            torch.autograd.backward(roots, cotangents)
+
+    def restart(self) -> None:
+        """The next time step is the first of a sequence."""
+        self.algorithm.reset_state(self.inputs(0)[0].shape[0])
+
+
+def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequence:
+    """Prepare ``step``, which is left changed.  Raises :class:`MemoptError` if its model cannot be run online."""
+    model = step_model(step.model, inputs(0))
+    algorithm = D_RTRL(model, mode=Batching()) if rule == "D-RTRL" else ES_D_RTRL(model, DECAY, mode=Batching())
+    algorithm.compile_graph(*inputs(0))
+    return OnlineSequence(algorithm, step, inputs)
+
+
+def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
+    """The gradient of a sequence, ``[T, B, ...]`` in ``step.args``, online against through time."""
+    steps = len(step.args[0])
+    through_time = _through_time(step, steps)
+    learn_online(step, rule, lambda number: tuple(x[number] for x in step.args)).run(range(steps))
+    online = _gradients(step.model)
+    difference, norm = (online - through_time).norm(), through_time.norm()
+    relative = float(difference / norm) if norm else float(difference)
+    cosine = float(torch.nn.functional.cosine_similarity(online, through_time, dim=0, eps=1e-30))
+    exact = relative <= torch.finfo(_dtype(step.model)).eps ** 0.5
+    return GradientAgreement(rule=rule, steps=steps, cosine=cosine, relative_error=relative, exact=exact)
+
+
+def _through_time(step: Step, steps: int) -> Tensor:
+    output = step.forward()
+    seeds = [_seeds(_at(output, number), step, number) for number in range(steps)]
+    torch.autograd.backward(
+        [r for roots, _ in seeds for r in roots], [c for _, cotangents in seeds for c in cotangents]
+    )
+    return _gradients(step.model)
+
+
+def _at(output: Any, number: int) -> Any:
+    return tree_map(lambda x: x[number], output)
+
+
+def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where backward of one time step starts; a loss is one of sequences, and is given a sequence of one step."""
+    given = tree_map(lambda x: x.unsqueeze(0), output) if step.loss is not None else output
+    return seeds_of_backward(given, step.loss, step.settings.seed + number)
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    """All of them in one vector, in float64; they are cleared."""
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return torch.cat(parts)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype

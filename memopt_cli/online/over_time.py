@@ -1,0 +1,122 @@
+"""Models of one time step as models of sequences: whole, through time, and step by step, online."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memopt_cli.errors import MemoptError, UsageError, first_line
+from memopt_cli.online.operations import trace_kind, traced
+from memopt_cli.online.states import declare_state, init_all_states, states_of
+from memopt_cli.runtime.state import StartingState, reset_hidden_state
+
+
+class OverTime(nn.Module):
+    """Runs a model of one time step over whole sequences: ``[T, B, ...]`` -> ``[T, B, ...]``, each from fresh states.
+
+    To back-propagation through time, and to every command of memopt, it is a model like any other; online learning
+    takes :attr:`model` out of it and runs that step by step.  States may be declared ones or those that neurons keep
+    to themselves, as snnTorch's do (``init_hidden=True``).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """All outputs, stacked; the states are left as constants."""
+        start_sequence(self.model, inputs[0].shape[1])
+        outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
+        for state in states_of(self.model).values():
+            state.value = state.value.detach()
+        return tree_map(lambda *steps: torch.stack(steps), *outputs)
+
+
+def start_sequence(model: nn.Module, batch_size: int) -> None:
+    """Start every state of a model of one time step anew, those that are not declared as well."""
+    reset_hidden_state(model)
+    init_all_states(model, batch_size)
+
+
+def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
+    """The model of one time step in ``model``, ready for an online algorithm on a batch.
+
+    ``inputs``: those of one step, ``[B, ...]``.  States that are not declared are found by running it, and declared;
+    if no weight is tagged, all that can carry a trace are.  Raises :class:`MemoptError` that says why there is none.
+    """
+    if not isinstance(model, OverTime):
+        raise MemoptError(
+            f"{type(model).__name__} runs its time steps within its own forward",
+            hint="Save memopt_cli.OverTime(model of one time step): it runs whole sequences as before.",
+        )
+    step = model.model
+    start_sequence(step, inputs[0].shape[0])
+    for module, name, value in _hidden_states(step, inputs):
+        vars(module).pop(name, None)
+        declare_state(module, name, value.shape[1:])
+    init_all_states(step, inputs[0].shape[0])
+    if not states_of(step):
+        raise MemoptError(
+            f"{type(step).__name__} carries nothing from one time step to the next",
+            hint="Declare its states with memopt_cli.declare_state(module, name, shape).",
+        )
+    if not any(map(trace_kind, step.modules())):
+        traced(step)
+    return step
+
+
+def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Module, attribute and value of what a step assigns and the next one reads, and is not declared."""
+    start = StartingState(model)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            before = dict(_held(model, inputs))
+            _take_step(model, inputs)
+            found = {key: value for key, value in _held(model, inputs) if before.get(key) is not value}
+            leaves = [_put(*key, value.detach().requires_grad_()) for key, value in found.items()]
+            results = [*_take_step(model, inputs), *(value for key, value in _held(model, inputs) if key in found)]
+            reached = _reached([t for t in results if t.requires_grad], leaves)
+    finally:
+        start.enter()
+    return [(*key, value) for (key, value), read in zip(found.items(), reached, strict=True) if read]
+
+
+def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
+    except Exception as err:  # the model's own code may raise anything
+        raise UsageError(
+            f"{type(model).__name__} cannot run one time step on inputs {[tuple(x.shape) for x in inputs]}: "
+            f"{first_line(err)}",
+            hint="Describe inputs [T, B, ...] of a model that takes [B, ...] at a time.",
+        ) from err
+
+
+def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
+    """Whether any of the ends depends on each leaf."""
+    if not leaves or not ends:
+        return [False] * len(leaves)
+    gradients = torch.autograd.grad(ends, leaves, [torch.ones_like(t) for t in ends], allow_unused=True)
+    return [gradient is not None for gradient in gradients]
+
+
+def _held(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Module, str], Tensor]]:
+    """Module and name of each floating tensor with an entry per sample that is kept in an attribute or a buffer."""
+    declared = {(id(state.module), state.name) for state in states_of(model).values()}
+    return [
+        ((module, name), value)
+        for module in model.modules()
+        for name, value in (*module._buffers.items(), *vars(module).items())
+        if isinstance(value, Tensor) and value.is_floating_point() and (id(module), name) not in declared
+        if value.shape[:1] == inputs[0].shape[:1]
+    ]
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> Tensor:
+    holder: dict[str, Any] = module._buffers if name in module._buffers else vars(module)
+    holder[name] = value
+    return value

@@ -1,0 +1,25 @@
+"""What bounds the steps that ``memopt recommend-batch`` runs and recommends."""
+
+from __future__ import annotations
+
+from memopt_cli.batching.advice import Limits
+from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.units import exact_bytes
+
+
+def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
+    """``memory`` in bytes, or as a float the share of what the device has free."""
+    whole = device_capacity(device)
+    if isinstance(memory, float):
+        free = free_capacity(device)
+        budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
+    else:
+        budget, name = memory, f"--memory {exact_bytes(memory)}"
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=whole.device_bytes,
+        runnable_bytes=runnable_bytes(device),
+        name=name,
+        longest_step_s=longest_step_s,
+        multiple_of=multiple_of,
+    )

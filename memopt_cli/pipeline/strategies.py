@@ -1,0 +1,222 @@
+"""``memopt recommend-batch --strategy``: memory of a step by its time steps, for each way to learn sequences."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from memopt_cli.batching.advice import Limits, fit_line
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.recommendation import check_inputs
+from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    ONLINE_RULES,
+    BatchProbe,
+    BatchRequest,
+    DimRange,
+    Failure,
+    GradientAgreement,
+    OnlineRule,
+    OptimizeRequest,
+    Plan,
+    SearchRequest,
+    StepFailed,
+    StrategyComparison,
+    StrategyCurve,
+    StrategyName,
+    StrategyPoint,
+    Verification,
+    describe,
+)
+from memopt_cli.units import format_bytes
+from memopt_cli.write import read_plan
+
+_SEARCHED_LEVEL = 3
+"""Of the plan that is searched where none is given."""
+
+Probe = Callable[[int], BatchProbe | Failure]
+"""Number of time steps -> the allocated peak and the time of a sequence."""
+
+
+def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
+    """Measure each strategy at both ends of the range, as far as they fit; between them, and beyond, estimate.
+
+    A strategy that cannot be run says why.  Raises :class:`MemoptError`.
+    """
+    started = time.monotonic()
+    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    steps = _steps(request, prepared)
+    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
+    job = _Job(
+        request=request,
+        steps=steps,
+        prepared=prepared,
+        progress=progress,
+        limits=limits,
+        notes=list(prepared.notes),
+    )
+    if "plan" in request.strategies and plan is None:
+        plan = job.searched_plan()
+    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
+    with replaceable(open_session, job.session_lost) as session:
+        curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
+    return StrategyComparison(
+        header=file_header(prepared),
+        symbol=steps.symbol,
+        batch=batch_of(prepared.subject.spec),
+        budget_bytes=limits.budget_bytes,
+        limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
+        curves=curves,
+        notes=tuple(job.notes),
+        spent_s=time.monotonic() - started,
+    )
+
+
+def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
+    spec = prepared.subject.spec
+    check_inputs(request.dim_range, spec)
+    if request.dim_range is None or not spec.tensors:
+        raise UsageError(
+            "--strategy tabulates memory by time steps, and their range is not known",
+            hint="Describe the inputs and the range: -i TxBx100 --dim B=8 --dim T=16:4096.",
+        )
+    return request.dim_range
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`compare_strategies`."""
+
+    request: BatchRequest
+    steps: DimRange
+    prepared: Prepared
+    progress: Progress
+    limits: Limits
+    notes: list[str] = field(default_factory=list)
+
+    def session_lost(self) -> None:
+        """A run ended its subprocess."""
+        self.notes.append("A run ended its profiling subprocess; another took over.")
+
+    def searched_plan(self) -> Plan:
+        """The plan of the search at the smallest number of time steps."""
+        search = SearchRequest(level=_SEARCHED_LEVEL)
+        request = OptimizeRequest(
+            source=self.request.source,
+            spec=self.prepared.subject.spec,
+            settings=self.request.settings,
+            search=search,
+            timeout_s=self.request.timeout_s,
+            recommend_batch=False,
+        )
+        summary = find_plan(request, resolve(search), self.prepared, self.progress)
+        self.notes.append(f"The plan is that of level {_SEARCHED_LEVEL} at {self._where(self.steps.low)}.")
+        assert summary.plan is not None  # only a frontier has none
+        return summary.plan
+
+    def curves(self, name: StrategyName, plan: Plan | None, session: Callable[[], Session]) -> Iterator[StrategyCurve]:
+        """What the table shows of one strategy."""
+        symbol, batch = self.steps.symbol, batch_of(self.prepared.subject.spec)
+        if name == "online":
+            for rule in ONLINE_RULES:
+                probe = functools.partial(_probe_online, session, rule, symbol)
+                yield self._curve(name, f"online {rule}", probe, functools.partial(_agreement, session, rule))
+            return
+        used = ORIGINAL if name == "bptt" else plan
+        assert used is not None
+        yield self._curve(
+            name,
+            name,
+            lambda steps: session().probe(used, batch, {symbol: steps}),
+            functools.partial(_verified, session, used, batch) if name == "plan" else lambda: (True, "by definition"),
+        )
+
+    def _curve(
+        self, name: StrategyName, label: str, probe: Probe, exactness: Callable[[], tuple[bool | None, str]]
+    ) -> StrategyCurve:
+        self.progress.stage(f"measuring {label}")
+        curve = functools.partial(StrategyCurve, strategy=name, label=label)
+        runs = self._run(probe)
+        first = next(iter(runs.values()))
+        if not isinstance(first, BatchProbe):
+            hint = f" {first.hint}" if isinstance(first, StepFailed) and first.hint else ""
+            return curve(points=(), slope_bytes=0.0, exact=None, remark=describe(first) + hint)
+        measured = {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
+        failed = (
+            f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
+        )
+        intercept, slope = _line(measured)
+        exact, remark = exactness()
+        points = (_point(steps, measured, intercept, slope) for steps in self.steps.sizes())
+        return curve(points=tuple(points), slope_bytes=slope, exact=exact, remark=remark + "".join(failed))
+
+    def _run(self, probe: Probe) -> dict[int, BatchProbe | Failure]:
+        """Sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
+        sizes = self.steps.sizes()
+        runs: dict[int, BatchProbe | Failure] = {}
+        for steps in sizes[:2]:
+            self.progress.update(0, None, f"running {self._where(steps)}")
+            runs[steps] = found = probe(steps)
+            if not isinstance(found, BatchProbe):
+                return runs
+        largest = next((s for s in reversed(sizes[2:]) if self._can_run(s, runs)), None)
+        if largest is not None:
+            self.progress.update(0, None, f"running {self._where(largest)}")
+            runs[largest] = probe(largest)
+        return runs
+
+    def _can_run(self, steps: int, runs: dict[int, BatchProbe | Failure]) -> bool:
+        measured = {at: run for at, run in runs.items() if isinstance(run, BatchProbe)}
+        intercept, slope = _line(measured)
+        step_s = max(run.step_s / at for at, run in measured.items()) * steps
+        within = min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        return intercept + slope * steps <= within and step_s <= self.limits.longest_step_s
+
+    def _where(self, steps: int) -> str:
+        return f"{self.steps.symbol}={steps}"
+
+
+def _line(measured: dict[int, BatchProbe]) -> tuple[float, float]:
+    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
+    return fit_line(points) if len(points) > 1 else (points[0][1], 0.0)
+
+
+def _point(steps: int, measured: dict[int, BatchProbe], intercept: float, slope: float) -> StrategyPoint:
+    run = measured.get(steps)
+    peak_bytes = round(intercept + slope * steps) if run is None else run.allocated_peak_bytes
+    step_s = None if run is None else run.step_s
+    return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=run is not None, step_s=step_s)
+
+
+def _probe_online(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+    return session().probe_online(rule, symbol, steps)
+
+
+def _agreement(session: Callable[[], Session], rule: OnlineRule) -> tuple[bool | None, str]:
+    found = session().agreement(rule)
+    if not isinstance(found, GradientAgreement):
+        return None, f"its gradient could not be compared: {describe(found)}"
+    if found.exact:
+        return True, f"its gradient is that of bptt at {found.steps} steps, to {found.relative_error:.1g}"
+    return False, f"cosine {found.cosine:.3f} to the gradient of bptt at {found.steps} steps"
+
+
+def _verified(session: Callable[[], Session], plan: Plan, batch: int) -> tuple[bool | None, str]:
+    found = session().verify(plan, batch)
+    if not isinstance(found, Verification):
+        return None, f"it could not be verified: {describe(found)}"
+    how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"
+    if found.passed:
+        return True, f"{found.compared} tensors are those of bptt {how}"
+    return False, f"{found.worst_name} differs from that of bptt"

@@ -1,0 +1,70 @@
+"""``memopt recommend-batch --strategy`` for people: memory by time steps, and what is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import StrategyComparison, StrategyCurve, StrategyPoint
+from memopt_cli.units import format_bytes, format_seconds
+
+
+def headline(found: StrategyComparison) -> Iterator[str]:
+    """What the table is of, and how far each strategy gets."""
+    yield f"memory of a training step by its time steps {found.symbol}, batch {found.batch}"
+    yield f"memory limit: {found.limit}"
+
+
+def peak_table(found: StrategyComparison) -> Table:
+    """One line for each number of time steps; a strategy that cannot be run has no column."""
+    curves = [curve for curve in found.curves if curve.points]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in (found.symbol, *(curve.label for curve in curves)):
+        table.add_column(heading, justify="right")
+    for row in zip(*(curve.points for curve in curves), strict=True):
+        table.add_row(str(row[0].steps), *(_peak(point, found.budget_bytes) for point in row))
+    table.add_row("exact", *({True: "yes", False: "no", None: "?"}[curve.exact] for curve in curves))
+    return table
+
+
+def verdicts(found: StrategyComparison) -> Iterator[str]:
+    """One sentence for each strategy."""
+    for curve in found.curves:
+        if not curve.points:
+            yield f"{curve.label}: cannot be run: {curve.remark}"
+            continue
+        word = {True: "exact", False: "approximate", None: "exactness not known"}[curve.exact]
+        yield f"{curve.label}: {word}, {curve.remark}; {_growth(curve, found.symbol)}; {_time(curve, found.symbol)}"
+
+
+def remarks(found: StrategyComparison) -> Iterator[str]:
+    """What the answer rests on."""
+    points = [point for curve in found.curves for point in curve.points]
+    if not all(point.measured for point in points):
+        yield "~: an estimate by the line through the peaks that were measured"
+    if any(point.allocated_peak_bytes > found.budget_bytes for point in points):
+        yield "!: beyond the memory limit"
+    if any(curve.strategy == "online" and curve.points for curve in found.curves):
+        yield "Online, the inputs of one time step are counted, which a loader can make as they are needed."
+    yield from found.notes
+    yield f"total time {format_seconds(found.spent_s)}"
+
+
+def _peak(point: StrategyPoint, budget_bytes: int) -> str:
+    estimate, beyond = "" if point.measured else "~", " !" if point.allocated_peak_bytes > budget_bytes else ""
+    return f"{estimate}{format_bytes(point.allocated_peak_bytes)}{beyond}"
+
+
+def _growth(curve: StrategyCurve, symbol: str) -> str:
+    last = curve.points[-1]
+    grown = abs(curve.slope_bytes) * (last.steps - curve.points[0].steps)
+    if grown <= 0.01 * last.allocated_peak_bytes:
+        return f"does not grow with {symbol}"
+    return f"grows by {format_bytes(round(curve.slope_bytes))} a time step"
+
+
+def _time(curve: StrategyCurve, symbol: str) -> str:
+    last = [point for point in curve.points if point.step_s is not None][-1]
+    assert last.step_s is not None
+    return f"{format_seconds(last.step_s)} at {symbol}={last.steps}"

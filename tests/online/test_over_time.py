@@ -1,0 +1,132 @@
+"""A model of one time step over whole sequences: the same outputs and gradients, and online when it can be."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import snntorch
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online import LIF, OverTime, init_all_states, states_of, traced, untraced
+from memopt_cli.online.learning import compare_gradients, learn_online
+from memopt_cli.online.operations import trace_kind
+from memopt_cli.online.over_time import step_model
+from memopt_cli.records import ONLINE_RULES, OnlineRule, StepSettings
+from memopt_cli.step import Step
+from sample_models import spiking_vgg
+from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, lif_net, sequence
+
+
+def feedforward(neuron: nn.Module) -> nn.Sequential:
+    """No recurrence but that of each neuron with itself, and a readout without memory: nothing is cut."""
+    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), neuron, nn.Linear(HIDDEN, CLASSES)).double()
+
+
+def leaky() -> nn.Module:
+    return snntorch.Leaky(0.8, init_hidden=True)
+
+
+def step_of(model: nn.Module, inputs: Tensor) -> Step:
+    return Step(model=model, args=(inputs,), kwargs={}, settings=StepSettings())
+
+
+def test_a_sequence_is_its_steps_from_fresh_states() -> None:
+    net, inputs = lif_net().double(), sequence()[0]
+    init_all_states(net, BATCH)
+    expected = torch.stack([net(x) for x in inputs])
+    whole = OverTime(net)
+    assert torch.equal(whole(inputs), expected)
+    assert torch.equal(whole(inputs), expected)
+    assert not any(state.value.requires_grad for state in states_of(whole).values())
+
+
+def test_declared_states_pickle_as_plain_data() -> None:
+    net = pickle.loads(pickle.dumps(OverTime(feedforward(LIF(HIDDEN)))))
+    assert list(states_of(net)) == ["model.1.v"]
+    assert net(sequence()[0]).shape == (8, BATCH, CLASSES)
+
+
+@pytest.mark.parametrize("make", [leaky, lambda: spiking_vgg.LIF(0.7)], ids=["snnTorch's Leaky", "the sample's LIF"])
+def test_states_that_a_neuron_keeps_to_itself_are_found(make: object) -> None:
+    net, inputs = feedforward(make()).float(), sequence()[0].float()  # snnTorch's spikes are float32
+    expected = OverTime(net)(inputs)
+    step = step_model(OverTime(net), (inputs[0],))
+    assert [(path, state.shape) for path, state in states_of(step).items()] == [("1.mem", (HIDDEN,))]
+    assert torch.equal(OverTime(step)(inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "tolerance"),
+    [(leaky, torch.float32, 1e-5), (lambda: LIF(HIDDEN), torch.float64, 1e-12)],
+    ids=["snnTorch's Leaky", "LIF"],
+)
+def test_where_nothing_is_cut_d_rtrl_is_exact(make: object, dtype: torch.dtype, tolerance: float) -> None:
+    step = step_of(OverTime(feedforward(make()).to(dtype)), sequence()[0].to(dtype))
+    found = compare_gradients(step, "D-RTRL")
+    assert found.exact
+    assert found.relative_error <= tolerance
+    approximate = compare_gradients(step, "ES-D-RTRL")
+    assert not approximate.exact
+    assert 0.9 < approximate.cosine < 1
+
+
+@pytest.mark.parametrize("rule", ONLINE_RULES)
+def test_recurrence_through_weights_is_cut(rule: OnlineRule) -> None:
+    found = compare_gradients(step_of(OverTime(lif_net().double()), sequence()[0]), rule)
+    assert not found.exact
+    assert 0.5 < found.cosine < 1
+
+
+def test_a_loss_of_sequences_is_given_one_step_at_a_time() -> None:
+    shapes = []
+
+    def loss(output: Tensor) -> Tensor:
+        shapes.append(tuple(output.shape))
+        return output.square().sum()
+
+    step = step_of(OverTime(feedforward(LIF(HIDDEN))), sequence()[0])
+    step = Step(model=step.model, args=step.args, kwargs={}, settings=step.settings, loss=loss)
+    assert compare_gradients(step, "D-RTRL").relative_error <= 1e-12
+    assert set(shapes) == {(1, BATCH, CLASSES)}
+
+
+def test_tags_are_kept_where_there_are_some() -> None:
+    net, inputs = feedforward(LIF(HIDDEN)), sequence()[0]
+    step_model(OverTime(net), (inputs[0],))
+    assert trace_kind(net[0]) == trace_kind(net[2]) == "adaptive"
+    tagged = feedforward(LIF(HIDDEN))
+    traced(tagged[0], "full")
+    step_model(OverTime(tagged), (inputs[0],))
+    assert (trace_kind(tagged[0]), trace_kind(tagged[2])) == ("full", None)
+
+
+class Mixing(LIF):
+    def forward(self, y: Tensor) -> Tensor:
+        return super().forward(y - y.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.LSTM(INPUTS, HIDDEN), "LSTM runs its time steps within its own forward"),
+        (OverTime(nn.Linear(INPUTS, HIDDEN)), "carries nothing from one time step to the next"),
+        (OverTime(nn.Sequential(nn.Linear(INPUTS, HIDDEN), Mixing(HIDDEN))), "neuron by neuron"),
+        (OverTime(nn.Linear(INPUTS + 1, HIDDEN)), "cannot run one time step"),
+        (OverTime(LIF(INPUTS)), "no weight that can carry a trace"),
+    ],
+)
+def test_what_cannot_be_run_online_says_why(model: nn.Module, reason: str) -> None:
+    inputs = torch.rand(BATCH, INPUTS)
+    with pytest.raises(MemoptError, match=reason) as raised:
+        learn_online(step_of(model, inputs[None]), "D-RTRL", lambda number: (inputs,))
+    assert raised.value.hint
+
+
+def test_an_untraced_model_is_learnt_one_step_at_a_time() -> None:
+    net = lif_net().double()
+    traced(net.syn)
+    untraced(net)
+    assert trace_kind(net.syn) is None
