@@ -326,9 +326,10 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         model = nn.Sequential(*(Layer(64) for _ in range(layers))).train()
         fake = FakeStep(Step(model=model, args=(torch.randn(512, 64),), kwargs={}, settings=StepSettings()))
         trace = fake.record(512)
+        original = fake.count()
         recorded_s = time.perf_counter() - started
         seconds: list[float] = []
-        planner = Planner(trace, _dry_runs(fake, seconds), Allowed(), may_chunk=False, level=2)
+        planner = Planner(trace, _dry_runs(fake, original, seconds), Allowed(), may_chunk=False, level=2)
         budget = (trace.resident_bytes + trace.allocated_peak_bytes) // 2
         started = time.perf_counter()
         found = planner.within(budget)
@@ -345,8 +346,10 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
     write_section("Plans: growth with the number of layers", this_command(), table(header, rows))
 
 
-def _dry_runs(fake: FakeStep, seconds: list[float]) -> Probes:
+def _dry_runs(fake: FakeStep, original: Counted, seconds: list[float]) -> Probes:
     def count(plan: Plan) -> Counted:
+        if not plan.segments:
+            return original
         started = time.perf_counter()
         apply_plan(fake.step.model, plan)
         counted = fake.count()
