@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
@@ -69,10 +69,15 @@ class Bench:
     original: Counted
     recorded_s: float
     """Time that loading and recording took."""
+    measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
         return Planner(self.trace, self.probes, Allowed(), may_chunk=True, level=LEVEL)
+
+    def start(self) -> Priced:
+        """The original."""
+        return Priced(candidate=Candidate(plan=Plan(level=LEVEL), counted=self.original), slowdown=1.0)
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -82,19 +87,25 @@ class Bench:
         slowdown = self.model.predict(plan).step_s / self.model.step_s
         return Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=slowdown)
 
+    def measure(self, plan: Plan) -> Measurement | Failure:
+        """One step in a process of its own; every plan once."""
+        if plan not in self.measured:
+            with self.prepared.session(TIMEOUT_S) as session:
+                self.measured[plan] = session.measure(plan, steps=1, warm_up=False)
+        return self.measured[plan]
+
     def measured_peak(self, plan: Plan) -> int:
-        """The allocated peak in bytes of one step in a process of its own."""
-        with self.prepared.session(TIMEOUT_S) as session:
-            found = session.measure(plan, steps=1, warm_up=False)
+        """The allocated peak in bytes of such a step."""
+        found = self.measure(plan)
         if not isinstance(found, Measurement):
             raise SystemExit(f"{self.name}: a plan could not be measured: {found}")
         return found.allocated_peak_bytes
 
     def budgets(self, planner: Planner, count: int) -> list[int]:
-        """Budgets in bytes, evenly from the least reachable peak towards the original's."""
+        """Budgets in bytes, evenly from the least peak that is reached, and measured, towards the original's."""
         high = self.original.allocated_peak_bytes
         least = planner.least(high)
-        low = least.peak_bytes if least else high
+        low = self.measured_peak(least.candidate.plan) if least else high
         return [low + (high - low) * step // count for step in range(count)]
 
 

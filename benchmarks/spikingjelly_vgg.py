@@ -83,7 +83,7 @@ def search(step: Step, level: int) -> nn.Module:
         Block,
         lambda model: model(*step.args).sum(),
         level=level,
-        split_fn=lambda block: (block.convolution, block.neurons),
+        split_fn=lambda module: (module.convolution, module.neurons) if isinstance(module, Block) else (),
         can_chunk=lambda module: isinstance(module, neuron.BaseNode),
     )
 
