@@ -73,7 +73,7 @@ class Bench:
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
-        return Planner(self.trace, self.probes, Allowed(), may_chunk=True, level=LEVEL)
+        return Planner(self.trace, self.probes, Allowed(keep=True), may_chunk=True, level=LEVEL)
 
     def start(self) -> Priced:
         """The original."""

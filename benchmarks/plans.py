@@ -330,7 +330,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         original = fake.count()
         recorded_s = time.perf_counter() - started
         seconds: list[float] = []
-        planner = Planner(trace, _dry_runs(fake, original, seconds), Allowed(), may_chunk=False, level=2)
+        planner = Planner(trace, _dry_runs(fake, original, seconds), Allowed(keep=True), may_chunk=False, level=2)
         budget = (trace.resident_bytes + trace.allocated_peak_bytes) // 2
         started = time.perf_counter()
         found = planner.within(budget)
