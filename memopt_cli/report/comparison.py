@@ -170,6 +170,8 @@ def _signed(change: Change) -> str:
 
 
 def _signed_bytes(size: int) -> str:
+    if not size:
+        return "–"  # from one category to another
     return f"{'+' if size > 0 else '−'}{format_bytes(abs(size))}"
 
 

@@ -27,7 +27,7 @@ from memopt_cli.records import (
     SavedTensor,
     Verdict,
 )
-from memopt_cli.report.comparison import growth, headline, reasons
+from memopt_cli.report.comparison import growth, headline, module_rows, reasons
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
@@ -146,6 +146,14 @@ def test_text() -> None:
     assert ["step", "1.00", "s", "2.00", "s", "+1.00", "s,", "+100.0", "%"] in rows
     assert "body.wide (was old.wide)" in shown(TextReport(), a_comparison())
     assert not any(row[:1] == ["gradients"] for row in rows)  # nothing before and now
+
+
+def test_a_module_whose_bytes_are_of_another_kind_now_has_no_sign() -> None:
+    moved = {"activations": -MIB, "gradients": MIB}
+    module = ModuleChange(
+        path="norm", was="", class_name="BatchNorm2d", before_bytes=MIB, after_bytes=MIB, growth_bytes=moved
+    )
+    assert module_rows(a_comparison(modules=(module,)))[0][-1] == "–"
 
 
 def test_json_is_the_record() -> None:
