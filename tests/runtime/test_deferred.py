@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, plan_of
+from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
@@ -344,3 +344,36 @@ def test_an_entry_that_does_not_fit(change: dict[str, Any], reason: str) -> None
     entry = SegmentPlan(**{"path": "head", "chunks": 8, "through_loss": True, **change})
     with pytest.raises(PlanError, match=reason):
         apply_plan(LanguageModel(), Plan(level=3, segments=(entry,)))
+
+
+# ---------------------------------------------------------------------------------------------- other people's models
+
+SIZES = {"vocab_size": 300, "max_position_embeddings": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "path"),
+    [
+        ("GPT2Config", "GPT2LMHeadModel", "lm_head"),
+        ("LlamaConfig", "LlamaForCausalLM", "lm_head"),
+        ("BertConfig", "BertForMaskedLM", "cls.predictions.decoder"),
+    ],
+)
+def test_hugging_face(config: str, kind: str, path: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = getattr(transformers, config)(**SIZES, hidden_size=16, intermediate_size=32)
+        model = getattr(transformers, kind)(settings)
+    plan = Plan(level=3, segments=(SegmentPlan(path=path, chunks=4, through_loss=True),))
+    ids = torch.randint(300, (4, 16))
+    step = Step(model=model.train(), args=(), kwargs={"input_ids": ids, "labels": ids}, settings=StepSettings())
+    whole = trace.count(step)
+    found = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=True)
+    assert found.passed, found
+    apply_plan(model.float(), plan)
+    assert whole.tensor_peak_bytes - trace.count(step).tensor_peak_bytes > 4 * 16 * 300 * 4
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert not output.logits.is_computed
+    assert output.logits.argmax(-1).shape == (4, 16)
