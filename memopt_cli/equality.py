@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.state import GlobalGenerators, ModuleState
@@ -112,13 +112,12 @@ def in_double(value: Any) -> Any:
     return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
-class DoubleThroughout(TorchFunctionMode):
+class DoubleThroughout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within, whoever asks for float32 gets float64: a model that computes its loss in float32 rounds it there."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]
-        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+        return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
 
 def _widened(value: Any) -> Any:

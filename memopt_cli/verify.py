@@ -35,7 +35,10 @@ def verify(
         step = _in_double(step)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([step.model.get_submodule(path) for path in inexact])
-    with fixed, DoubleThroughout() if chunked else contextlib.nullcontext():
+    double: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if chunked:
+        double = DoubleThroughout()  # type: ignore[no-untyped-call]
+    with fixed, double:
         start = StartingState(step.model)
         reference = _effects(step, start)
         noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)

@@ -191,3 +191,26 @@ def test_on_a_gpu_the_originals_own_noise_is_allowed_twice() -> None:
         _noise(once, {"y": torch.tensor([4.0, math.nan])}, "cuda:0")
     with pytest.raises(StepError):
         _noise(once, again, "cpu")
+
+
+class Rounding(nn.Module):
+    """Computes in float32 whatever it is given, as the norms and losses of Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.float32)
+        scaled = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * scaled.to(x.dtype) * torch.softmax(x, -1, dtype=torch.float32).to(x.dtype)
+
+
+def test_what_a_model_rounds_to_float32_is_not_taken_for_a_difference() -> None:
+    """In a segment's recomputation too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Rounding(), nn.Linear(8, 8), Rounding())
+    plan = Plan(level=3, segments=(SegmentPlan(path="0"), SegmentPlan(path="1", chunks=3), SegmentPlan(path="2")))
+    found = check(plan, model=model)
+    assert found.passed, found
+    assert found.worst_difference < 1e-12

@@ -1,8 +1,9 @@
-"""Which heads may run in chunks through their losses, and that searches use it."""
+"""Chunks of a language model: which heads run through their losses, feed-forward blocks, and that searches use both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
 from memopt_cli.plan.loss_heads import loss_heads
 from memopt_cli.plan.planner import Planner, Priced
@@ -18,6 +20,7 @@ from memopt_cli.plan.strategies.temporal_split import TemporalSplit
 from memopt_cli.records import Counted, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
+from memopt_cli.verify import verify
 
 VOCABULARY = 600
 
@@ -25,10 +28,12 @@ VOCABULARY = 600
 class LanguageModel(nn.Module):
     """``loss`` makes the output of the logits and labels."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], object]) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(4)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, hidden), nn.GELU(), nn.Linear(hidden, 32)) for _ in range(4))
+        )
         self.head = nn.Linear(32, VOCABULARY)
         self.loss = loss
 
@@ -48,9 +53,9 @@ def hugging_face(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 class Subject:
     """A step on tensors without data."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], object]) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> None:
         ids = torch.randint(VOCABULARY, (8, 64))
-        self.fake = FakeStep(Step(model=LanguageModel(loss), args=(ids,), kwargs={}, settings=StepSettings()))
+        self.fake = FakeStep(Step(model=LanguageModel(loss, hidden), args=(ids,), kwargs={}, settings=StepSettings()))
         self.tree = ModuleTree(self.record(Plan(level=0)))
         self.probes = Probes(count=self.count, chunking=lambda path: Refused(reason="no"), report=lambda line: None)
         self.start = Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
@@ -116,3 +121,24 @@ def test_a_planner_builds_on_the_head_through_its_loss() -> None:
     assert all(heads[0] in priced.candidate.plan.segments for priced in frontier[1:])
     for priced in frontier:
         assert subject.count(priced.candidate.plan).allocated_peak_bytes == priced.peak_bytes
+
+
+def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_peak() -> None:
+    """That a block is independent along the batch is found by trying; the whole plan is verified."""
+    subject = Subject(alone, hidden=1024)
+    heads = loss_heads(subject.tree)
+    ground = subject.record(Plan(level=3, segments=heads))
+    ids = torch.randint(VOCABULARY, (8, 64))
+    step = Step(model=LanguageModel(alone, hidden=1024).train(), args=(ids,), kwargs={}, settings=StepSettings())
+    probes = replace(subject.probes, chunking=lambda path: find_rule(*capture_call(step, path)))
+    high = subject.start.peak_bytes
+    whole = Planner(ground, subject.probes, Allowed(), may_chunk=False, level=4, heads=heads).least(high)
+    found = Planner(ground, probes, Allowed(), may_chunk=True, level=4, heads=heads).least(high)
+    assert whole is not None
+    assert found is not None
+    assert found.peak_bytes < whole.peak_bytes
+    plan = found.candidate.plan
+    assert any(s.chunks > 1 and s.path.startswith("blocks") for s in plan.segments)
+    checked = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
+    assert checked.passed, checked
+    assert checked.tolerance == 1e-9
