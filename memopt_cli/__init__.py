@@ -7,7 +7,6 @@ needs) and ``memopt --help`` stay light.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import Any
 
 _PUBLIC = {
@@ -79,6 +78,8 @@ __all__ = list(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # takes longer than all of this module
+
         return version("memopt")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,8 +1,25 @@
-"""``python -m memopt_cli``."""
+"""``memopt``, and ``python -m memopt_cli``: answers Ctrl-C before anything else is imported."""
 
+import os
+import signal
 import sys
 
-from memopt_cli.cli.app import main
+
+def _quit_at_once(*_: object) -> None:
+    """Nothing has been started or written yet, and an exception could be swallowed by the import that it meets."""
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)
+
+
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
+    for wanted in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(wanted) is not signal.SIG_IGN:  # as a shell sets it for a job in the background
+            signal.signal(wanted, _quit_at_once)
+    from memopt_cli.cli.app import main as run
+
+    return run()
+
 
 if __name__ == "__main__":  # a spawned subprocess imports this module too
     sys.exit(main())

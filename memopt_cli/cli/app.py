@@ -1,14 +1,13 @@
-"""The console entry, and the one place where an exception becomes a message and an exit code."""
+"""The command line as a function, and the one place where an exception becomes a message and an exit code."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -68,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a path or a terminal that is not UTF-8 must not end a report
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _termination_interrupts():
-            return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
+        return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     except (Exception, KeyboardInterrupt, SystemExit) as err:
         failure = _as_memopt_error(err)
         if isinstance(failure, OutputError):
@@ -132,17 +130,3 @@ def _drop_stdout() -> None:
     """Let the interpreter flush what is left to nowhere: it would fail once more on its way out."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """Make SIGTERM do what Ctrl-C does: end subprocesses, remove partial files, exit with 130."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -1,7 +1,8 @@
-"""Progress and questions on stderr: a live bar on a terminal, plain lines in a log, nothing with ``-q``."""
+"""Progress and questions on stderr: a live bar on a terminal, plain lines in a log, nothing with ``-q``; and Ctrl-C."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -82,8 +83,26 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
     console = Console(stderr=True)
     live = terminal and not verbose and not console.is_dumb_terminal
     progress = Progress() if quiet else BarProgress(console) if live else LogProgress()
-    with closing(progress):
+    with _interrupts(), closing(progress):
         yield progress, _asker(progress) if terminal and sys.stdin.isatty() else None
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Make Ctrl-C and SIGTERM raise :class:`KeyboardInterrupt`: subprocesses end, and partial files are removed."""
+    previous = {wanted: signal.getsignal(wanted) for wanted in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [wanted for wanted, handler in previous.items() if handler is not signal.SIG_IGN]
+    try:
+        for wanted in heeded:
+            signal.signal(wanted, _interrupt)
+        yield
+    finally:
+        for wanted in heeded:
+            signal.signal(wanted, previous[wanted])
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _asker(progress: Progress) -> Ask:
