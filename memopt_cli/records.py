@@ -55,9 +55,11 @@ ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 class Trust:
     """What the user vouched for when a file is loaded."""
 
+    libraries: tuple[str, ...] = ()
+    """Packages whose ``nn.Module`` classes may be built (``trust:``), like those of well-known model libraries."""
     packages: tuple[str, ...] = ()
-    """Top-level packages vouched for (``--allow-package``, ``trust:``): the classes that they define may be built, and
-    their functions referred to; a function that the file itself calls must be named in :attr:`globals`."""
+    """Top-level packages vouched for (``--allow-package``): the classes that they define may be built, and their
+    functions referred to; a function that the file itself calls must be named in :attr:`globals`."""
     globals: tuple[str, ...] = ()
     """Single qualified names that may be imported (``--allow-global``)."""
     code_paths: tuple[str, ...] = ()
@@ -232,6 +234,8 @@ class ModuleTrace:
     """Why the module cannot be a segment; empty if it can."""
     spatial_split: bool = False
     """The class defines ``__spatial_split__``."""
+    spatial_parts: tuple[str, ...] = ()
+    """Paths of the modules that it returns, where they are modules of the model and the class asks for no codec."""
 
 
 Phase = Literal["forward", "backward", "update"]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import METRICS, Limit, TensorSpec
@@ -65,6 +65,18 @@ def format_tensor(spec: TensorSpec) -> str:
     dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
     values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
     return name + ("x".join(sizes) if plain else f"[{','.join(sizes)}]") + dtype + values
+
+
+def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
+    """Raise :class:`UsageError` for the first of the dimensions that is in no shape: its size would change nothing."""
+    symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
+    for name in names:
+        if name not in symbols:
+            shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
+            raise UsageError(
+                f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
+                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or leave the flag away.",
+            )
 
 
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:

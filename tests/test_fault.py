@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import yaml
 from torch import nn
 
+from memopt_cli.cli.app import main
 from memopt_cli.cli.terminal import LogProgress
 from memopt_cli.measure import runner
 from memopt_cli.measure.jobs import Subject
@@ -92,7 +94,7 @@ def _command(pid: int) -> list[bytes]:
         return []
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> bool:
+def wait_for(condition: Callable[[], object], limit_s: float = 120.0) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -121,6 +123,15 @@ IN_A_SUBPROCESS = [
     ("forks, both sleep", "profile faulty:Forks -i 2x3 --timeout 4", 3, ["time limit of 4 s", "--timeout"]),
     ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller batch"]),
     ("raises", "optimize faulty:Raises -i 2x3", 3, ["rejected its input", "the model's own complaint"]),
+    ("is killed", "baseline faulty:Killed -i 2x3", 3, ["the profiling subprocess was killed", "memory"]),
+    ("runs out of memory", "check faulty:Starves --baseline 2x3.json", 3, ["out of memory", "smaller inputs"]),
+    ("sleeps for ever", "check faulty:Sleeps --baseline 2x3.json --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
+    ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["batch 1", "out of memory"]),
+    ("sleeps for ever", "recommend-batch faulty:Sleeps -i 2x3 --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
+]
+CHATTING = [
+    # command whose subprocess prints eight megabytes a forward, files that it writes
+    ("baseline faulty:Chatters -i 2x3", {"memopt-baseline.json"}),
 ]
 
 AN_ANSWER = "an answer of a subprocess"
@@ -142,18 +153,38 @@ CTRL_C = [
     ("apply good.pt p.yaml", "", "memopt_cli.pipeline.application.load_model"),
     ("apply good.pt p.yaml", "", FILLED),
     ("inspect good.pt", "", "memopt_cli.pipeline.inspection.read_file"),
+    ("baseline good.pt -i 8x6", "loading", LOADED),
+    ("baseline good.pt -i 8x6", "measuring", AN_ANSWER),
+    ("baseline good.pt -i 8x6", "recording", AN_ANSWER),
+    ("baseline good.pt -i 8x6", "", FILLED),
+    ("check good.pt --baseline 8x6.json", "loading", LOADED),
+    ("check good.pt --baseline 8x6.json", "measuring", AN_ANSWER),
+    ("check good.pt --baseline 8x6.json", "recording", AN_ANSWER),
+    ("compare 8x6.json 2x3.json", "", "memopt_cli.pipeline.regression.read_measured"),
+    ("recommend-batch good.pt -i 8x6", "loading", LOADED),
+    ("recommend-batch good.pt -i 8x6", "finding the batch", AN_ANSWER),
+    ("profile good.pt -i 8x6 --html p.html", "", FILLED),
 ]
+STARTING = ["typer", "memopt_cli.cli.app", "torch", "torch._C", "numpy", "memopt_cli.pipeline"]
+"""What is being imported, before a command has begun."""
 
-WRITING = ["optimize good.pt -i 8x6 --level 0", "apply good.pt p.yaml"]
+WRITING = [
+    # command, the file it is to write, the flag that names it
+    ("optimize good.pt -i 8x6 --level 0", "good.memopt.pt", "-o"),
+    ("apply good.pt p.yaml", "good.memopt.pt", "-o"),
+    ("baseline good.pt -i 8x6", "memopt-baseline.json", "-o"),
+    ("recommend-batch good.pt -i 8x6 --longest-step 0.01 -o b.yaml", "b.yaml", "-o"),
+    ("profile good.pt -i 8x6 --snapshot s.pickle", "s.pickle", "--snapshot"),
+]
 FOLDERS = [
     # what -o names, what the message says
     pytest.param(
-        "a_folder/out.pt",
+        "a_folder/out",
         "the folder a_folder is not writable",
         marks=pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere"),
     ),
-    ("/proc/self/out.pt", "cannot write /proc/self/out"),
-    ("no/such/out.pt", "there is no folder no/such"),
+    ("/proc/self/out", "cannot write /proc/self/out"),
+    ("no/such/out", "there is no folder no/such"),
 ]
 
 OUTPUTS = [
@@ -165,6 +196,10 @@ OUTPUTS = [
         "optimize good.pt -i 8x6 --level 0",
         {f"good.memopt.{end}" for end in ("pt", "summary.json", "plan.yaml", "batch.yaml")},
     ),
+    ("baseline good.pt -i 8x6", {"memopt-baseline.json"}),
+    ("check good.pt --baseline 8x6.json", set()),
+    ("compare 8x6.json 2x3.json", set()),
+    ("recommend-batch good.pt -i 8x6 --longest-step 0.01", set()),
 ]
 
 PLAN_TEXT = (
@@ -173,12 +208,25 @@ PLAN_TEXT = (
 )
 
 
-@pytest.fixture
-def folder(memopt: Memopt, tmp_path: Path) -> Path:
-    """Every file that the tables name."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of those that the tables name."""
+    folder = tmp_path_factory.mktemp("files")
     blocks = [nn.Sequential(*(nn.Linear(6, 6), nn.Tanh()) * 3) for _ in range(3)]
-    torch.save(nn.Sequential(*blocks), "good.pt")
-    Path("p.yaml").write_text(PLAN_TEXT)
+    torch.save(nn.Sequential(*blocks), folder / "good.pt")
+    torch.save(nn.Linear(3, 4), folder / "fine.pt")
+    (folder / "p.yaml").write_text(PLAN_TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "Session", LocalSession)
+        for model, shape in (("good.pt", "8x6"), ("fine.pt", "2x3")):
+            assert main(["baseline", f"{folder / model}", "-i", shape, "-o", f"{folder / shape}.json", "-q"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(memopt: Memopt, files: Path, tmp_path: Path) -> Path:
+    """All of them in the working directory."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     os.mkdir("a_folder", 0o500)
     return tmp_path
 
@@ -194,11 +242,19 @@ def test_fault_in_a_subprocess(
     code: int,
     said: list[str],
     memopt: Memopt,
+    folder: Path,
     user_code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "_PATIENCE_S", 0.5)
     assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
+
+
+@pytest.mark.parametrize(("command", "written"), CHATTING)
+def test_fault_megabytes_printed(command: str, written: set[str], memopt: Memopt, user_code: str) -> None:
+    done = memopt(*command.split(), "--code-path", user_code)
+    assert (done.code, done.changed) == (0, written), done.err
+    assert "chatter" not in done.out + done.err
 
 
 class Attended(LocalSession):
@@ -244,12 +300,14 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
     return alive
 
 
-@pytest.mark.parametrize("command", WRITING)
-@pytest.mark.parametrize("room", [0, 1000])
-def test_fault_full_disk(command: str, room: int, memopt: Memopt, folder: Path, in_process: None) -> None:
+@pytest.mark.parametrize(("command", "file", "flag"), WRITING)
+@pytest.mark.parametrize("room", [0, 100])
+def test_fault_full_disk(
+    command: str, file: str, flag: str, room: int, memopt: Memopt, folder: Path, in_process: None
+) -> None:
     with files_no_larger_than(room):
         done = memopt(*command.split())
-    assert_failed(done, 3, ["cannot write good.memopt.pt: File too large", "Nothing was written"])
+    assert_failed(done, 3, [f"cannot write {file}: File too large", "Nothing was written"])
 
 
 @contextmanager
@@ -263,10 +321,13 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize(("command", "file", "flag"), WRITING)
 @pytest.mark.parametrize(("output", "said"), FOLDERS)
-def test_fault_folder(command: str, output: str, said: str, memopt: Memopt, folder: Path, in_process: None) -> None:
-    assert_failed(memopt(*command.split(), "-o", output), 3, [said, "hint: "])
+def test_fault_folder(
+    command: str, file: str, flag: str, output: str, said: str, memopt: Memopt, folder: Path, in_process: None
+) -> None:
+    output += Path(file).suffix
+    assert_failed(memopt(*command.split(), flag, output), 3, [said, "hint: "])
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -389,6 +450,45 @@ def running(arguments: str, folder: Path, user_code: str, **environment: str) ->
             yield process
         finally:
             process.kill()
+
+
+WHILE_IMPORTING = """
+import runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("memopt_cli", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("name", STARTING)
+def test_fault_ctrl_c_while_importing(name: str, files: Path, tmp_path: Path) -> None:
+    """PyTorch's import catches what is raised in it here and there, and goes on."""
+    code, model = WHILE_IMPORTING.format(name=name), str(files / "good.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "apply", model, str(files / "p.yaml"), "-o", "out.pt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_ignored_ctrl_c_stays_ignored(files: Path, tmp_path: Path) -> None:
+    """As of a job that a shell has put into the background."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WHILE_IMPORTING.format(name="typer")
+    arguments = ["compare", str(files / "2x3.json"), str(files / "2x3.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert (
+        subprocess.run([sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.DEVNULL).returncode
+        == 0
+    )
 
 
 def test_ctrl_c_in_the_middle_of_a_step(tmp_path: Path, user_code: str) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 import typer
 
 from memopt_cli.documents import read_mapping
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError
 
 DEFAULT_PATH = Path("memopt.yaml")
 
-_COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force"}
-"""Flags a file must not set: one found in a downloaded folder would switch a check off."""
+_COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force", "output", "html", "snapshot"}
+"""Flags a file must not set: they switch a check off, or name a file to write, and every command writes another."""
+
+_RUNS_CODE = {"code-path", "loss", "input-script", "allow-package", "allow-global"}
+"""Flags that run code or vouch for it.  A file must be named to set them: one may lie in a downloaded folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class Config:
     path: str = ""
     """The file; empty if there is none."""
     trust: tuple[str, ...] = ()
-    """Packages trusted in addition to ``--allow-package``."""
+    """Packages whose module classes are trusted, like those of well-known libraries."""
     dims: tuple[str, ...] = ()
     """``NAME=SIZE``; ``--dim`` wins by name."""
 
@@ -32,7 +35,8 @@ class Config:
 def read_config(context: typer.Context, path: str | None) -> str | None:
     """Callback of ``--config``: makes the file's values the defaults of this command's flags, the rest ``context.obj``.
 
-    Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind.
+    Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
+    and :class:`UnsafeFileError` for a key that runs code in a file that was found and not named.
     """
     file = Path(path) if path is not None else DEFAULT_PATH
     context.obj = Config()
@@ -43,6 +47,12 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
         path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
     )
     context.default_map = _defaults(context, file, data)
+    unsafe = sorted(_RUNS_CODE & data.keys()) if path is None else []
+    if unsafe:
+        raise UnsafeFileError(
+            f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
+            hint=f"If the file is yours, say --config {file}.",
+        )
     return path
 
 
@@ -51,6 +61,8 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
     commands = getattr(context.parent and context.parent.command, "commands", {})
     known = {flag for command in commands.values() for flag in _flags(command)}
     for key in data:
+        if key in _COMMAND_LINE_ONLY:
+            raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
             keys = ", ".join(sorted(known | {"trust", "dims"}))
             raise UsageError(f"{file}: unknown key '{key}'", hint=f"Known keys: {keys}.")

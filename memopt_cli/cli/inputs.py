@@ -10,7 +10,7 @@ import typer
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
 from memopt_cli.records import InputSpec, TensorSpec
-from memopt_cli.spec_text import format_tensor, parse_dims, parse_tensor
+from memopt_cli.spec_text import format_tensor, parse_dims, parse_tensor, require_used
 
 
 def input_spec(
@@ -19,7 +19,8 @@ def input_spec(
     """What the command line says of the inputs, else what the config file says; ``None``: neither does.
 
     With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: they resize one found elsewhere.
-    Raises :class:`UsageError` for text that does not parse, two descriptions at once, and a symbol without a size.
+    Raises :class:`UsageError` for text that does not parse, two descriptions at once, a symbol without a size, and a
+    ``--dim`` that no shape has; the config file may size more than one model's inputs have.
     """
     config: Config = context.obj
     flags: dict[str, Any] = {"inputs": inputs, "input_data": data_file, "input_script": script}
@@ -28,12 +29,16 @@ def input_spec(
     if len(typed or given) > 1:
         names = " and ".join(_flag(name) for name in typed or given)
         raise UsageError(f"the inputs are given twice, by {names}", hint="Keep one of them.")
-    sizes = {**parse_dims(config.dims), **parse_dims(dims)}
+    asked = parse_dims(dims)
+    sizes = {**parse_dims(config.dims), **asked}
     if not given:
         return InputSpec(dims=sizes, source="--dim" if dims else config.path) if sizes else None
     chosen = (typed or given)[0]
     tensors = tuple(parse_tensor(text) for text in inputs) if chosen == "inputs" else ()
     _check(tensors, sizes)
+    if chosen != "input_script":  # a script's arguments are not known yet
+        require_used(asked, tensors, _flag(chosen))
+        sizes = {name: size for name, size in sizes.items() if any(name in tensor.shape for tensor in tensors)}
     return InputSpec(
         tensors=tensors,
         dims=sizes,

@@ -25,7 +25,8 @@ def model_source(
         location=model,
         weights=weights,
         trust=Trust(
-            packages=tuple(dict.fromkeys((*config.trust, *packages))),
+            libraries=config.trust,
+            packages=tuple(packages),
             globals=tuple(single_globals),
             code_paths=tuple(code_paths),
             pickle=trust_pickle,

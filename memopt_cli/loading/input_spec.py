@@ -27,6 +27,7 @@ from memopt_cli.spec_text import (
     parse_shape,
     parse_tensor,
     parse_values,
+    require_used,
 )
 
 __all__ = [
@@ -59,13 +60,14 @@ def find_spec(
     the model file carries; else a guess from its layers.
 
     A given spec of dimensions alone sets them in the one that is found.
-    Raises :class:`UsageError` if nothing is known of the inputs, or a symbol has no size.
+    Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and (given.tensors or given.data_file or given.script):
         spec = given
     else:
         spec = _beside(source) or carried or _guess(source, module)
-        spec = replace(spec, dims=spec.dims | (given.dims if given else {}))
+        if given is not None:
+            spec = _resized(spec, given)
     unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
     if unbound:
         sizes = " ".join(f"--dim {symbol}=8" for symbol in unbound)
@@ -116,6 +118,14 @@ def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
             raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
+
+
+def _resized(spec: InputSpec, given: InputSpec) -> InputSpec:
+    """With the sizes that were given; those of a config file may be meant for other models, too."""
+    symbols = {size for tensor in spec.tensors for size in tensor.shape}
+    if given.source == "--dim":
+        require_used(given.dims, spec.tensors, spec.source)
+    return replace(spec, dims=spec.dims | {name: size for name, size in given.dims.items() if name in symbols})
 
 
 def _beside(source: ModelSource) -> InputSpec | None:
@@ -243,7 +253,10 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
     function = user_function(script, "--input-script")
     known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    unused = set(dims)
+    parameters = inspect.signature(function).parameters
+    for name, parameter in parameters.items():
+        unused -= {name, name.upper(), _LONG_NAMES.get(name, name)}
         size = known.get(name, known.get(name.upper()))
         if size is not None:
             arguments[name] = size
@@ -253,6 +266,11 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
         ):
             hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
             raise UsageError(f"--input-script {script} wants the size of {name}", hint=hint)
+    if unused:
+        raise UsageError(
+            f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
+            hint=f"Leave --dim {min(unused)} away, or add the argument.",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

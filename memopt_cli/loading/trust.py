@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -136,6 +136,7 @@ def together(trusts: Iterable[Trust]) -> Trust:
     """What any of them vouches for."""
     all_of = tuple(trusts)
     return Trust(
+        libraries=tuple(dict.fromkeys(name for trust in all_of for name in trust.libraries)),
         packages=tuple(dict.fromkeys(name for trust in all_of for name in trust.packages)),
         globals=tuple(dict.fromkeys(name for trust in all_of for name in trust.globals)),
         code_paths=tuple(dict.fromkeys(path for trust in all_of for path in trust.code_paths)),
@@ -160,9 +161,9 @@ def verdict(wanted: Global, *, called: bool, trust: Trust, code: UserCode) -> Ve
         return _plain(wanted, called=called)
     if _within(wanted.module, RUNTIME):
         return _runtime(wanted, called=called)
-    library = next((name for name in LIBRARIES if _within(wanted.module, name)), None)
-    if library and "__main__" not in wanted.module:
-        return _library_class(wanted, library, called=called)
+    libraries = (*LIBRARIES, *(name for name in trust.libraries if name not in _TOO_WIDE))
+    if any(_within(wanted.module, name) for name in libraries) and "__main__" not in wanted.module:
+        return _library_class(wanted, libraries, called=called)
     return _unknown(wanted, called=called)
 
 
@@ -216,15 +217,15 @@ def _user_class(wanted: Global, code: UserCode, *, called: bool) -> Verdict:
     return Allowed(value)
 
 
-def _library_class(wanted: Global, library: str, *, called: bool) -> Verdict:
+def _library_class(wanted: Global, libraries: Sequence[str], *, called: bool) -> Verdict:
     found = _resolve(wanted)
     if isinstance(found, Missing):
         return found
     value = found.value
     if called or not isinstance(value, type) or not _is_module_or_configuration(value):
         return Denied(_why_not(value, called=called), _by_name(wanted))
-    if not any(_within(value.__module__, name) for name in LIBRARIES):
-        return Denied(f"is not defined in {library} but in {value.__module__}", _by_name(wanted))
+    if not any(_within(value.__module__, name) for name in libraries):
+        return Denied(f"is not defined in {wanted.package} but in {value.__module__}", _by_name(wanted))
     return found
 
 

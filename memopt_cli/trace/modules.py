@@ -83,7 +83,18 @@ class ModuleNotes:
             saved_bytes=saved_bytes,
             refusal=reason,
             spatial_split=hasattr(module, "__spatial_split__"),
+            spatial_parts=() if reason else _spatial_parts(path, module),
         )
+
+
+def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
+    """What ``__spatial_split__`` returns, by path; nothing if some of it, or its codec, belongs to the call alone."""
+    if not hasattr(module, "__spatial_split__") or declared_compressor(module) is not None:
+        return ()
+    names = {id(child): name for name, child in module.named_modules(prefix=path) if child is not module}
+    stages = module.__spatial_split__()  # type: ignore[operator]
+    known = isinstance(stages, list | tuple) and all(id(stage) in names for stage in stages)
+    return tuple(names[id(stage)] for stage in stages) if known else ()
 
 
 @contextmanager

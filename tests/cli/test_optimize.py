@@ -110,7 +110,7 @@ quiet: true
 def test_config_file_of_the_folder(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize()
-    assert request.source.trust.packages == ("sample_models",)
+    assert request.source.trust == Trust(libraries=("sample_models",))
     assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
@@ -122,15 +122,18 @@ def test_flags_win_over_the_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
     assert (request.search.level, request.search.compress_x, request.search.targets) == (2, True, ("Conv2d",))
-    assert request.source.trust.packages == ("sample_models", "mine")
+    assert request.source.trust == Trust(libraries=("sample_models",), packages=("mine",))
     assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
 
 
 def test_inputs_of_the_command_line_replace_those_of_the_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
-    spec = optimize("--input-data", "x.pt").spec
-    assert spec == InputSpec(data_file="x.pt", dims={"B": 8, "S": 128}, source="--input-data")
+    assert optimize("--input-data", "x.pt").spec == InputSpec(data_file="x.pt", source="--input-data")
+    tensor = TensorSpec(shape=("B", 3))
+    assert optimize("-i", "Bx3").spec == InputSpec(tensors=(tensor,), dims={"B": 8}, source="--input")
+    script = InputSpec(script="x.py:make", dims={"B": 8, "S": 128}, source="--input-script")
+    assert optimize("--input-script", "x.py:make").spec == script
 
 
 def test_named_config_file(optimize: Optimize) -> None:
@@ -148,8 +151,10 @@ def test_empty_config_file(optimize: Optimize) -> None:
     ("text", "said"),
     [
         ("levle: 3", "unknown key 'levle'"),
-        ("trust-pickle: true", "unknown key 'trust-pickle'"),
-        ("force: true", "unknown key 'force'"),
+        ("trust-pickle: true", "'trust-pickle' cannot be set in a file"),
+        ("force: true", "'force' cannot be set in a file"),
+        ("output: model.pt", "'output' cannot be set in a file"),
+        ("html: report.html", "'html' cannot be set in a file"),
         ("level: 7", "A value for it is in memopt.yaml"),
         ("level: [1, 2]", "level"),
         ("level:", "level cannot be None"),
@@ -169,6 +174,30 @@ def test_bad_config_file(text: str, said: str, pipeline: Any, capsys: pytest.Cap
     assert main(["optimize", "model.pt"]) == 2
     assert said in capsys.readouterr().err
     assert pipeline.requests == []
+
+
+RUNS_CODE = {
+    "code-path": "evil.py",
+    "loss": "evil.py:loss",
+    "input-script": "evil.py:make",
+    "allow-package": "sympy",
+    "allow-global": "builtins.exec",
+}
+
+
+@pytest.mark.parametrize("key", RUNS_CODE)
+def test_a_file_that_runs_code_must_be_named(
+    key: str, optimize: Optimize, pipeline: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may lie in a folder that was downloaded, beside the model."""
+    Path("memopt.yaml").write_text(f"{key}: {RUNS_CODE[key]}")
+    assert main(["optimize", "model.pt"]) == 4
+    assert capsys.readouterr().err == (
+        f"error: memopt.yaml was found here, and its '{key}' would run or allow code\n"
+        "hint: If the file is yours, say --config memopt.yaml.\n"
+    )
+    assert pipeline.requests == []
+    assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml"))
 
 
 def test_a_folder_as_config_file(pipeline: Any) -> None:
@@ -204,4 +233,4 @@ def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_apply_reads_a_config_file_made_for_optimize(pipeline: Any) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     assert main(["apply", "model.pt", "p.yaml"]) == 0
-    assert pipeline.applied[0][0].trust.packages == ("sample_models",)
+    assert pipeline.applied[0][0].trust.libraries == ("sample_models",)

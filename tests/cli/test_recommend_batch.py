@@ -229,7 +229,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
     ("flags", "code", "said"),
     [
         (["-i", "8x63"], 3, "rejected its input"),
-        (["-i", "8x64", "--dim", "S=2:4"], 2, "S is no dimension of the inputs"),
+        (["-i", "8x64", "--dim", "S=2:4"], 2, "no input has a dimension S"),
         (["-i", "Bx64", "--dim", "B=2:4"], 2, "B cannot have a range"),
         (["-i", "8x64", "--plan", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["-i", "8x64", "-o", "no/such/folder.yaml"], 3, "there is no folder"),

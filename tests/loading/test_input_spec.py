@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,25 @@ def test_scripts_that_cannot_be_used(tmp_path: Path, function: str, message: str
         made(InputSpec(script=f"{path}:{function}", source=""))
     with pytest.raises(UsageError, match="there is no file"):
         made(InputSpec(script="missing.py:make", source=""))
+
+
+def test_a_size_that_a_script_does_not_take(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.py"
+    path.write_text(SCRIPT)
+    with pytest.raises(UsageError, match=r"takes no S; its arguments are \(batch\)"):
+        made(InputSpec(script=f"{path}:named", dims={"B": 2, "S": 5}, source=""))
+
+
+def test_a_size_that_no_input_has(tmp_path: Path) -> None:
+    """It is an error where it was typed; a config file may be shared with models that have it."""
+    source = ModelSource(location=str(tmp_path / "net.pt"))
+    (tmp_path / "net.inputs.yaml").write_text("inputs: [Bx3]\ndims: {B: 4}\n")
+    shared = InputSpec(dims={"B": 5, "S": 2}, source="memopt.yaml")
+    assert find_spec(source, nn.Linear(3, 3), shared).dims == {"B": 5}
+    with pytest.raises(UsageError, match=r"no input has a dimension S; they are Bx3 \(.*net.inputs.yaml\)"):
+        find_spec(source, nn.Linear(3, 3), replace(shared, source="--dim"))
+    with pytest.raises(UsageError, match=r"no input has a dimension B; they are 2x3 \(a guess from"):
+        find_spec(ModelSource(location="other.pt"), nn.Linear(3, 3), InputSpec(dims={"B": 5}, source="--dim"))
 
 
 # ---------------------------------------------------------------------------------------------- the batch

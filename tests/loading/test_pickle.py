@@ -220,6 +220,26 @@ def test_a_vouched_package_loads(foreign: Path) -> None:
     assert type(load_model(source(foreign, packages=("foreign_models",))).module).__name__ == "Net"
 
 
+def test_a_vouched_library_gives_module_classes_and_nothing_else(foreign: Path) -> None:
+    with pytest.raises(UnsafeFileError, match="Settings") as error:
+        load_model(source(foreign, libraries=("foreign_models",)))
+    assert "foreign_models.Net" not in error.value.message
+    trust = Trust(libraries=("foreign_models",), globals=("foreign_models.Settings",))
+    assert type(load(foreign, trust=trust)).__name__ == "Net"
+
+
+@pytest.mark.parametrize("library", ["sympy", "builtins", "torch", ""])
+def test_a_vouched_library_s_constructors_are_not_called(library: str, tmp_path: Path) -> None:
+    """Those of SymPy, which comes with PyTorch, run text."""
+    sympy = pytest.importorskip("sympy")
+    sentinel, path = tmp_path / "ran", tmp_path / "model.pt"
+    torch.save(Payload(sympy.sin, f"open({str(sentinel)!r}, 'w').close()"), path)
+    sentinel.unlink(missing_ok=True)
+    with pytest.raises(UnsafeFileError, match="sin"):
+        load_model(source(path, libraries=(library,)))
+    assert not sentinel.exists()
+
+
 def test_vouched_names_load_and_only_these(foreign: Path) -> None:
     names = ("foreign_models.Net", "foreign_models.Settings")
     assert load(foreign, trust=Trust(globals=names))

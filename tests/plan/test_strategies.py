@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes, held_at_peak, is_within
-from memopt_cli.plan.strategies import STRATEGIES
+from memopt_cli.plan.strategies import STRATEGIES, spatial_split
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
 from memopt_cli.plan.strategies.segments import Segments, choose_targets, matching_targets
 from memopt_cli.plan.strategies.spatial_split import SpatialSplit
@@ -299,6 +299,27 @@ def test_spatial_split_of_a_module_s_own() -> None:
     machine = Machine(tree)
     best = SpatialSplit().improve(machine.start(segment("a")), tree, SearchOptions(), machine.probes()).best
     assert best.plan.segments == (SegmentPlan(path="a", compressor="bit", spatial_split=True),)
+
+
+def test_spatial_split_of_a_module_s_own_into_modules_of_the_model() -> None:
+    """They are segments as any other: level 3 cuts the one that can be cut."""
+    a = module("a", 100, 10, spatial_split=True, spatial_parts=("a.drive", "a.cell"))
+    parts = module("a.drive", 40, 10), module("a.drive.conv", 40, 10), module("a.cell", 60, 10)
+    tree = tree_of(a, *parts)
+    machine = Machine(tree, rules={"a.drive": NO_RULE, "a.drive.conv": NO_RULE})
+    start = machine.start(segment("a"))
+    split = SpatialSplit().improve(start, tree, SearchOptions(), machine.probes()).best
+    assert split.plan.segments == (segment("a.drive"), segment("a.cell"))
+    best = TemporalSplit().improve(split, tree, SearchOptions(), machine.probes()).best
+    assert [s.path for s in best.plan.segments if s.chunks > 1] == ["a.cell"]
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [module("a.drive", 40, 10)], [module("a.drive", 40), module("a.cell", 60, refusal="no")]]
+)
+def test_spatial_split_into_what_cannot_be_segments(parts: list[ModuleTrace]) -> None:
+    tree = tree_of(module("a", 100, 10, spatial_split=True, spatial_parts=("a.drive", "a.cell")), *parts)
+    assert spatial_split.split(segment("a"), tree, compress=True) == (replace(segment("a"), spatial_split=True),)
 
 
 def test_spatial_split_looks_through_wrappers_and_skips_what_cannot() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,55 @@ def test_a_saved_model_of_spikingjelly_is_counted_and_verified(level: int, tmp_p
     assert found.passed
     assert found.exact is (level == 1)
     assert found.compared == 9  # four parameters, the output, the input, two membranes, the generators
+
+
+def _jelly_net() -> nn.Module:
+    return nn.Sequential(*(IN_CHUNKS["jelly-lif"]() for _ in range(2)))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_saved_model_of_spikingjelly_through_the_command_line(
+    stepped: bool, memopt: Callable[..., Any], in_process: None
+) -> None:
+    """Saved as it was built, or in the middle of a sequence, which goes on from there when it is loaded again."""
+    net = _jelly_net()
+    if stepped:
+        net(drawn(torch.float32))
+        forget_graph(net)
+    torch.save(net, "net.pt")
+    done = memopt(*"optimize net.pt -i TxBx5=spikes:0.3 --dim T=6 --dim B=3 --level 3 --target 0 --target 1".split())
+    assert done.code == 0, done.err
+    assert "verified: " in done.out
+    optimized = torch.load("net.memopt.pt", weights_only=False)
+    for _ in range(2):
+        assert torch.equal(optimized(drawn(torch.float32)), net(drawn(torch.float32)))
+    from spikingjelly.activation_based import functional  # type: ignore[import-untyped]
+
+    functional.reset_net(optimized)
+    functional.reset_net(net)
+    assert torch.equal(optimized(drawn(torch.float32)), net(drawn(torch.float32)))
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("saved.pt", "--target Keeping"),
+        ("spiking:keeping", "--target Keeping"),
+        ("spiking:hidden", "--target Hidden"),  # snnTorch's models cannot be pickled
+        ("spiking:handing", "--target Cell"),
+    ],
+)
+def test_other_conventions_through_the_command_line(
+    model: str, targets: str, memopt: Callable[..., Any], in_process: None, user_code: str
+) -> None:
+    _snntorch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(user_code)
+        spiking = importlib.import_module("spiking")
+        torch.save(spiking.keeping(), "saved.pt")
+    inputs = "-i TxBx5=spikes:0.3 --dim T=6 --dim B=3 --level 3 --dry-run --json"
+    done = memopt("optimize", model, *inputs.split(), *targets.split(), "--code-path", f"{user_code}/spiking.py")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)["summary"]
+    assert summary["verification"]["passed"]
+    assert summary["gc_candidate_count"] == 2

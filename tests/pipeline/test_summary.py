@@ -1,0 +1,167 @@
+"""From the rows of a search to the fields of the summary: each field, from rows made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.plan.policy import resolve
+from memopt_cli.records import (
+    Breakdown,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    OutOfMemory,
+    Plan,
+    SearchRequest,
+    SegmentPlan,
+)
+
+MIB = 2**20
+
+A, B, C = SegmentPlan(path="a", compressor="bit"), SegmentPlan(path="b"), SegmentPlan(path="c", compressor="uint8")
+B1, B2 = SegmentPlan(path="b.1", compressor="bit"), SegmentPlan(path="b.2")
+B2_CHUNKED = replace(B2, chunks=4)
+PLANS = {1: (A, B, C), 2: (A, B1, B2, C), 3: (A, B1, B2_CHUNKED, C), 4: (B1, B2_CHUNKED, C)}
+
+
+def measured(peak_bytes: int) -> Measurement:
+    nothing = Breakdown(
+        parameters_bytes=0,
+        buffers_bytes=0,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        inputs_bytes=0,
+        activations_bytes=0,
+        temporaries_bytes=0,
+    )
+    return Measurement(
+        tensor_peak_bytes=peak_bytes,
+        allocated_peak_bytes=peak_bytes,
+        resident_bytes=0,
+        reserved_peak_bytes=peak_bytes,
+        process_peak_bytes=peak_bytes,
+        step_times_s=(1.0,),
+        breakdown=nothing,
+        holders=(),
+        backend="cpu profiler",
+        batch=4,
+        spent_s=1.0,
+    )
+
+
+def row(level: int, **changes: Any) -> LevelRow:
+    plain = LevelRow(
+        level=level,
+        plan=Plan(level=level, segments=PLANS.get(level, ())),
+        outcome=measured((9 - level) * MIB),
+        predicted_tensor_peak_bytes=None,
+        predicted_allocated_peak_bytes=None,
+        candidates=1,
+        search_s=0.0,
+    )
+    return replace(plain, **changes)
+
+
+def model() -> nn.Module:
+    """``a`` asks for its codec itself."""
+    net, inner = nn.Module(), nn.Module()
+    for name in "12":
+        inner.add_module(name, nn.Tanh())
+    for name, module in (("a", nn.Tanh()), ("b", inner), ("c", nn.Tanh())):
+        net.add_module(name, module)
+    net.a.x_compressor = "BitSpikeCompressor"
+    return net
+
+
+def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> MemOptSummary:
+    plan = next(r.plan for r in rows if r.level == applied)
+    resolved = resolve(SearchRequest(level=rows[-1].level))
+    return summarize(
+        Findings(
+            resolved=resolved,
+            model=model(),
+            model_format="module",
+            device="cpu",
+            plan=plan,
+            selection=None,
+            rows=list(rows),
+            skipped=list(skipped),
+        )
+    )
+
+
+FOUR = ["level1_gc", "level2_spatial_split", "level3_temporal_split", "level4_greedy_unwrap"]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_applied_steps(level: int) -> None:
+    found = summary(*map(row, range(level + 1)), applied=level)
+    assert found.applied_steps == FOUR[:level]
+    assert found.skipped_steps == []
+    assert (found.requested_level, found.applied_level) == (level, level)
+
+
+def test_what_the_levels_did_is_counted() -> None:
+    found = summary(*map(row, range(5)), applied=4)
+    assert found.gc_wrap_count == 3  # of level 1
+    assert found.spatial_split_count == 2  # b became two
+    assert found.temporal_split_count == 1  # one of them in chunks
+    assert found.unwrap_count == 1  # a is plain again
+    assert found.gc_container_count == found.total_gc_count == 3  # in the end
+    assert found.tcgc_container_count == found.total_sliding_count == 1
+    assert found.peak_memory_mb == 5.0
+    assert found.skipped_errors == 0
+
+
+def test_codecs_are_counted_by_who_chose_them() -> None:
+    found = summary(*map(row, range(4)), applied=3)
+    counts = found.manual_compressor_count, found.bit_compressor_count, found.null_compressor_count
+    assert counts == (1, 1, 1)  # a's own, b.1's, b.2's
+    assert found.compressed_layers == 3  # and c's, integers
+
+
+def test_a_level_without_a_better_plan_is_no_applied_step() -> None:
+    again = row(2, plan=replace(row(1).plan, level=2), note="the plan of level 1, measured there")
+    found = summary(row(0), row(1), again, applied=2, skipped=("level2:no_spatial_candidates",))
+    assert found.applied_steps == ["level1_gc"]
+    assert found.skipped_steps == ["level2:no_spatial_candidates"]
+    assert found.spatial_split_count == 0
+
+
+def test_a_level_whose_plan_measured_worse_is_skipped() -> None:
+    found = summary(row(0), row(1), row(2), row(3, outcome=measured(99 * MIB)), applied=2)
+    assert found.applied_steps == FOUR[:2]
+    assert found.skipped_steps == ["level3:no_improving_candidate"]
+    assert found.temporal_split_count == 0
+    assert found.peak_memory_mb == 7.0
+
+
+def test_levels_that_could_not_be_run_are_counted() -> None:
+    found = summary(row(0, outcome=OutOfMemory(detail="")), row(1), row(2), applied=2)
+    assert found.skipped_errors == 1
+    assert found.peak_memory_mb == 7.0
+    assert "Measured" not in found.recommendation  # there is nothing to compare with
+
+
+def test_a_recommendation_quotes_what_was_measured() -> None:
+    found = summary(*map(row, range(3)), applied=2)
+    assert found.recommendation == "Level 3 may save more. Measured: 9.0 MiB → 7.0 MiB, step 1.00 s → 1.00 s."
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row(0)], "Nothing was searched"),
+        ([row(0), row(1, plan=Plan(level=1))], "No plan lowered the measured peak"),
+        ([row(0), row(1)], "Level 2 may save more."),
+        ([row(level) for level in range(5)], ""),
+    ],
+)
+def test_recommendations_without_a_choice_of_the_user(rows: list[LevelRow], said: str) -> None:
+    text = summary(*rows, applied=rows[-1].level).recommendation
+    assert text.startswith(said) if said else text == ""
