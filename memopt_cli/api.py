@@ -15,6 +15,7 @@ from torch import nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import FORMAT, detached_copy, listed_modules, observed_modules, prepared_model
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
@@ -232,6 +233,7 @@ def _measured(
     progress: Progress,
 ) -> MemOptSummary:
     """The pipeline of ``memopt optimize``, less the files and the batch that fits."""
+    refuse_batched(net)
     with prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)

@@ -129,3 +129,14 @@ class BatchModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"batch={self.batch}, route={self._wanted}"
+
+
+def refuse_batched(model: nn.Module) -> None:
+    """Raises :class:`UsageError` for a model that is, or has, a :class:`BatchModule`: its step cannot be recorded."""
+    for path, module in model.named_modules():
+        if isinstance(module, BatchModule):
+            raise UsageError(
+                f"module '{path or '(root)'}' is a BatchModule: what runs its copies is chosen when it is called, so "
+                "that a step of it tells nothing of the next",
+                hint="Optimize the model that it batches, and batch the result: segments work inside a BatchModule.",
+            )

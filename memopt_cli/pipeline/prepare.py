@@ -14,6 +14,7 @@ from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import BATCH, find_spec
 from memopt_cli.measure.jobs import ORIGINAL, Data, Subject
 from memopt_cli.measure.runner import Session
+from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.progress import Ask, Progress, WantedGlobal
 from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, Plan, StepSettings
 from memopt_cli.spec_text import format_tensor
@@ -74,6 +75,7 @@ def prepare_with_plan(
     progress.stage("loading")
     settings = replace(settings, device=resolve_device(settings.device))
     loaded = _load(source, ask)
+    refuse_batched(loaded.module)
     notes = list(loaded.notes)
     carried = plan_of(loaded.module)
     remove_plan(loaded.module)

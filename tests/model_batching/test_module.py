@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt_cli import apply_plan
+from memopt_cli import apply_plan, memory_optimization
+from memopt_cli.apply import plan_of
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
 from memopt_cli.model_batching.kernels import linear
 from memopt_cli.model_batching.routes.interface import RouteName
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.pipeline.prepare import prepare
+from memopt_cli.progress import Progress
+from memopt_cli.records import ModelSource, Plan, SegmentPlan, StepSettings, Trust
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -501,9 +504,43 @@ def test_a_spatially_split_segment_works_inside_a_batched_model(route: RouteName
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("route", ["fused", "loop"])
+def test_a_head_that_runs_through_its_loss_meets_it_whole(route: RouteName) -> None:
+    targets, plain = torch.randint(0, 2, (G, B)), different(small(), route="loop")
+    plan = Plan(level=3, segments=(SegmentPlan(path="2", chunks=2, through_loss=True),))
+    carrying = BatchModule(apply_plan(small(), plan), G, route=route)
+    carrying.load_state_dict(plain.state_dict())
+    for batched in (plain, carrying):
+        batch_loss(batched(images()), targets, G, F.cross_entropy).sum().backward()
+    for a, b in zip(plain.parameters(), carrying.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 def test_vmap_refuses_segments_with_the_reason() -> None:
     with pytest.raises(UsageError, match="the vmap route cannot run Chain: module 'first' is a segment"):
         BatchModule(apply_plan(Chain(), PLAN), G, route="vmap", example_inputs=(images(),))
+
+
+def test_level_1_goes_onto_a_batched_model() -> None:
+    batched = different(small(), route="fused")
+    expected = batched(images())
+    assert memory_optimization(batched, nn.Linear, level=1) is batched
+    assert [segment.path for segment in plan_of(batched).segments] == ["models.0", "models.2"]
+    torch.testing.assert_close(batched(images()), expected)
+
+
+def test_a_batched_model_is_not_measured_and_the_reason_says_what_to_do() -> None:
+    batched = BatchModule(Chain(), G)
+    with pytest.raises(UsageError, match=r"module '\(root\)' is a BatchModule") as refused:
+        memory_optimization(batched, nn.Linear, (images(),), level=2)
+    assert "Optimize the model that it batches" in refused.value.hint
+
+
+def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(BatchModule(small(), G)), tmp_path / "batched.pt")
+    source = ModelSource(location=str(tmp_path / "batched.pt"), trust=Trust(pickle=True))
+    with pytest.raises(UsageError, match="module '0' is a BatchModule"):
+        prepare(source, None, StepSettings(), progress=Progress(), ask=None)
 
 
 # ---------------------------------------------------------------------------------------------- modules of one's own

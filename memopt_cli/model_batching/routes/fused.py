@@ -228,11 +228,12 @@ class _Fusion:
 
     def _module_operation(self, module: nn.Module) -> Callable[..., Any]:
         config = segment_of(module)
-        if config is not None:
+        if config is not None and not config.through_loss:
             return _fused_segment(module, self._models, self._convolutions)
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
-        kernel = self._kernels.get(type(module))
+        # The loss of all models comes after the route: a head meets it whole.
+        kernel = self._kernels.get(nn.Linear if config is not None else type(module))
         if kernel is None or kernel.unless(module):
             return functools.partial(run_mapped, module)
         return functools.partial(kernel.run, module)
