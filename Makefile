@@ -5,7 +5,13 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SAMPLES := sample_models/build/.written
 
-.PHONY: demo samples test lint check-memory bench clean
+# What check-memory checks, in a few seconds each.
+MODELS := char_rnn lif_rnn gpt resnet spiking_vgg
+SMALLER_gpt := --dim B=1
+SMALLER_resnet := --dim B=1
+SMALLER_spiking_vgg := --dim T=4 --dim B=1
+
+.PHONY: demo samples test lint check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 --force
@@ -22,9 +28,13 @@ lint: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 check-memory: $(SAMPLES)
-	failed=0; for name in char_rnn lif_rnn gpt resnet spiking_vgg; do echo "$$name:"; \
+	failed=0; for name in $(MODELS); do echo "$$name:"; \
 	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || failed=1; \
 	done; exit $$failed
+
+baselines: $(SAMPLES)
+	$(foreach name,$(MODELS),$(BIN)/memopt baseline sample_models/build/$(name).pt $(SMALLER_$(name)) \
+	  -o benchmarks/baselines/$(name).json --force &&) true
 
 bench: $(SAMPLES)
 	for case in plans recommend_batch model_batching online; do $(BIN)/python benchmarks/$$case.py || exit 1; done
