@@ -165,6 +165,8 @@ class DeferredLinear(Tensor):
         """Takes the functions that need no values; all others get them."""
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if func is Tensor.__setitem__:
+            raise RuntimeError(_MODIFIED.format("an assignment"))
         if isinstance(first, DeferredLinear) and not first.is_computed:
             found = _without_values(func, first, args[1:], kwargs)
             if found is not NotImplemented:
@@ -184,11 +186,11 @@ class DeferredLinear(Tensor):
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
         if any(isinstance(given.get(name), DeferredLinear) for name in written):
-            raise RuntimeError(
-                f"{func} modifies the output of a linear layer that runs in chunks through its loss; remove the layer "
-                "from the plan"
-            )
+            raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute(args), **_compute(kwargs or {}))
+
+
+_MODIFIED = "{} modifies the output of a linear layer that runs in chunks through its loss; remove it from the plan"
 
 
 def _compute(value: Any) -> Any:

@@ -205,6 +205,8 @@ def test_what_would_be_wrong_is_refused() -> None:
         logits.register_hook(lambda g: None)
     with pytest.raises(RuntimeError, match="modifies the output"):
         logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modifies the output"):
+        logits[..., 0] = 0
 
 
 def test_a_gradient_that_is_asked_for_first_is_there() -> None:
