@@ -105,7 +105,7 @@ class Bench:
         """Budgets in bytes, evenly from the least peak that is reached, and measured, towards the original's."""
         high = self.original.allocated_peak_bytes
         least = planner.least(high)
-        low = self.measured_peak(least.candidate.plan) if least else high
+        low = min(high, self.measured_peak(least.candidate.plan)) if least else high
         return [low + (high - low) * step // count for step in range(count)]
 
 
