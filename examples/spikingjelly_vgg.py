@@ -44,7 +44,7 @@ class Block(nn.Module):
         )
 
     def __spatial_split__(self) -> tuple[nn.Module, ...]:
-        """Where memopt may cut the block in two."""
+        """Where memopt may cut the block in two; both are modules of it, so level 3 may run them in chunks of time."""
         return self.drive, self.neurons
 
     def forward(self, x: Tensor) -> Tensor:
