@@ -27,7 +27,7 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Projected mixture of the values."""
         # [B, S, 3 * width] -> three of [B, heads, S, width / heads]
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(x).unflatten(-1, [3, self.heads, -1]).permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out

@@ -7,7 +7,6 @@ step, threshold 1, soft reset, and the triangular surrogate gradient ``max(0, 0.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +19,14 @@ DECAY = math.exp(-1 / 5)
 """Share of a potential that survives one step of 1 ms at a time constant of 5 ms."""
 
 
-class TriangularSpike(torch.autograd.Function):
-    """Heaviside step forward; ``max(0, 0.3 (1 - |u|))`` as its derivative backward."""
+def triangular_spike(u: Tensor) -> Tensor:
+    """Heaviside step forward, 1 where ``u`` is not negative; ``max(0, 0.3 (1 - |u|))`` as its derivative backward.
 
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        """``u``: membrane potential above threshold; 1 where it is not negative, else 0."""
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        """Gradient times the triangle around the threshold."""
-        u: Tensor = ctx.saved_tensors[0]
-        return grad_outputs[0] * (0.3 * (1 - u.abs())).clamp_min(0)
+    ``u``, the membrane potential above threshold, less itself detached is zero with the derivative of ``u``.  Unlike a
+    ``torch.autograd.Function``, TorchScript and ``torch.export`` can store this.
+    """
+    slope = (0.3 * (1 - u.detach().abs())).clamp_min(0)
+    return (u >= 0).to(u.dtype) + (u - u.detach()) * slope
 
 
 def _scaled_normal(fan_in: int, fan_out: int) -> Tensor:
@@ -45,6 +38,9 @@ def _scaled_normal(fan_in: int, fan_out: int) -> Tensor:
 class LIFCell(nn.Module):
     """One time step of recurrently connected LIF neurons, one weight for input and recurrent spikes together."""
 
+    __constants__ = ("decay",)  # for TorchScript, which reads no globals
+    decay = DECAY
+
     def __init__(self, inputs: int, neurons: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.cat([_scaled_normal(inputs, neurons), _scaled_normal(neurons, neurons)]))
@@ -53,13 +49,16 @@ class LIFCell(nn.Module):
     def forward(self, x: Tensor, spikes: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, inputs]`` and the last spikes and potential, each ``[B, neurons]`` -> the next spikes and potential."""
         current = torch.addmm(self.bias, torch.cat([x, spikes], dim=1), self.weight)
-        potential = DECAY * (potential - spikes) + current
-        spikes = TriangularSpike.apply(potential - 1)  # type: ignore[no-untyped-call]
+        potential = self.decay * (potential - spikes) + current
+        spikes = triangular_spike(potential - 1)
         return spikes, potential
 
 
 class LeakyReadout(nn.Module):
     """One time step of a readout that leaks like a neuron but never spikes."""
+
+    __constants__ = ("decay",)
+    decay = DECAY
 
     def __init__(self, neurons: int, outputs: int) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class LeakyReadout(nn.Module):
 
     def forward(self, spikes: Tensor, rate: Tensor) -> Tensor:
         """Spikes ``[B, neurons]`` and the last rate ``[B, outputs]`` -> the next rate."""
-        return DECAY * rate + spikes @ self.weight
+        return self.decay * rate + spikes @ self.weight
 
 
 class LIFRNN(nn.Module):

@@ -8,7 +8,7 @@ tensors ``[T, B, ...]``: to convolutions and normalization, time is part of the 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import snntorch
 import torch
@@ -23,28 +23,15 @@ POOLED_BLOCKS = (2, 4, 6)
 """Indices of the blocks that halve the image before they convolve it."""
 
 
-class ATan(torch.autograd.Function):
-    """Heaviside step forward; derivative of ``atan(pi * x) / pi`` backward (Fang et al. 2021, with alpha = 2)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """``x``: membrane potential above threshold; 1 where it is positive, else 0."""
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        """Gradient times ``1 / (1 + (pi x)^2)``."""
-        x: Tensor = ctx.saved_tensors[0]
-        return grad_outputs[0] / (1 + (math.pi * x) ** 2)
-
-
 class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type information
     """snnTorch's leaky neuron with its membrane potential kept inside, in a form that pickles as data alone.
 
     snnTorch keeps the surrogate and the update rule as attributes of the instance: a closure, which does not pickle,
-    and a bound method, which pickles as a call of ``getattr``.  Here both belong to the class.
+    and a bound method, which pickles as a call of ``getattr``.  Here both belong to the class, in plain operators:
+    TorchScript and ``torch.export`` cannot store a ``torch.autograd.Function``.
     """
+
+    __jit_unused_properties__ = ("reset_mechanism",)
 
     def __init__(self, beta: float = 0.5) -> None:
         """``beta``: share of the membrane potential that survives a time step."""
@@ -53,15 +40,19 @@ class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type informa
 
     @staticmethod
     def spike_grad(x: Tensor) -> Tensor:
-        """Spikes (0 or 1) where ``x`` is positive."""
-        spikes: Tensor = ATan.apply(x)  # type: ignore[no-untyped-call]
-        return spikes
+        """Heaviside step forward; derivative of ``atan(pi x) / pi`` backward (Fang et al. 2021, with alpha = 2)."""
+        slope = 1 / (1 + (math.pi * x.detach()) ** 2)
+        return (x > 0).to(x.dtype) + (x - x.detach()) * slope  # x less itself: zero, with the derivative of x
 
-    def state_function(self, current: Tensor) -> Tensor:
-        """The next membrane potential: decayed, charged by ``current``, and zero where it spiked."""
-        potential: Tensor = self.beta * self.mem + current
-        after_reset: Tensor = potential - self.reset * potential
-        return after_reset
+    def forward(self, current: Tensor) -> Tensor:
+        """One time step: the potential decays, is charged by ``current``, and is zero where it spiked before."""
+        if self.mem.shape != current.shape:  # type: ignore[has-type]
+            self.mem = torch.zeros_like(current)
+        reset = self.mem_reset(self.mem)
+        potential = self.beta * self.mem + current
+        self.mem = potential - reset * potential
+        spikes: Tensor = self.spike_grad(self.mem - self.threshold) * self.graded_spikes_factor
+        return spikes
 
 
 class MultiStep(nn.Module):
@@ -81,7 +72,7 @@ class MultiStep(nn.Module):
 
     def forward(self, currents: Tensor) -> Tensor:
         """One step of the neuron per time step."""
-        return torch.stack([self.neuron(current) for current in currents])
+        return torch.stack([self.neuron(current) for current in currents.unbind()])
 
 
 class PerStep(nn.Module):
@@ -108,6 +99,10 @@ class ConvBlock(nn.Module):
         self.synapse = PerStep(nn.Sequential(*([nn.AvgPool2d(2)] if pool else []), *layers))
         self.neuron = MultiStep(LIF())
 
+    def reset(self) -> None:
+        """Forget the past: the next call starts from rest."""
+        self.neuron.reset()
+
     def forward(self, x: Tensor) -> Tensor:
         """Spikes ``[T, B, out_channels, H, W]``, or half the height and width with pooling."""
         spikes: Tensor = self.neuron(self.synapse(x))
@@ -117,18 +112,17 @@ class ConvBlock(nn.Module):
 class SpikingVGG(nn.Module):
     """Event frames ``[T, B, 2, 48, 48]`` -> class scores ``[B, 10]``."""
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
-        sizes = zip((2, *WIDTHS[:-1]), WIDTHS, strict=True)
+        sizes = zip((2, *widths[:-1]), widths, strict=True)
         self.blocks = nn.Sequential(*(ConvBlock(i, o, pool=n in POOLED_BLOCKS) for n, (i, o) in enumerate(sizes)))
         self.pool = PerStep(nn.AvgPool2d(2))
-        self.classifier = nn.Sequential(nn.Flatten(2), nn.Dropout(0.25), nn.Linear(WIDTHS[-1] * 3 * 3, classes))
+        self.classifier = nn.Sequential(nn.Flatten(2), nn.Dropout(0.25), nn.Linear(widths[-1] * 3 * 3, classes))
 
     def forward(self, frames: Tensor) -> Tensor:
         """Scores averaged over time; each call is a new sequence."""
-        for module in self.modules():
-            if isinstance(module, MultiStep):
-                module.reset()
+        for block in self.blocks:
+            block.reset()  # type: ignore[operator]
         scores: Tensor = self.classifier(self.pool(self.blocks(frames)))
         return scores.mean(0)
 

@@ -10,13 +10,15 @@ from typing import Any, Final
 from memopt_cli.documents import printable
 from memopt_cli.loading.pickle_scan import Built, Global, Tuple, pairs
 from memopt_cli.loading.pickled_tensors import LARGEST, PickledTensor, tensor_of
-from memopt_cli.loading.trust import RESTORE_SEGMENT
+from memopt_cli.loading.trust import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
 Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> what it is registered as."""
 
 _SCRIPT: Final = "__torch__"
+_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
+"""A module that stayed TorchScript: what is in it is in an archive of its own."""
 _RECONSTRUCTORS: Final = (str(RESTORE_SEGMENT), "copyreg._reconstructor")
 _DEEPEST, _MOST_PLACES, _LONGEST_NAME = 100, 1_000_000, 200
 """Bounds against files made to exhaust whoever reads them."""
@@ -125,7 +127,7 @@ class _Walk:
         elif id(place.value) not in self._seen:
             self._seen.add(id(place.value))
             attributes = self._attributes(place.value)
-            if "_modules" in attributes and "_parameters" in attributes:
+            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == _SCRIPT_LEAF:
                 yield from self._inside_module(place, attributes)
             elif _class_of(place.value).startswith(f"{_SCRIPT}."):
                 yield from self._inside_script(place, attributes)
@@ -134,7 +136,10 @@ class _Walk:
 
     def _attributes(self, value: Any) -> dict[str, Any]:
         """The instance dictionary that an object is given; it is the object's own, no other's."""
-        state = value.state if isinstance(value, Built) else None
+        value = _lifted_in(value)
+        if not isinstance(value, Built):
+            return {}
+        state = _made_of(value)[1] if _is_lifted(value) else value.state
         if isinstance(state, Tuple) and state.items:  # with slots: the dictionary, then theirs
             state = state.items[0]
         if id(state) in self._seen:
@@ -178,7 +183,7 @@ class _Walk:
         for name, value in attributes.items():
             if tensor_of(value) is not None:
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
-        for name, value in pairs(attributes["_modules"]):
+        for name, value in pairs(attributes.get("_modules")):
             yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
 
     def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
@@ -203,10 +208,31 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
             yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)
 
 
+def _made_of(value: Built) -> tuple[Any, ...]:
+    """What the callee of an object is given."""
+    return value.arguments.items if isinstance(value.arguments, Tuple) else ()
+
+
+def _is_lifted(value: Built) -> bool:
+    return value.callee == RESTORE_LIFTED and len(_made_of(value)) == 2
+
+
+def _lifted_in(value: Any) -> Any:
+    """The lifted module that a segment is made of; any other value is itself."""
+    if isinstance(value, Built) and value.callee == RESTORE_SEGMENT:
+        made = _made_of(value)
+        return made[0] if made and isinstance(made[0], Built) else value
+    return value
+
+
 def _class_of(value: Any) -> str:
+    value = _lifted_in(value)
     if not isinstance(value, Built):
         return ""
-    made = value.arguments.items if isinstance(value.arguments, Tuple) else ()
+    made = _made_of(value)
+    if _is_lifted(value):
+        program = made[0].items if isinstance(made[0], Tuple) else ()
+        return printable(str(program[1])[:_LONGEST_NAME]) if len(program) > 1 else "Lifted"
     if str(value.callee) in _RECONSTRUCTORS and made and isinstance(made[0], Global):
         return str(made[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""

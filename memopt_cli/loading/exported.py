@@ -41,6 +41,9 @@ _OLD_PROGRAM: Final = "serialized_exported_program.json"
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
+_FIXED_SIZES: Final = (
+    "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
+)
 _CONTAINERS: Final = ("builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -366,8 +369,7 @@ def _example_spec(
             tensors.append(_tensor_spec(argument.name if by_name else None, metas[argument.name], symbols, example))
     dims = {symbols[text]: hint for meta in metas.values() for text, hint in _hints(meta) if text in symbols}
     spec = InputSpec(tensors=tuple(tensors), dims=dims, source="the example inputs in the file")
-    fixed = () if dims else ("torch.export fixed every size: the model takes inputs of these sizes only.",)
-    return spec, fixed
+    return spec, () if dims else (_FIXED_SIZES,)
 
 
 def _example(examples: Any, argument: _Argument, arguments: Sequence[_Argument]) -> Tensor | None:

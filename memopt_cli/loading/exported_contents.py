@@ -34,6 +34,8 @@ _DTYPES: Final = {
     30: "float8_e5m2",
 }
 """The numbers that an exported program has for dtypes."""
+NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
+"""The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
 PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
 """Records of the program: since PyTorch 2.8, and before."""
@@ -142,7 +144,8 @@ def _classes(nodes: Any) -> dict[str, str]:
     for node in nodes:
         for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
             _, path, class_name = entry.split(",", 2)
-            found.setdefault(path, class_name)
+            if path != NO_MODULE:
+                found.setdefault(path, class_name)
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from memopt_cli.loading.exported_contents import NO_MODULE
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
 from memopt_cli.runtime.lifted.program import VERSION, is_attribute, is_name, is_pure, without_unused
 
@@ -276,7 +277,7 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
         key, path, class_name = [*entry.split(",", 2), "", ""][:3]
         names = tuple(path.split(".")) if path else ()
         above = calls[-1].path if calls else ()
-        if names and all(map(is_attribute, names)) and not path.startswith("_empty_nn_module_stack"):
+        if names and all(map(is_attribute, names)) and path != NO_MODULE:
             if names[: len(above)] != above or names == above:
                 break
             calls.append(Call(key=key, path=names, class_name=class_name))

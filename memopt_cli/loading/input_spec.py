@@ -56,8 +56,8 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 def find_spec(
     source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
 ) -> InputSpec:
-    """The spec that was given; else that of ``model.inputs.yaml`` beside the model; else the one that
-    the model file carries; else a guess from its layers.
+    """The spec that was given; else that of ``model.inputs.yaml`` beside the model (of ``model.pt`` as of
+    ``model.memopt.pt``); else the one that the model file carries; else a guess from its layers.
 
     A given spec of dimensions alone sets them in the one that is found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
@@ -132,8 +132,12 @@ def _beside(source: ModelSource) -> InputSpec | None:
     if is_factory(source.location):
         return None
     path = Path(source.location)
-    beside = path.with_name(f"{path.stem}.inputs.yaml")
-    return read_spec_file(beside) if beside.is_file() else None
+    parts = path.name.split(".")
+    for length in range(max(len(parts) - 1, 1), 0, -1):  # the whole stem first
+        beside = path.with_name(".".join([*parts[:length], "inputs.yaml"]))
+        if beside.is_file():
+            return read_spec_file(beside)
+    return None
 
 
 def _guess(source: ModelSource, module: nn.Module) -> InputSpec:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.loading import load_model
+from memopt_cli.records import ModelSource
 from memopt_cli.runtime import SegmentConfig, install_segment
 
 Memopt = Callable[..., Any]
@@ -142,6 +144,22 @@ def test_segments_and_tensors_that_nobody_registered(memopt: Memopt) -> None:
     assert next(item for item in found["modules"] if item["path"] == "body")["class_name"].endswith(".Sequential")
     assert {item["name"]: item["kind"] for item in found["tensors"]}["first.mem"] == "attribute"
     assert "body Sequential (segment)" in memopt("inspect", "model.pt").out
+
+
+@pytest.mark.parametrize("save", [save_script, save_exported])
+def test_a_lifted_model_is_told_like_the_one_that_was_lifted(save: Callable[[nn.Module], None], memopt: Memopt) -> None:
+    save(Net())
+    model = load_model(ModelSource(location="model.pt")).module
+    install_segment(model.body, SegmentConfig())
+    save_pickle(model)
+    found = inspected(memopt)
+    assert found["format"] == "pickled module (zip)"
+    assert {key: found[key] for key in SIZES} == SIZES
+    assert found["tied"] == [["first.weight", "second.weight"]]
+    modules = {item["path"]: (item["class_name"], item["segment"]) for item in found["modules"]}
+    assert modules.keys() == dict(Net().named_modules()).keys()
+    assert modules["body"] == ("Sequential", True)
+    assert modules["first"] == ("Linear", False)
 
 
 def test_a_checkpoint_with_a_model_in_it(memopt: Memopt) -> None:

@@ -371,6 +371,7 @@ CORPUS = {
     "shadowing": Model(Shadowing, lambda: (torch.randn(2, 3), True)),
     "upsampling": Model(interpolation, lambda: (torch.randn(2, 1, 4, 4),)),
     "resnet": Model(resnet, lambda: (torch.randn(2, 3, 32, 32),)),
+    "gpt": Model(gpt, _tokens),
     "traced resnet": Model(resnet, lambda: (torch.randn(2, 3, 32, 32),), traced=True),
     "traced lstm": Model(Recurrent, lambda: (torch.randn(5, 2, 3),), traced=True),
     "char_rnn": Model(char_rnn, lambda: (torch.rand(4, 2, 57),)),

@@ -528,25 +528,53 @@ def test_a_factory_builds_the_same_model_in_every_subprocess(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", ["scripted", "traced"])
-def test_torchscript(kind: str, optimize: Memopt) -> None:
-    model = conv_net()
+class UserNet(nn.Module):
+    """A class that only its user has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.net(images)
+
+
+def save_program(kind: str, path: str) -> None:
+    """The user's model scripted, traced or exported, the batch of the last left open."""
     x = torch.randn(5, 1, 16, 16)
-    script = torch.jit.script(model) if kind == "scripted" else torch.jit.trace(model, x, check_trace=False)
-    torch.jit.save(script, "net.pt")
-    done = optimize("net.pt", *"-i Bx1x16x16 --dim B=8 --level 1 --json".split())
+    if kind == "exported":
+        torch.export.save(torch.export.export(UserNet(), (x,), dynamic_shapes=({0: torch.export.Dim("B")},)), path)
+    else:
+        script = torch.jit.script(UserNet()) if kind == "scripted" else torch.jit.trace(UserNet(), x, check_trace=False)
+        torch.jit.save(script, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "inputs"),
+    [
+        ("scripted", "net.ts", ["-i", "Bx1x16x16"]),
+        ("traced", "net.ts", ["-i", "Bx1x16x16"]),
+        ("exported", "net.pt2", []),  # it brings its own
+    ],
+)
+def test_a_program_is_optimized_and_trains_without_its_source(
+    kind: str, path: str, inputs: list[str], optimize: Memopt
+) -> None:
+    save_program(kind, path)
+    done = optimize(path, *inputs, *"--dim B=8 --level 3 --json".split())
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
-    assert summary.model_format == "torchscript"
+    assert summary.model_format == ("exported" if kind == "exported" else "torchscript")
     assert summary.verification is not None
     assert summary.verification.passed
     assert summary.plan is not None
     assert summary.plan.segments
-    reference = torch.jit.load("net.pt")
+    needed = torch.serialization.get_unsafe_globals_in_checkpoint("net.memopt.pt")
+    assert all(name.startswith("memopt_cli.runtime.") for name in needed), needed
     for optimized in (memopt_cli.load("net.memopt.pt"), torch.load("net.memopt.pt", weights_only=False)):
         assert len(segments(optimized)) == len(summary.plan.segments)
-        assert list(optimized.state_dict()) == list(reference.state_dict())
-        assert losses(optimized) == pytest.approx(losses(torch.jit.load("net.pt")), rel=1e-4)
+        assert optimized.state_dict().keys() == UserNet().state_dict().keys()
+        assert losses(optimized) == pytest.approx(losses(UserNet()), rel=1e-4)
 
 
 def test_inputs_beside_the_model(optimize: Memopt) -> None:

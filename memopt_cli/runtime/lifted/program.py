@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, NAMESPACES, find_operator
+from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_operator
 
 VERSION: Final = 1
 """Of the stored form; raised when it changes."""
@@ -72,7 +72,7 @@ def is_method(text: Any) -> bool:
 
 def is_parameter(text: Any) -> bool:
     """Whether a program may use a text as the name of an argument."""
-    return is_name(text) and text not in NAMESPACES and text != "self"
+    return is_name(text) and text != "self"
 
 
 def is_constant(value: Any) -> bool:

@@ -33,9 +33,8 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     """The functions and methods of a program that was checked, as a module's text, and the names that it needs."""
     _, _, methods, functions = program
     names: Names = {}
-    taken = frozenset(
-        {*FUNCTIONS, *(f"{name}_" for name in FUNCTIONS), *NAMESPACES, "self", *(f[0] for f in functions)}
-    )
+    known = {text for name in (*FUNCTIONS, *NAMESPACES) for text in (name, f"{name}_")}
+    taken = frozenset({*known, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
 
@@ -206,10 +205,11 @@ class _Writer:
         return name
 
     def _global(self, name: str) -> str:
-        """One of :data:`FUNCTIONS`, also where an argument has its name."""
-        if name not in FUNCTIONS or all(name != parameter[1] for parameter in self._parameters):
+        """One of :data:`FUNCTIONS` or a library of operators, also where an argument has its name."""
+        known = FUNCTIONS.get(name, self._names.get(name))
+        if known is None or all(name != parameter[1] for parameter in self._parameters):
             return name
-        self._names[f"{name}_"] = FUNCTIONS[name]
+        self._names[f"{name}_"] = known
         return f"{name}_"
 
     def _text(self, operand: Any) -> str:
@@ -349,7 +349,7 @@ class _Writer:
             for a, o in arguments
             if not (a.kwarg_only and _is_default(a, o))
         ]
-        return f"{namespace}.{name}({', '.join(texts)})"
+        return f"{self._global(namespace)}.{name}({', '.join(texts)})"
 
     def _argument(self, argument: Any, operand: Any) -> str:
         if type(operand) is tuple and type(operand[0]) is int and argument.name == "dtype" and operand[0] < len(DTYPES):
