@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import linecache
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.lifted.operators import FUNCTIONS
-from memopt_cli.runtime.lifted.program import BadProgram, check_program, nodes_of
+from memopt_cli.runtime.lifted.program import BadProgram, check_program, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
@@ -99,7 +101,19 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     exec(compile(text, file, "exec"), namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
+    if any(map(is_further_call, body)):
+        body["forward"] = _running_further_calls(body.get("forward", nn.Module.forward))
     return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})
+
+
+def _running_further_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that runs another method in its place if it is told to (:data:`FURTHER_CALL`)."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, forward_as: str | None = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) if forward_as is None else getattr(self, forward_as)(*args, **kwargs)
+
+    return run
 
 
 def _check_state(program: tuple[Any, ...], state: Any) -> None:

@@ -37,6 +37,8 @@ VERSION: Final = 1
 """Of the stored form; raised when it changes."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FURTHER_CALL: Final = "forward_as"
+"""The keyword by which a module is told to run another method as its forward."""
 _OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "training"}
 """Names that mean something else on every module."""
 
@@ -70,9 +72,14 @@ def is_method(text: Any) -> bool:
     return is_name(text) and text not in _OF_MODULES
 
 
+def is_further_call(method: str) -> bool:
+    """Whether a method is what tracing or exporting made of a module's second, third … call."""
+    return re.fullmatch(r"forward_?\d+", method) is not None
+
+
 def is_parameter(text: Any) -> bool:
     """Whether a program may use a text as the name of an argument."""
-    return is_name(text) and text != "self"
+    return is_name(text) and text not in ("self", FURTHER_CALL)
 
 
 def is_constant(value: Any) -> bool:

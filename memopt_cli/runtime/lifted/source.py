@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, NAMESPACES, READING, find_operator
-from memopt_cli.runtime.lifted.program import free_values, is_name, used_values
+from memopt_cli.runtime.lifted.program import FURTHER_CALL, free_values, is_further_call, is_name, used_values
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
@@ -369,8 +369,11 @@ class _Writer:
         return f"{self._operand(then)} if {first} else {self._operand(otherwise)}"
 
     def _call(self, path: tuple[str, ...], method: str, operands: tuple[Any, ...]) -> str:
+        arguments = [*map(self._text, operands)]
+        if path and is_further_call(method):  # as a call, so that hooks and segments see it
+            method, arguments = "forward", [*arguments, f"{FURTHER_CALL}={method!r}"]
         name = "" if path and method == "forward" else f".{method}"
-        return f"{_path(path)}{name}({', '.join(map(self._text, operands))})"
+        return f"{_path(path)}{name}({', '.join(arguments)})"
 
     def _named(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
         name, fields = detail
