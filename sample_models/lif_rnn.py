@@ -26,7 +26,7 @@ def triangular_spike(u: Tensor) -> Tensor:
     ``torch.autograd.Function``, TorchScript and ``torch.export`` can store this.
     """
     slope = (0.3 * (1 - u.detach().abs())).clamp_min(0)
-    return (u >= 0).to(u.dtype) + (u - u.detach()) * slope
+    return (u - u.detach()) * slope + (u >= 0)
 
 
 def _scaled_normal(fan_in: int, fan_out: int) -> Tensor:

@@ -42,7 +42,7 @@ class LIF(snntorch.Leaky):  # type: ignore[misc]  # snnTorch has no type informa
     def spike_grad(x: Tensor) -> Tensor:
         """Heaviside step forward; derivative of ``atan(pi x) / pi`` backward (Fang et al. 2021, with alpha = 2)."""
         slope = 1 / (1 + (math.pi * x.detach()) ** 2)
-        return (x > 0).to(x.dtype) + (x - x.detach()) * slope  # x less itself: zero, with the derivative of x
+        return (x - x.detach()) * slope + (x > 0)  # x less itself: zero, with the derivative of x
 
     def forward(self, current: Tensor) -> Tensor:
         """One time step: the potential decays, is charged by ``current``, and is zero where it spiked before."""
