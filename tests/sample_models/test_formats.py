@@ -93,7 +93,11 @@ def test_every_format_trains_in_the_memory_of_the_pickled_model(files: Path) -> 
     assert (expected[1] < expected[0]) == bool(SEGMENTS[files.stem])
     for suffix in SUFFIXES[1:]:
         actual = peaks(step_of(files.with_suffix(suffix)), SEGMENTS[files.stem])
-        assert actual == pytest.approx(expected, rel=0.03), suffix
+        assert all(peak <= 1.03 * other for peak, other in zip(actual, expected, strict=True)), (
+            suffix,
+            actual,
+            expected,
+        )
 
 
 def peaks(step: Step, segments: str) -> tuple[int, int]:
