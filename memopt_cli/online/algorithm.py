@@ -210,6 +210,11 @@ class ES_D_RTRL(OnlineAlgorithm):
         if correction not in ("reference", "exact", "none"):
             raise UsageError(f"correction={correction!r}", hint='give "reference", "exact" or "none"')
         self.decay, self.rank = decay_and_rank(decay_or_rank)
+        if correction == "reference" and self.decay == 0:
+            raise UsageError(
+                "a decay of 0 (rank 1) with the reference's correction, which would divide by 1 - 1^t = 0",
+                hint='give correction="exact", or a rank of 2 or more',
+            )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay
         self.register_buffer("unseen", torch.ones((), dtype=torch.float64), persistent=False)

@@ -27,7 +27,7 @@ def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object
     for x in inputs:
         step_loss = loss(model(x), target)
         step_loss.backward()  # type: ignore[no-untyped-call]
-        total, steps = total.to(step_loss) + step_loss.detach(), steps + 1
+        total, steps = step_loss.detach() + total if steps else step_loss.detach(), steps + 1
     return total / _at_least_one(steps)
 
 

@@ -291,6 +291,23 @@ def test_decay_and_rank(given: float, decay: float, rank: int) -> None:
     assert found == (pytest.approx(decay), rank)
 
 
+def test_rank_one_forgets_at_once_and_has_no_correction_of_the_references_kind() -> None:
+    with pytest.raises(UsageError, match="divide by"):
+        ES_D_RTRL(lif_net(), 1)
+    net = lif_net().double()
+    inputs, labels = sequence()
+    found = learn(manual(lambda m, **k: ES_D_RTRL(m, 1, correction="exact", **k), net, inputs[0]), inputs, labels)
+    assert relative(found, es_by_hand(net, inputs, labels, 0.0, lambda t: 1.0)) <= EXACT
+
+
+def test_a_second_derivative_is_refused() -> None:
+    net = lif_net().double()
+    inputs, labels = sequence()
+    loss = F.cross_entropy(manual(es, net, inputs[0])(inputs[0]), labels)
+    with pytest.raises(MemoptError, match="second derivative"):
+        loss.backward(create_graph=True)
+
+
 @pytest.mark.parametrize("given", [0.0, 1.0, 1.5, -3, 0, True, "0.9"])
 def test_what_is_no_decay_and_no_rank(given: object) -> None:
     with pytest.raises(UsageError, match="decay_or_rank"):
