@@ -275,3 +275,31 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
     assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3
     assert asked[0].strategies == ("bptt", "online")
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
+    import torch
+    from torch import nn
+
+    from memopt_cli.online import LIF, OverTime
+
+    wide = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    torch.save(OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4))), net)
+    flags = "-i TxBx64=uniform --dim B=4 --dim T=4:64 --memory 1MiB --strategy plan,bptt,online"
+    done = memopt("recommend-batch", net, *flags.split())
+    print(done.out)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[:2] == [
+        "memory of a training step by its time steps T, batch 4",
+        "memory limit: 1.0 MiB (--memory 1MiB)",
+    ]
+    assert lines[3].split() == ["T", "bptt", "plan", "online", "D-RTRL", "online", "ES-D-RTRL"]
+    assert [line.split()[0] for line in lines[4:10]] == ["4", "8", "16", "32", "64", "exact"]
+    assert lines[8].count("~") >= 1
+    assert lines[9].split() == ["exact", "yes", "yes", "no", "no"]
+    assert "bptt: exact, by definition; grows by " in done.out
+    assert "online D-RTRL: approximate, cosine " in done.out
+    assert "does not grow with T" in done.out
+    assert not done.changed
