@@ -26,10 +26,14 @@ class Block:
     """What is kept for backward that it pays for."""
     peak_bytes: int
     """Most bytes at any instant of its forward or backward, nothing that is kept for backward counted."""
+    again_bytes: int = 0
+    """As ``peak_bytes``, its forward running again beside what its backward finds: gradients, above all."""
     packed_bytes: int = 0
     """As ``kept_bytes``, with packing."""
     forward_bytes: int = 0
     """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
+    packed_forward_bytes: int = 0
+    """As ``forward_bytes``, of what packing makes less of: packed for backward, it is held whole by forward as well."""
     resident_bytes: int = 0
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
     forward_s: float = 0.0
@@ -81,7 +85,7 @@ class _Builder:
         self._costly = costly_calls(trace, seconds)
         self._paid, self._paid_packed = self._payments()
         self._stops = self._ends_of_recomputation()
-        self._base, self._resident = self._levels()
+        self._base, self._entry, self._resident = self._levels()
 
     def build(self) -> Block:
         return self._block(self._nest())
@@ -112,10 +116,10 @@ class _Builder:
     def _produces(self, op: int, storage: int) -> bool:
         return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
 
-    def _levels(self) -> tuple[list[int], list[int]]:
-        """After every operator: bytes that are not kept for backward, workspace included; and those that stay."""
+    def _levels(self) -> tuple[list[int], list[int], list[int]]:
+        """At every operator: bytes not kept for backward, workspace included; those it finds; those that stay."""
         count = len(self._trace.ops)
-        base, resident = [0] * (count + 1), [0] * (count + 1)
+        base, entry, resident = [0] * (count + 1), [0] * (count + 2), [0] * (count + 1)
         for index, storage in enumerate(self._trace.storages):
             born = max(0, storage.born)
             died = count if storage.died is None else storage.died
@@ -124,10 +128,13 @@ class _Builder:
                 if counts and died > born:
                     level[born] += storage.nbytes
                     level[died] -= storage.nbytes
+            if index not in self._payer and died > born + 1:
+                entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
+                entry[died] -= storage.nbytes
         levels = list(accumulate(base[:-1]))
         for index, op in enumerate(self._trace.ops):
             levels[index] += op.workspace_bytes
-        return levels, list(accumulate(resident[:-1]))
+        return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
     # ------------------------------------------------------------------------------------------ the tree
 
@@ -146,13 +153,14 @@ class _Builder:
     def _block(self, node: _Node) -> Block:
         call = node.call
         children = tuple(self._children(node))
-        forward = self._forward_alone(call)
+        forward = self._forward_alone(call, packable=False)
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
         outputs = sum(self._trace.storages[s].nbytes for s in call.outputs)
         own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
         own.forward_bytes = forward
+        own.packed_forward_bytes = self._forward_alone(call, packable=True)
         own.stop = self._stop(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
@@ -203,12 +211,15 @@ class _Builder:
     def _span(self, path: str, forward: range, backward: range) -> Block:
         ops = [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
+        highest = max((self._base[i] for i in forward), default=0)
+        found, before = (self._entry[r.start] if r.start < len(self._entry) else 0 for r in (backward, forward))
         fallback = self._base[forward.start] if forward.start < len(self._base) else 0
         return Block(
             path=path,
             kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
             packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
             peak_bytes=max((self._base[i] for i in ops), default=fallback),
+            again_bytes=max([highest + max(0, found - before), *(self._base[i] for i in backward)]),
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
             ops=len(forward),
@@ -221,13 +232,17 @@ class _Builder:
         last = bisect.bisect_left(self._stops, (call.end, 0)) - 1
         return max(call.start, self._stops[last][1]) if last >= 0 else call.start
 
-    def _forward_alone(self, call: ModuleCall) -> int:
-        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
+    def _forward_alone(self, call: ModuleCall, *, packable: bool) -> int:
+        """Most bytes at any instant of forward if autograd keeps nothing of what is inside.
+
+        ``packable``: counted of what it would keep is only what can be packed.
+        """
         level: dict[int, int] = defaultdict(int)
         for index in range(*self._born_in(call)):
             storage = self._trace.storages[index]
             freed = call.end if storage.freed is None else min(storage.freed, call.end)
-            if index in self._payer and freed > storage.born:
+            counts = index in self._payer and not (packable and storage.compressor == "null")
+            if counts and freed > storage.born:
                 level[storage.born] += storage.nbytes
                 level[freed] -= storage.nbytes
         alive = highest = 0

@@ -235,8 +235,8 @@ class Planner:
         return [path, *(m.path for m in alike if m.path != path and self._saves_by_chunks(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
-        """The segment that runs at the peak, and what is in it, largest first; each module once."""
-        segments = [s.path for s in plan.segments if is_within(path, s.path)]
+        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once."""
+        segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         inside = [b for b in self._root if any(is_within(b.path, s) for s in segments) and b.path not in self._asked]
         usable = [b for b in inside if b.path and not b.refusal and self._saves_by_chunks(self._modules[b.path])]
         yield from sorted({b.path: b for b in usable}.values(), key=lambda b: -b.kept_bytes)

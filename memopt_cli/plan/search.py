@@ -157,6 +157,7 @@ class Solver:
             plain = before
             for child in block.children:
                 plain = self._through(plain, child, budget_bytes)
+            plain = [self._held_whole(way, block, self._outside) for way in plain]
             after = plain + [way.then(own) for own in self._as_segment(block, self._outside) for way in before]
         return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
 
@@ -185,11 +186,19 @@ class Solver:
             kept = block.packed_bytes if around.packed else block.kept_bytes
             held = [c for c in block.costly if c.op in around.kept]
             saved_s = sum(c.seconds for c in held)
-            return [Way(kept, kept + block.peak_bytes, -saved_s, sum(c.nbytes for c in held))]
+            own = max(block.peak_bytes, block.again_bytes) if around.recomputed else block.peak_bytes
+            way = Way(kept, kept + own, -saved_s, sum(c.nbytes for c in held))
+            return [self._held_whole(way, block, around)]
         ways = [Way()]
         for child in block.children:
             ways = _thinned([way.then(own) for way in ways for own in self._ways(child, around)], _MOST_INNER_WAYS)
-        return ways
+        return [self._held_whole(way, block, around) for way in ways]
+
+    @staticmethod
+    def _held_whole(way: Way, block: Block, around: _Around) -> Way:
+        """The way, if what is packed while the block runs is held by its forward as well."""
+        peak = way.kept_bytes + block.packed_forward_bytes
+        return replace(way, peak_bytes=peak) if around.packed and peak > way.peak_bytes else way
 
     def _as_segment(self, block: Block, around: _Around) -> list[Way]:
         if not self._may_be_segment(block) or (block.path in self._repeated and block.path not in self._segmented):

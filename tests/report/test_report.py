@@ -210,6 +210,11 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
             "verified: 83 tensors equal within 1e-09 in float64, at batch 1, which is less than was asked for",
         ),
         (
+            replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
+            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk has batch statistics of its own (compared at "
+            "fixed ones)",
+        ),
+        (
             replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5, detail="batch norm"),
             "verification failed: fc.weight differs by 0.5, allowed bit for bit, at batch 4 (batch norm)",
         ),

@@ -1,0 +1,171 @@
+"""Ways to hold a tensor: packed, partly kept, in exact chunks.
+
+    python benchmarks/storage.py [--case CASE] [--rounds 5] [--threads 2]
+
+Cases, each a section of ``benchmarks/RESULTS.md``:
+
+kernels  packing 64 MiB of float32 spikes into bits, its check included, and unpacking them, beside a copy of them.
+vgg      SpikingJelly's own VGG: packing alone; SpikingJelly's level 4; memopt's plans at the peak that reaches, at 0.60
+         of its activation peak, and at the least peak.
+resnet   the sample model at a half and at a third of its activation peak.
+
+Peaks repeat to the byte; steps are taken in turns, and the machine should do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from benchmarks.contest import Contestant, make_step
+from benchmarks.planning import SPIKINGJELLY, Bench, bench, prepared
+from benchmarks.plans import as_it_is, planned, spikingjelly
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.plan.planner import Priced
+from memopt_cli.records import Plan
+from memopt_cli.runtime.compressor import COMPRESSORS
+from memopt_cli.trace import resident_bytes
+
+_SPIKES = 16 * 2**20
+"""Elements: 64 MiB of float32."""
+_LEVEL_4 = "SpikingJelly level 4"
+_SHARE = 0.60
+"""Of the activation peak of SpikingJelly's level 4."""
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def kernels(options: argparse.Namespace) -> None:
+    """Rates relative to a copy."""
+    spikes = (torch.rand(_SPIKES, generator=torch.Generator().manual_seed(0)) < 0.2).float()
+    codec = COMPRESSORS["bit"]
+    packed = codec.compress(spikes)
+    assert torch.equal(codec.decompress(packed), spikes)
+    ways: dict[str, Callable[[], object]] = {
+        "copy": spikes.clone,
+        "pack, checked": lambda: codec.compress(spikes),
+        "unpack": lambda: codec.decompress(packed),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds + 1):
+        for name, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    rows = [[name, f"{s * 1e3:.1f} ms", f"{medians['copy'] / s:.2f}"] for name, s in medians.items()]
+    text = f"64 MiB of float32 spikes, {options.threads} threads, in turns, medians of {options.rounds}.\n\n"
+    _write("kernels", text + table(["", "time", "speed of a copy's"], rows))
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def vgg(options: argparse.Namespace) -> None:
+    """Beside SpikingJelly."""
+    subject = prepared(SPIKINGJELLY).subject
+    theirs = Contestant(_LEVEL_4, subject, functools.partial(spikingjelly, level=4))
+    failed = theirs.start(options.threads)
+    if failed:
+        raise SystemExit(f"{_LEVEL_4}: {failed}")
+    resident = resident_bytes(make_step(subject))
+    budgets = {
+        "memopt at the peak of SpikingJelly's level 4": theirs.peak_bytes,
+        f"memopt at {_SHARE} of its activation peak": resident + int(_SHARE * (theirs.peak_bytes - resident)),
+    }
+    packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(level=1, packed=True)))
+    _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets), *_least(SPIKINGJELLY)], options)
+
+
+def resnet(options: argparse.Namespace) -> None:
+    """At shares of the activation peak of the original."""
+    with bench("resnet") as one:
+        peak, resident = one.original.allocated_peak_bytes, one.original.resident_bytes
+    budgets = {f"memopt at 1/{part}": resident + (peak - resident) // part for part in (2, 3)}
+    _contest("resnet", prepared("resnet").subject, list(_plans("resnet", budgets)), options)
+
+
+def _plans(name: str, budgets: dict[str, int]) -> Iterator[Contestant]:
+    """The planner's, for each budget in bytes; each is found as if it were the only one."""
+    for label, budget in budgets.items():
+        with bench(name) as one:
+            yield from _found(one, label, lambda one=one, budget=budget: one.planner().within(budget))
+
+
+def _least(name: str) -> Iterator[Contestant]:
+    with bench(name) as one:
+        high = one.original.allocated_peak_bytes
+        yield from _found(one, "memopt at the least peak", lambda: one.planner().least(high))
+
+
+def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Iterator[Contestant]:
+    started = time.perf_counter()
+    found = search()
+    seconds = one.recorded_s + time.perf_counter() - started
+    if found is None:
+        print(f"{label}: nothing found in {seconds:.0f} s", file=sys.stderr)
+        return
+    prepare = functools.partial(planned, plan=found.candidate.plan)
+    print(f"{label}: {found.candidate.plan}", file=sys.stderr)
+    yield Contestant(label, one.prepared.subject, prepare, search_s=seconds)
+
+
+def _contest(case: str, subject: Subject, contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
+    first = Contestant("as it is", subject, as_it_is)
+    running = [first, *contestants]
+    for one in running:
+        reason = "" if one.name == _LEVEL_4 else one.start(options.threads)  # that one had to be there before
+        if reason:
+            raise SystemExit(f"{one.name}: {reason}")
+    for _ in range(options.rounds):
+        for one in running:
+            one.take_step()
+    for one in running:
+        one.stop()
+    resident = resident_bytes(make_step(subject))
+    base_s, base = statistics.median(first.times_s), first.peak_bytes - resident
+    rows = []
+    for one in running:
+        step_s, activations = statistics.median(one.times_s), one.peak_bytes - resident
+        mib = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (one.peak_bytes, activations)]
+        found_s = f"{one.search_s:.1f} s" if one.search_s is not None else ""
+        rows.append([one.name, found_s, *mib, f"{activations / base:.3f}", f"{step_s:.3f} s", f"{step_s / base_s:.3f}"])
+    text = (
+        f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {options.rounds}. "
+        "*Activation peak*: less all parameters, gradients and inputs. *Found in*: of memopt's plans recording and "
+        "planning.\n\n"
+    )
+    header = ["", "found in", "allocated peak", "activation peak", "of as it is", "step", "of as it is"]
+    _write(case, text + table(header, rows))
+
+
+def _write(case: str, text: str) -> None:
+    write_section(f"Storage: {case}", this_command(), text)
+    print(text)
+
+
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {"kernels": kernels, "vgg": vgg, "resnet": resnet}
+
+
+def main() -> None:
+    """Run the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="all of them, one after another, if none is named")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for case in [options.case] if options.case else CASES:
+        CASES[case](options)
+
+
+if __name__ == "__main__":
+    main()
