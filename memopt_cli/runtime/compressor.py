@@ -376,9 +376,10 @@ def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
 def _piece(flat: Tensor) -> int:
     """How many elements, a multiple of 8, are looked at at a time.
 
-    On the CPU what is made of them stays in its caches; a GPU is asked as rarely as can be.
+    On the CPU what is made of them stays in its caches, and they are few enough for PyTorch to keep to one thread:
+    where others compute beside it, waiting for a second one takes longer by far.  A GPU is asked as rarely as can be.
     """
-    most = 2**16 * torch.get_num_threads() if flat.device.type == "cpu" else 2**24
+    most = 2**15 if flat.device.type == "cpu" else 2**24
     return min(most, -(-flat.numel() // 8) * 8)
 
 

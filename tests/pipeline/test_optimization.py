@@ -488,28 +488,6 @@ def test_levels(level: int, optimize: Memopt) -> None:
     assert peaks[summary.applied_level] == min(peaks)
 
 
-def normed_net(norm: type[nn.Module], norms: int) -> nn.Module:
-    """One module that holds everything, with as many norms."""
-    inner = [layer for _ in range(norms) for layer in (nn.Linear(64, 64), norm(64), nn.Tanh())]
-    return nn.Sequential(nn.Sequential(nn.Linear(64, 64), *inner, nn.Linear(64, 64)), nn.Linear(64, 4))
-
-
-@pytest.mark.parametrize(("norm", "norms"), [(nn.BatchNorm1d, 3), (nn.SyncBatchNorm, 1)])
-def test_chunks_with_batch_statistics_of_their_own_are_asked_for_and_named(
-    norm: type[nn.Module], norms: int, optimize: Memopt
-) -> None:
-    torch.save(normed_net(norm, norms), "net.pt")
-    refused, allowed = (
-        optimize("net.pt", "-i", "Bx64", "--dim", "B=512", "--target", "0", "--level", "3", "--dry-run", *flags)
-        for flags in ((), ("--allow-inexact",))
-    )
-    assert "NOT exact" not in refused.out
-    assert ("is a SyncBatchNorm" in refused.out) == (norm is nn.SyncBatchNorm)
-    assert allowed.code == 0, allowed.err
-    assert "NOT exact, as allowed: in 0 every chunk has batch statistics of its own" in allowed.out
-    assert "verified: " in allowed.out
-
-
 def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1", "--json", "-q", "-o", "out.pt")
