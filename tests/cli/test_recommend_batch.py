@@ -288,7 +288,6 @@ def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
     torch.save(OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4))), net)
     flags = "-i TxBx64=uniform --dim B=4 --dim T=4:64 --memory 1MiB --strategy plan,bptt,online"
     done = memopt("recommend-batch", net, *flags.split())
-    print(done.out)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[:2] == [
