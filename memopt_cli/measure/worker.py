@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import json
 import os
 import resource
@@ -291,6 +292,7 @@ class Worker:
             sequence.run(steps)
             sequence.step.update()
 
+        gc.collect()  # what a cell left in cycles of references would be freed while memory is recorded
         held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
         return measure_allocated(take, self._settings.device, held).peak_bytes
 

@@ -150,7 +150,7 @@ class _Job:
         runs = self._run(probe)
         first = next(iter(runs.values()))
         if not isinstance(first, BatchProbe):
-            hint = f" {first.hint}" if isinstance(first, StepFailed) and first.hint else ""
+            hint = f". {first.hint}" if isinstance(first, StepFailed) and first.hint else ""
             return curve(points=(), slope_bytes=0.0, exact=None, remark=describe(first) + hint)
         measured = {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
         failed = (

@@ -32,7 +32,7 @@ def verdicts(found: StrategyComparison) -> Iterator[str]:
     """One sentence for each strategy."""
     for curve in found.curves:
         if not curve.points:
-            yield f"{curve.label}: cannot be run: {curve.remark}"
+            yield f"{curve.label}: cannot be run. {curve.remark}"
             continue
         word = {True: "exact", False: "approximate", None: "exactness not known"}[curve.exact]
         yield f"{curve.label}: {word}, {curve.remark}; {_growth(curve, found.symbol)}; {_time(curve, found.symbol)}"

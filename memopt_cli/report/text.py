@@ -133,8 +133,9 @@ class TextReport:
         console = _console(stream)
         for number, line in enumerate(strategies.headline(found)):
             _print(console, line, style=None if number else "bold")
-        _print(console)
-        console.print(strategies.peak_table(found), markup=False)
+        if any(curve.points for curve in found.curves):
+            _print(console)
+            console.print(strategies.peak_table(found), markup=False)
         for lines in (strategies.verdicts(found), strategies.remarks(found)):
             _print(console)
             for line in lines:
