@@ -75,7 +75,7 @@ class ReplicaSearch:
                 f"not even {_copies(sizes[0])} with batch {self.batch} fits into "
                 f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name}): "
                 f"it took {format_bytes(self.runs[0].allocated_peak_bytes)}",
-                hint="Describe a smaller batch, as with --dim B=1, or give more --memory.",
+                hint="Describe a smaller batch (-i, or --dim B=1 where the shape says B), or give more --memory.",
             )
         fastest = max(fitting, key=lambda run: run.samples_per_s)
         return ReplicaAdvice(

@@ -39,6 +39,7 @@ from memopt_cli.runtime import (
     segment_of,
 )
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
+from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.step import Step
 from memopt_cli.trace import record
 
@@ -389,6 +390,21 @@ def test_pitfall_19_two_tensors_that_had_one_address_in_turn() -> None:
         total = sum(net((torch.rand(64, 4) < 0.5).float()).square().sum() for _ in range(5))
         gradients.append(torch.autograd.grad(total, list(net.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_pitfall_19_a_storage_at_the_address_of_one_whose_packed_copy_lives() -> None:
+    saves = PackedSaves([])
+    first = (torch.rand(64, 64) < 0.5).float()
+    address = first.untyped_storage()._cdata
+    kept = saves.pack(first)
+    expected = first.clone()
+    del first
+    others = []  # held, so that one after the other tries the addresses that are free
+    while not others or others[-1].untyped_storage()._cdata != address:
+        others.append((torch.rand(64, 64) < 0.5).float())
+        assert len(others) < 1000, "no storage was made where the first had been"
+    assert torch.equal(saves.unpack(saves.pack(others[-1])), others[-1])
+    assert torch.equal(saves.unpack(kept), expected)
 
 
 def test_pitfall_20_parameters_are_not_packed() -> None:
