@@ -13,6 +13,10 @@ import yaml
 from memopt_cli.errors import UsageError
 
 
+_MOST_DIGITS = 80
+"""No whole number that fits 64 bits is longer, underscores and base included."""
+
+
 class _PlainLoader(yaml.SafeLoader):
     """Safe YAML without aliases: a few of them can stand for gigabytes."""
 
@@ -28,11 +32,14 @@ class _PlainLoader(yaml.SafeLoader):
         return mapping
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int | str:
+        too_large = yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
+        if len(node.value) > _MOST_DIGITS:
+            raise too_large
         if ":" in node.value:  # YAML 1.1 takes 1:32 for 92, in base 60
             return str(node.value)
         value = self.construct_yaml_int(node)
         if abs(value) >= 2**63:
-            raise yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
+            raise too_large
         return int(value)
 
 
