@@ -12,7 +12,6 @@ import yaml
 
 from memopt_cli.errors import UsageError
 
-
 _MOST_DIGITS = 80
 """No whole number that fits 64 bits is longer, underscores and base included."""
 

@@ -110,6 +110,10 @@ class Interrupted(MemoptError):
     exit_code = 130
 
 
+class Terminated(KeyboardInterrupt):
+    """Another process asked this one to end: unlike after Ctrl-C, nothing more is to be begun."""
+
+
 def first_line(error: BaseException) -> str:
     """An exception of any kind as one line: its type, and the first line of what it says."""
     lines = str(error).strip().splitlines()

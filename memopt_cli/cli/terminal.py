@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from memopt_cli.errors import Terminated
 from memopt_cli.progress import Ask, Progress, WantedGlobal
 
 
@@ -101,8 +102,8 @@ def _interrupts() -> Iterator[None]:
             signal.signal(wanted, previous[wanted])
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _: object) -> None:
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def _asker(progress: Progress) -> Ask:

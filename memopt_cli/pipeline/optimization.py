@@ -12,7 +12,7 @@ from torch import nn
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
-from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, UsageError
+from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.loading.input_spec import batch_of, with_batch
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
@@ -187,6 +187,8 @@ class _Search:
     traced: Traced
     first: Candidate
     probes: SearchProbes
+    notes: int
+    """How many there were when it began."""
 
 
 @dataclass(slots=True)
@@ -221,8 +223,8 @@ class _Job:
                 search = self._start(session, original)
                 rows[0] = _row(rows[0].plan, original, search.first if search.traced.fake else None, 0, started)
                 rows += self._seek(search, rows[0])
-        except KeyboardInterrupt:  # on its way here it has ended the subprocess
-            if search is None or not self.request.interruptible:
+        except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+            if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
         self.notes += self._unsynchronized(search.probes.refusals)
@@ -249,7 +251,7 @@ class _Job:
             limit_s=self.request.search_limit_s,
             allow_inexact=self.options.allow_inexact,
         )
-        return _Search(traced=traced, first=first, probes=probes)
+        return _Search(traced=traced, first=first, probes=probes, notes=len(self.notes))
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         return self._climb(search, original) if self.request.goal == SearchGoal() else self._meet_goal(search, original)
@@ -265,6 +267,7 @@ class _Job:
         search.probes.end("the search was interrupted")
         self.interrupted = True
         self.skipped.clear()
+        del self.notes[search.notes :]
         try:
             rows = self._seek(search, original)
         except NothingFitsError as err:

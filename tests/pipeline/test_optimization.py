@@ -11,6 +11,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -446,10 +447,28 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     predicted += [point.predicted_allocated_peak_bytes for point in summary.frontier]
     assert min(peak for peak in predicted if peak is not None) == min(counted)
     assert summary.interrupted
+    assert len({*summary.notes}) == len(summary.notes)
     if goal != ("--frontier",):
         assert summary.verification is not None
         assert summary.verification.passed
         assert segments(memopt_cli.load("net.memopt.pt"))
+
+
+def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(deep_net(), "net.pt")
+    count, counted = LocalSession.count, []
+
+    def told(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+        if len(counted) > 1 and counted[-1] < counted[0]:
+            signal.raise_signal(signal.SIGTERM)
+        found = count(session, plan, **settings)
+        counted.append(found.allocated_peak_bytes)
+        return found
+
+    monkeypatch.setattr(LocalSession, "count", told)
+    done = optimize("net.pt", *SPEC)
+    assert (done.code, done.out) == (130, "")
+    assert os.listdir() == ["net.pt"]
 
 
 def deep_net() -> nn.Sequential:
