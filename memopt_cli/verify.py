@@ -31,14 +31,9 @@ def verify(
     inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
-    if chunked:
-        step = _in_double(step)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([step.model.get_submodule(path) for path in inexact])
-    double: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if chunked:
-        double = DoubleThroughout()  # type: ignore[no-untyped-call]
-    with fixed, double:
+    with fixed, _in_double(step) if chunked else contextlib.nullcontext(step) as step:
         start = StartingState(step.model)
         reference = _effects(step, start)
         noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
@@ -69,9 +64,11 @@ def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     norms = {m for module in modules for m in module.modules() if isinstance(m, _BatchNorm) and m.training}
     for norm in norms:
         norm.eval()
-    yield
-    for norm in norms:
-        norm.train()
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.train()
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
@@ -95,7 +92,18 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
     return 2 * worst.relative
 
 
-def _in_double(step: Step) -> Step:
-    step.model.to(torch.float64)
-    args, kwargs = in_double((step.args, step.kwargs))
-    return replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+@contextlib.contextmanager
+def _in_double(step: Step) -> Iterator[Step]:
+    """The step in float64; afterwards the model has its own tensors again, whatever happened."""
+    start = StartingState(step.model)
+    stored = [(p, p.data) for p in step.model.parameters()]
+    try:
+        step.model.to(torch.float64)
+        args, kwargs = in_double((step.args, step.kwargs))
+        with DoubleThroughout():  # type: ignore[no-untyped-call]
+            yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+    finally:
+        for parameter, data in stored:
+            parameter.grad = None  # of the other dtype, if a step failed
+            parameter.data = data
+        start.enter()

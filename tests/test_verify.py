@@ -156,14 +156,33 @@ def test_the_state_is_as_before(plan: Plan) -> None:
     model = Net()
     model.memory = torch.ones(4, 6)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     random_state = torch.get_rng_state()
     assert verify(step_of(model), plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=False).passed
     assert model.memory is not None
     assert torch.equal(model.memory, torch.ones(4, 6))
-    assert all(torch.equal(b, buffers[name].to(b.dtype)) for name, b in model.named_buffers())
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert all(torch.equal(p, parameters[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [type(m).__name__ for m in model.modules()][1] == "Sequential"
+
+
+def test_a_step_that_fails_in_float64_leaves_the_model_as_it_was() -> None:
+    model = Net()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+
+    def fails(model: Any) -> None:
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise ValueError("no")
+
+        model.head.register_forward_pre_hook(refuse)
+
+    with pytest.raises(ValueError, match="no"):
+        check(CHUNKED, fails, model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], t) and after[name].dtype == t.dtype for name, t in before.items())
+    assert all(p.grad is None for p in model.parameters())
 
 
 class Noisy(nn.Module):

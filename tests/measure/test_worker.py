@@ -60,6 +60,7 @@ JOBS = [
     MeasureJob(plan=plan("1"), steps=2),
     ProbeJob(plan=plan("1"), batch=5),
     VerifyJob(plan=plan("0", "1"), batch=4),
+    VerifyJob(plan=plan("0", chunks=2), batch=4),
 ]
 
 
@@ -75,6 +76,7 @@ def test_a_job_leaves_the_model_as_it_was(optimizer: str, worker: Callable[..., 
         assert after["training"] == before["training"], job
         for name, tensor in before["tensors"].items():
             assert torch.equal(after["tensors"][name], tensor), (job, name)
+            assert after["tensors"][name].dtype == tensor.dtype, (job, name)
 
 
 def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) -> None:
@@ -126,6 +128,14 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
     assert (small.batch, large.batch) == (4, 16)
     assert large.allocated_peak_bytes > 3 * small.allocated_peak_bytes
     assert large.step_s > 0
+
+
+def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    probe = ProbeJob(plan=plan("1"), batch=8)
+    before = one.do(probe)
+    assert one.do(VerifyJob(plan=plan("2.3", chunks=2), batch=4)).precision == "fp64"
+    assert one.do(probe).allocated_peak_bytes == before.allocated_peak_bytes
 
 
 def test_verification_names_its_size(worker: Callable[..., Worker]) -> None:
