@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -40,7 +41,7 @@ def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     events = profiled.profiler.kineto_results.events()
-    allocations = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == _MEMORY_EVENT)
+    allocations = _allocations(profiled.profiler.kineto_results.experimental_event_tree())
     live = peak = held_before_bytes
     for _, change in allocations:
         live += change
@@ -51,6 +52,31 @@ def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
         if e.name().startswith("aten::")
     )
     return Allocated(peak, peak, "cpu profiler", find_workspaces(runs, allocations))
+
+
+def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
+    """Start in ns and bytes, negative where they are freed, by time; of memory that was allocated here alone.
+
+    The profiler remembers addresses of profiles before this one: it reports that memory is freed which was allocated
+    between them, and only if it lies, by chance, at such an address; then with the size that was there before.
+    """
+    pending, found = list(tree), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.name == _MEMORY_EVENT:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+    known: set[int] = set()
+    allocations = []
+    for start_ns, change, address in sorted(found):
+        if change > 0:
+            known.add(address)
+        elif address not in known:
+            continue
+        else:
+            known.remove(address)
+        allocations.append((start_ns, change))
+    return allocations
 
 
 def _on_cuda(step: Callable[[], object], device: str) -> Allocated:

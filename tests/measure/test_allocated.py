@@ -32,3 +32,17 @@ def test_a_kernels_workspace_is_seen() -> None:
     x = torch.randn(64, 64, 64).transpose(0, 2)
     found = measure_allocated(lambda: torch.cumsum(x, 0).sum(), "cpu", 0)
     assert found.peak_bytes >= x.nbytes
+
+
+def test_what_is_freed_at_an_address_of_another_profile_is_not_taken_from_what_is_held() -> None:
+    """Frees of memory from before are never seen, so that the peak does not depend on where that memory lies."""
+    kept: list[torch.Tensor] = []
+
+    def step(first: bool) -> None:
+        kept.append(torch.empty(4 * MIB if first else MIB))
+        if not first:
+            kept.pop(0)
+            kept.append(torch.empty(2 * MIB))
+
+    measure_allocated(lambda: step(first=True), "cpu", 0)
+    assert measure_allocated(lambda: step(first=False), "cpu", 16 * MIB).peak_bytes == 28 * MIB
