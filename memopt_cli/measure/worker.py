@@ -110,7 +110,7 @@ class Worker:
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
         self._batch = batch_of(subject.spec)
-        self._rules: dict[str, ChunkRule | Refused] = {}
+        self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
         """The step of the original."""
 
@@ -213,7 +213,7 @@ class Worker:
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
         # Modules that are alike but for their widths are tried once; the whole plan is verified in the end.
-        alike = _description(self._model.get_submodule(job.path))
+        alike = _description(self._model.get_submodule(job.path)), job.allow_inexact
         if self._small_step is None:
             return ChunkingFound(rule=Refused(reason="no step of it may be run on data"))
         if alike not in self._rules:

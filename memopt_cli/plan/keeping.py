@@ -76,6 +76,11 @@ def _names(own: Sequence[Costly], kept: Collection[int]) -> Iterator[str]:
             yield call.name if call.name in whole else f"{call.name}#{made[call.name]}"
 
 
+def numbered(keep: Collection[str]) -> bool:
+    """Whether single calls are named: they are counted in one run, and in chunks a segment runs once for each."""
+    return any("#" in name for name in keep)
+
+
 def kept_calls(trace: StepTrace, own: Sequence[int], keep: Collection[str]) -> Iterator[int]:
     """The inverse: which of a segment's ``own`` operators, in their order, ``keep`` names."""
     made: Counter[str] = Counter()

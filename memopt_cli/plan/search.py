@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
 from memopt_cli.plan.cost_model import KEEP_OP_S, OP_S, PACK_BYTES_PER_S
-from memopt_cli.plan.keeping import choices, keep_names
+from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.records import ChunkRule, SegmentPlan
 
 _MOST_WAYS = 400
@@ -229,7 +229,8 @@ class Solver:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
             added += 2 * KEEP_OP_S * block.ops
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
-        for segment in (plain, *self._in_chunks(block, plain)):
+        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain)
+        for segment in (plain, *chunked):
             more = block.resident_bytes + block.join_bytes + inside.held_bytes if segment.chunks > 1 else 0
             share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
             overhead = 3 * OP_S * block.ops * (segment.chunks - 1)

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.worker import Worker
-from memopt_cli.records import InputSpec, ModelSource, Plan, SegmentPlan, StepSettings, TensorSpec, Trust
+from memopt_cli.records import (
+    ChunkRule,
+    InputSpec,
+    ModelSource,
+    Plan,
+    Refused,
+    SegmentPlan,
+    StepSettings,
+    TensorSpec,
+    Trust,
+)
 
 ORIGINAL = Plan(level=0)
 MiB = 1 << 20
@@ -184,3 +194,17 @@ def test_what_another_step_does_not_tell_is_said(model: type[nn.Module], told: s
     traced = worker.do(TraceJob(fake=True))
     assert traced.fake
     assert any(told in reason for reason in traced.unknown)
+
+
+def two_norms() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 40), nn.BatchNorm1d(40)))
+
+
+def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40)),), dims={"B": 8}, source="here")
+    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=two_norms)
+    for _ in range(2):
+        assert isinstance(worker.do(ChunkingJob(path="0")).rule, Refused)
+        found = worker.do(ChunkingJob(path="0", allow_inexact=True)).rule
+        assert isinstance(found, ChunkRule)
+        assert found.inexact

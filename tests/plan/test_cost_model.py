@@ -19,7 +19,7 @@ from memopt_cli.plan.interface import Candidate, ModuleTree, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed
-from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
+from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Partly
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
@@ -268,6 +268,19 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert len(asked) == len(set(asked)) > 0
     assert any(segment.chunks > 1 for segment in chunked.candidate.plan.segments)
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
+
+
+def test_level_4_keeps_no_single_call_in_chunks() -> None:
+    """A number counts the calls of one run, and there is a run for every chunk."""
+    subject = Subject(nn.Sequential(Chain(blocks=2)), torch.randn(4, 16, 24, 24))
+    partly = _Partly(ModuleTree(subject.trace))
+
+    def kept(segment: SegmentPlan) -> list[tuple[str, ...]]:
+        plans = partly._keeping(Plan(level=3, segments=(segment,)), segment)
+        return [plan.segments[0].keep for plan in plans]
+
+    assert kept(SegmentPlan(path="0")) == [(f"{CONV}#1",), (CONV,)]
+    assert kept(SegmentPlan(path="0", chunks=2)) == [(CONV,)]
 
 
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:

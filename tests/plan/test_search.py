@@ -15,7 +15,7 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.cost_model import KEEP_OP_S
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
-from memopt_cli.plan.search import Allowed, Solver, Way, _pareto
+from memopt_cli.plan.search import Allowed, Solver, Way, _Around, _pareto
 from memopt_cli.records import ChunkRule
 
 BYTES = st.integers(0, 50)
@@ -256,6 +256,20 @@ def test_chunks_where_nothing_else_fits() -> None:
     assert way is not None
     (segment,) = way.segments()
     assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)
+
+
+def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
+    """A number counts the calls of one run, and there is a run for every chunk."""
+    parts = tuple(block(f"a.{i}", kept=20, output=4, seconds=9 - i, costly_seconds=9 - i, input=9) for i in range(3))
+    root = block("", (block("a", parts, input=4, forward=10), block("b", kept=1, peak=60)))
+    rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
+    solver = Solver(root, Allowed(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
+    chunked, whole = set(), set()
+    for way in solver._as_segment(root.children[0], _Around()):
+        (segment,) = way.segments()
+        (chunked if segment.chunks > 1 else whole).add(segment.keep)
+    assert chunked == {(), ("aten::mm",)}
+    assert ("aten::mm#1",) in whole
 
 
 def test_only_targets_become_segments() -> None:

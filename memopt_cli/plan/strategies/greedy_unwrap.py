@@ -8,7 +8,7 @@ from dataclasses import replace
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
-from memopt_cli.plan.keeping import choices, keep_names
+from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
 
 _MOST_DRY_RUNS = 2
@@ -65,6 +65,6 @@ class _Partly:
         block = self._blocks[segment.path]
         for kept in choices([call for call in block.costly if call.op < block.stop]):
             names = keep_names(block.costly, kept, within)
-            if names:
+            if names and not (segment.chunks > 1 and numbered(names)):
                 keeping = replace(segment, keep=names)
                 yield replace(plan, segments=tuple(keeping if s is segment else s for s in plan.segments))
