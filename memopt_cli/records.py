@@ -115,6 +115,8 @@ class InputSpec:
     tensors: tuple[TensorSpec, ...] = ()
     dims: dict[str, int] = field(default_factory=dict)
     """Size of each symbol, e.g. ``{"B": 8, "S": 128}``."""
+    optional_dims: tuple[str, ...] = ()
+    """Those of ``dims`` that are left out where nothing takes them: a config file may be of other models, too."""
     data_file: str | None = None
     """``--input-data``: a file that holds the inputs."""
     script: str | None = None

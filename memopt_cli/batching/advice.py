@@ -166,7 +166,10 @@ class BatchSearch:
         estimate = self._below_failures(self.largest_within(limits.budget_bytes))
         limited_by, is_unproven = self._limit(best, estimate)
         half = max(1, best // 2)
-        line = fit_line([(b, self.peak_bytes(b)) for b in (half, best if best > half else 2 * best)])
+        points = [(b, self.peak_bytes(b)) for b in (half, best if best > half else 2 * best)]
+        line = (0.0, self.peak_bytes(best) / best)  # in proportion, where no other batch is predicted
+        if all(math.isfinite(peak) for _, peak in points):
+            line = fit_line(points)
         return BatchAdvice(
             recommended_batch=best,
             fastest_batch=max(self.fitting, key=lambda run: run.batch / run.step_s).batch,
@@ -205,10 +208,12 @@ class BatchSearch:
 
     def peak_bytes(self, batch: int) -> float:
         """The allocated peak of a batch, by the model; what was measured where it was."""
-        predicted, measured = self.predicted(batch), self.measured
-        if len(measured) < 2:
+        run, predicted, compared = self.runs.get(batch), self.predicted(batch), self._compared
+        if isinstance(run, BatchProbe):
+            return run.allocated_peak_bytes
+        if len(compared) < 2:
             return predicted * self.measured_ratio()
-        near, far = sorted(measured, key=lambda run: abs(run.batch - batch))[:2]
+        near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
         known = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
         if known[0][0] == known[1][0] or math.isinf(predicted):
             return predicted + known[0][1] - known[0][0]
@@ -216,10 +221,15 @@ class BatchSearch:
         return intercept + slope * predicted
 
     def measured_ratio(self) -> float:
-        """Measured over predicted, of the largest batch that was run."""
-        if not self.measured:
+        """Measured over predicted, of the largest batch that has both."""
+        if not self._compared:
             return self.ratio
-        return self.measured[-1].allocated_peak_bytes / max(1.0, self.predicted(self.measured[-1].batch))
+        return self._compared[-1].allocated_peak_bytes / max(1.0, self.predicted(self._compared[-1].batch))
+
+    @property
+    def _compared(self) -> list[BatchProbe]:
+        """The runs whose dry run gave a number, too, by batch."""
+        return [run for run in self.measured if math.isfinite(self.predicted(run.batch))]
 
     def predicted(self, batch: int) -> float:
         """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""

@@ -31,17 +31,21 @@ def input_spec(
         raise UsageError(f"the inputs are given twice, by {names}", hint="Keep one of them.")
     asked = parse_dims(dims)
     sizes = {**parse_dims(config.dims), **asked}
+    optional = tuple(name for name in sizes if name not in asked)
     if not given:
-        return InputSpec(dims=sizes, source="--dim" if dims else config.path) if sizes else None
+        source = "--dim" if dims else config.path
+        return InputSpec(dims=sizes, optional_dims=optional, source=source) if sizes else None
     chosen = (typed or given)[0]
     tensors = tuple(parse_tensor(text) for text in inputs) if chosen == "inputs" else ()
     _check(tensors, sizes)
     if chosen != "input_script":  # a script's arguments are not known yet
         require_used(asked, tensors, _flag(chosen))
         sizes = {name: size for name, size in sizes.items() if any(name in tensor.shape for tensor in tensors)}
+        optional = ()
     return InputSpec(
         tensors=tensors,
         dims=sizes,
+        optional_dims=optional,
         data_file=data_file if chosen == "input_data" else None,
         script=script if chosen == "input_script" else None,
         source=_flag(chosen) if typed else config.path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,9 @@ _EXAMPLE_LINE = "Describe them: memopt optimize {model} -i 4x3x224x224"
 def find_spec(
     source: ModelSource, module: nn.Module, given: InputSpec | None, carried: InputSpec | None = None
 ) -> InputSpec:
-    """The spec that was given; else that of ``model.inputs.yaml`` beside the model (of ``model.pt`` as of
-    ``model.memopt.pt``); else the one that the model file carries; else a guess from its layers.
+    """The spec that was given; else that of ``model.inputs.yaml`` beside ``model.pt``; else the one that the model file
+    carries; else, of ``model.memopt.pt`` and ``model.traced.ts``, that of the model they are of; else a guess from its
+    layers.
 
     A given spec of dimensions alone sets them in the one that is found.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
@@ -65,9 +66,13 @@ def find_spec(
     if given is not None and (given.tensors or given.data_file or given.script):
         spec = given
     else:
-        spec = _beside(source) or carried or _guess(source, module)
+        stem = Path(source.location).stem
+        of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
+        spec = _beside(source, stem) or carried or _beside(source, of_origin) or _guess(source, module)
         if given is not None:
-            spec = _resized(spec, given)
+            require_used([name for name in given.dims if name not in given.optional_dims], spec.tensors, spec.source)
+            spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)
+    spec = _without_unused(spec)
     unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
     if unbound:
         sizes = " ".join(f"--dim {symbol}=8" for symbol in unbound)
@@ -120,24 +125,22 @@ def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
             raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
 
 
-def _resized(spec: InputSpec, given: InputSpec) -> InputSpec:
-    """With the sizes that were given; those of a config file may be meant for other models, too."""
-    symbols = {size for tensor in spec.tensors for size in tensor.shape}
-    if given.source == "--dim":
-        require_used(given.dims, spec.tensors, spec.source)
-    return replace(spec, dims=spec.dims | {name: size for name, size in given.dims.items() if name in symbols})
+def _without_unused(spec: InputSpec) -> InputSpec:
+    """Without the optional sizes that no shape has, or that the script does not take."""
+    if not spec.optional_dims:
+        return spec
+    taken = {size for tensor in spec.tensors for size in tensor.shape}
+    if spec.script is not None:
+        taken |= _sizes_taken(inspect.signature(user_function(spec.script, "--input-script")).parameters)
+    dims = {name: size for name, size in spec.dims.items() if name in taken or name not in spec.optional_dims}
+    return replace(spec, dims=dims, optional_dims=())
 
 
-def _beside(source: ModelSource) -> InputSpec | None:
+def _beside(source: ModelSource, stem: str) -> InputSpec | None:
     if is_factory(source.location):
         return None
-    path = Path(source.location)
-    parts = path.name.split(".")
-    for length in range(max(len(parts) - 1, 1), 0, -1):  # the whole stem first
-        beside = path.with_name(".".join([*parts[:length], "inputs.yaml"]))
-        if beside.is_file():
-            return read_spec_file(beside)
-    return None
+    path = Path(source.location).with_name(f"{stem}.inputs.yaml")
+    return read_spec_file(path) if path.is_file() else None
 
 
 def _guess(source: ModelSource, module: nn.Module) -> InputSpec:
@@ -257,10 +260,8 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
     function = user_function(script, "--input-script")
     known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
-    unused = set(dims)
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
-        unused -= {name, name.upper(), _LONG_NAMES.get(name, name)}
         size = known.get(name, known.get(name.upper()))
         if size is not None:
             arguments[name] = size
@@ -270,7 +271,7 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
         ):
             hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
             raise UsageError(f"--input-script {script} wants the size of {name}", hint=hint)
-    if unused:
+    if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
             hint=f"Leave --dim {min(unused)} away, or add the argument.",
@@ -281,6 +282,11 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
             return function(**arguments)
         except Exception as err:  # the user's code may raise anything
             raise UsageError(f"--input-script {script} failed: {first_line(err)}") from err
+
+
+def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
+    """Every name by which a size may be given to a script with these arguments."""
+    return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
 
 
 # ---------------------------------------------------------------------------------------------- the batch

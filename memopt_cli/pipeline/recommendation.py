@@ -116,11 +116,13 @@ class _Job:
     @property
     def proven(self) -> bool:
         """A batch was run that fits."""
-        return any(case.search.fitting for case in self.searched)
+        return any(case.search.fitting or (case.copies is not None and case.copies.fitting) for case in self.searched)
 
     def so_far(self) -> BatchRecommendation:
         """The answer that the runs before an interruption give, without anything more being run."""
         for case in self.searched:
+            if case.copies is not None and case.copies.fitting and case.replicas is None:
+                case.settle(case.copies.advice("the interruption"))
             case.search.interrupt()
         self.runs = sum(len(case.search.runs) for case in self.searched)
         self.notes.append("Interrupted: what was still to be run may have given a better answer.")
@@ -147,7 +149,7 @@ class _Job:
             accumulation=accumulation,
             lengths=strategies,
             notes=tuple(self.notes),
-            probes=self.runs,
+            probes=self.runs + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),
             dry_runs=sum(len(case.probes.dry_runs) for case in cases),
             files=(),
             spent_s=0.0,
@@ -174,32 +176,27 @@ class _Job:
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
             )
-            batch = batch_of(self.prepared.subject.spec)
-            copies = self._copies(case, batch) if self.request.replicas is not None else None
+            described, unit = batch_of(self.prepared.subject.spec), self.limits.multiple_of
             share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
-            case.search = case.probes.search(batch, replace(self.limits, probes=share), ratio)
-            if copies is not None:
-                case.search.runs[batch] = copies
+            limits = replace(self.limits, probes=share)
+            case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
+            if self.request.replicas is not None:
+                self._find_copies(case, self.request.replicas.sizes())
             case.search.largest()
             self._check(case)
             self.runs += len(case.search.runs)
             ratio = case.search.measured_ratio() if case.search.predict else 1.0
 
-    def _copies(self, case: _Case, batch: int) -> BatchProbe:
-        """Find how many copies train fastest; the case is searched with so many.  Returns the run of them."""
-        assert self.request.replicas is not None
+    def _find_copies(self, case: _Case, sizes: Sequence[int]) -> None:
+        """Find how many copies train fastest; the case is searched with so many."""
         self.progress.stage(f"finding the number of copies{case.text}")
-        probes = case.probes
-        search = ReplicaSearch(
-            probe=lambda copies: replace(probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
+        batch = case.search.batch
+        case.copies = ReplicaSearch(
+            probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
         )
-        case.replicas = search.fastest(self.request.replicas.sizes())
-        case.probes = replace(probes, replicas=case.replicas.fastest)
-        others = len(search.runs) - 1  # runs beside those for the batch
-        self.runs, self.most_runs = self.runs + others, self.most_runs + others
+        case.settle(case.copies.fastest(sizes))
         self.progress.stage(f"finding the batch that fits{case.text}")
-        return search.run_of(case.replicas.fastest)
 
     def _main(self, cases: Sequence[_Case]) -> _Case:
         """The case that is recommended: the last in which a batch was run, else the last with an estimate."""
@@ -304,7 +301,14 @@ class _Case:
     dims: dict[str, int]
     probes: BatchProbes = field(init=False)
     search: BatchSearch = field(init=False)
+    copies: ReplicaSearch | None = None
     replicas: ReplicaAdvice | None = None
+
+    def settle(self, found: ReplicaAdvice) -> None:
+        """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
+        assert self.copies is not None
+        self.replicas, self.probes.replicas = found, found.fastest
+        self.search.runs[self.search.batch] = self.copies.run_of(found.fastest)
 
     def row(self) -> BatchRow:
         """What fits, by the runs so far."""

@@ -108,7 +108,8 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
     if given and (given.tensors or given.data_file or given.script):
         return given
-    return replace(before, dims=before.dims | (given.dims if given else {}), source="the baseline")
+    sized = replace(before, source="the baseline")
+    return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
 
 
 def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:

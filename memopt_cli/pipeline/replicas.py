@@ -1,4 +1,4 @@
-"""How many copies of a model train fastest as one: each number is run once, at the batch that is described."""
+"""How many copies of a model train fastest as one: each number is run once, at one batch size."""
 
 from __future__ import annotations
 
@@ -69,19 +69,26 @@ class ReplicaSearch:
                 self._run_most()
             if stop := stop or self._run(size):
                 break
-        fitting = [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
-        if not fitting:
+        if not self.fitting:
             raise NothingFitsError(
                 f"not even {_copies(sizes[0])} with batch {self.batch} fits into "
                 f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name}): "
                 f"it took {format_bytes(self.runs[0].allocated_peak_bytes)}",
                 hint="Describe a smaller batch (-i, or --dim B=1 where the shape says B), or give more --memory.",
             )
-        fastest = max(fitting, key=lambda run: run.samples_per_s)
+        return self.advice(stop or f"--replicas {sizes[-1]}")
+
+    @property
+    def fitting(self) -> list[BatchProbe]:
+        """The runs within the budget."""
+        return [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
+
+    def advice(self, limited_by: str) -> ReplicaAdvice:
+        """The fastest of the runs so far, of which one fits."""
         return ReplicaAdvice(
-            fastest=fastest.replicas,
+            fastest=max(self.fitting, key=lambda run: run.samples_per_s).replicas,
             probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
-            limited_by=stop or f"--replicas {sizes[-1]}",
+            limited_by=limited_by,
         )
 
     def run_of(self, replicas: int) -> BatchProbe:

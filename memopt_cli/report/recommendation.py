@@ -157,7 +157,9 @@ def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator
     copies, few = advice.fastest, min(batch, _run_of(advice).batch)
     yield f"models = memopt_cli.BatchModule(model, batch={copies})"
     yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
-    yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True)  # {batch} samples for each copy"
+    yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"
+    yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
+    yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"
     losses = f"memopt_cli.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
     yield from _loop(f"{losses}.sum()", steps, "outputs = models(inputs, data_order='(g b)')")
 

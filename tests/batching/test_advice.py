@@ -409,3 +409,23 @@ def test_without_nvml_a_share_is_refused(nvml: FakeNvml, monkeypatch: pytest.Mon
         free_capacity("cuda:0")
     assert "--memory 24GiB" in caught.value.hint
     assert runnable_bytes("cuda:0") == 24 << 30
+
+
+# ---------------------------------------------------------------------------------------------- failed dry runs
+
+
+def test_a_run_whose_dry_run_failed_teaches_nothing_of_the_dry_runs() -> None:
+    machine = Machine(peak=line, predict=lambda batch: math.inf if batch == 62 else line(batch))
+    found = machine.search(64)
+    for batch in (62, 31, 124):
+        found.run(batch)
+    assert found.peak_bytes(62) == line(62)
+    assert found.peak_bytes(200) == pytest.approx(line(200))
+    assert found.measured_ratio() == pytest.approx(1)
+    assert machine.advise(64).recommended_batch == LARGEST
+
+
+def test_a_batch_that_alone_can_be_predicted() -> None:
+    advice = Machine(peak=line, predict=lambda batch: line(1) if batch == 1 else math.inf).advise(1)
+    assert advice.recommended_batch == 1
+    assert (advice.intercept_bytes, advice.slope_bytes) == (0, line(1))

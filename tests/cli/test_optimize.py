@@ -132,8 +132,11 @@ def test_inputs_of_the_command_line_replace_those_of_the_file(optimize: Optimize
     assert optimize("--input-data", "x.pt").spec == InputSpec(data_file="x.pt", source="--input-data")
     tensor = TensorSpec(shape=("B", 3))
     assert optimize("-i", "Bx3").spec == InputSpec(tensors=(tensor,), dims={"B": 8}, source="--input")
-    script = InputSpec(script="x.py:make", dims={"B": 8, "S": 128}, source="--input-script")
+    named: dict[str, Any] = {"script": "x.py:make", "source": "--input-script"}
+    script = InputSpec(**named, dims={"B": 8, "S": 128}, optional_dims=("B", "S"))
     assert optimize("--input-script", "x.py:make").spec == script
+    script = InputSpec(**named, dims={"B": 8, "S": 64}, optional_dims=("B",))
+    assert optimize("--input-script", "x.py:make", "--dim", "S=64").spec == script
 
 
 def test_named_config_file(optimize: Optimize) -> None:

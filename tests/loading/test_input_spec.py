@@ -38,6 +38,32 @@ def made(spec: InputSpec, seed: int = 0, dtype: torch.dtype | None = None) -> tu
 # ---------------------------------------------------------------------------------------------- finding a spec
 
 
+@pytest.mark.parametrize(
+    ("model", "beside"),
+    [
+        ("resnet.v2.pt", "resnet.v2"),
+        ("resnet.v3.pt", "the example inputs"),
+        ("resnet.memopt.pt", "the example inputs"),
+        ("lstm.memopt.pt", "lstm.memopt"),
+    ],
+)
+def test_inputs_of_another_model_are_not_taken(tmp_path: Path, model: str, beside: str) -> None:
+    for name in ("resnet", "resnet.v2", "lstm", "lstm.memopt"):
+        (tmp_path / f"{name}.inputs.yaml").write_text("inputs: [2x3]")
+    carried = InputSpec(tensors=(parse_tensor("4x3"),), source="the example inputs")
+    found = find_spec(ModelSource(location=str(tmp_path / model)), nn.Linear(3, 3), None, carried)
+    assert found.source.removeprefix(str(tmp_path) + "/").removesuffix(".inputs.yaml") == beside
+
+
+@pytest.mark.parametrize("model", ["net.pt", "net.memopt.pt", "net.traced.ts", "net.traced.memopt.pt"])
+def test_inputs_of_the_model_that_another_is_of(tmp_path: Path, model: str) -> None:
+    (tmp_path / "net.inputs.yaml").write_text("inputs: [7x3]")
+    found = find_spec(ModelSource(location=str(tmp_path / model)), nn.Linear(3, 3), None)
+    assert found.source.endswith("net.inputs.yaml")
+    other = find_spec(ModelSource(location=str(tmp_path / "net.v2.pt")), nn.Linear(3, 3), None)
+    assert other.source.startswith("a guess")
+
+
 def test_what_is_given_wins_over_the_file_beside_the_model(tmp_path: Path) -> None:
     (tmp_path / "model.inputs.yaml").write_text("inputs: [{shape: [2, 3]}]")
     source = ModelSource(location=str(tmp_path / "model.pt"))
@@ -244,14 +270,26 @@ def test_a_size_that_a_script_does_not_take(tmp_path: Path) -> None:
         made(InputSpec(script=f"{path}:named", dims={"B": 2, "S": 5}, source=""))
 
 
+@pytest.mark.parametrize("optional", ["S", "B", "batch"])
+def test_a_script_is_not_given_what_it_need_not_take(tmp_path: Path, optional: str) -> None:
+    path = tmp_path / "inputs.py"
+    path.write_text(SCRIPT)
+    given = InputSpec(script=f"{path}:named", dims={"B": 2, optional: 2}, optional_dims=(optional,), source="")
+    found = find_spec(ModelSource(location="net.pt"), nn.Linear(3, 3), given)
+    assert found == replace(given, dims={"B": 2} if optional == "S" else given.dims, optional_dims=())
+    assert made(found)[1]["x"].shape == (2,)
+
+
 def test_a_size_that_no_input_has(tmp_path: Path) -> None:
     """It is an error where it was typed; a config file may be shared with models that have it."""
     source = ModelSource(location=str(tmp_path / "net.pt"))
     (tmp_path / "net.inputs.yaml").write_text("inputs: [Bx3]\ndims: {B: 4}\n")
-    shared = InputSpec(dims={"B": 5, "S": 2}, source="memopt.yaml")
+    shared = InputSpec(dims={"B": 5, "S": 2}, optional_dims=("B", "S"), source="memopt.yaml")
     assert find_spec(source, nn.Linear(3, 3), shared).dims == {"B": 5}
+    typed_too = replace(shared, optional_dims=("S",), source="--dim")
+    assert find_spec(source, nn.Linear(3, 3), typed_too).dims == {"B": 5}
     with pytest.raises(UsageError, match=r"no input has a dimension S; they are Bx3 \(.*net.inputs.yaml\)"):
-        find_spec(source, nn.Linear(3, 3), replace(shared, source="--dim"))
+        find_spec(source, nn.Linear(3, 3), replace(shared, optional_dims=("B",), source="--dim"))
     with pytest.raises(UsageError, match=r"no input has a dimension B; they are 2x3 \(a guess from"):
         find_spec(ModelSource(location="other.pt"), nn.Linear(3, 3), InputSpec(dims={"B": 5}, source="--dim"))
 

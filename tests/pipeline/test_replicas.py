@@ -16,6 +16,7 @@ from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, S
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import recommend_batch
+from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -210,6 +211,41 @@ class TestInProcess:
         assert (data["replicas"], data["batch_size"], data["verified"]) == (copies, found.batch, True)
         assert [run.get("replicas", 1) for run in data["replica_probes"]] == [1, 2, 4]
         assert found.probes == len(row.replicas.probes) + len(row.outcome.probes) - 1
+
+    def test_copies_are_run_at_a_multiple(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        (row,) = recommended(request(location, 2, spec("12x32"), memory=2 * MIB, multiple_of=8)).rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        assert {run.batch for run in row.replicas.probes} == {8}
+        assert all(run.batch % 8 == 0 for run in row.outcome.probes)
+        (row,) = recommended(request(location, 1, spec("3x32"), memory=2 * MIB, multiple_of=8)).rows
+        assert row.replicas is not None
+        assert row.replicas.probes[0].batch == 8
+
+    def test_an_interruption_keeps_the_copies_that_were_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        location, whole = saved(tmp_path / "net.pt", net()), BatchProbes.probe
+
+        def probe(self: BatchProbes, batch: int) -> BatchProbe | Failure:
+            if self.replicas == interrupted_at:
+                raise KeyboardInterrupt
+            return whole(self, batch)
+
+        monkeypatch.setattr(BatchProbes, "probe", probe)
+        interrupted_at = 4
+        found = recommended(request(location, 8, memory=2 * MIB))
+        (row,) = found.rows
+        assert row.replicas is not None
+        assert isinstance(row.outcome, BatchAdvice)
+        assert (found.interrupted, found.batch, found.probes) == (True, 16, 2)
+        assert [run.replicas for run in row.replicas.probes] == [1, 2]
+        assert (row.replicas.limited_by, row.outcome.limited_by) == ("the interruption", "the interruption")
+        assert [run.replicas for run in row.outcome.probes] == [row.replicas.fastest]
+        interrupted_at = 1
+        with pytest.raises(KeyboardInterrupt):
+            recommended(request(location, 8, memory=2 * MIB))
 
     def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())

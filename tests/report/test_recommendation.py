@@ -177,7 +177,9 @@ def test_copies() -> None:
         "     4       40  99.0 MiB       20        800     2.5 MiB  --memory 100MiB",
     ]
     assert "models = memopt_cli.BatchModule(model, batch=4)" in lines
-    assert "loader = DataLoader(dataset, batch_size=160, shuffle=True)  # 40 samples for each copy" in lines
+    assert "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies" in lines
+    assert "# 40 samples for each copy; the samples left over at the end are dropped" in lines
+    assert "loader = DataLoader(dataset, batch_size=160, shuffle=True, drop_last=True)" in lines
     assert "    outputs = models(inputs, data_order='(g b)')" in lines
     assert not any("Lightning" in line for line in lines)
 
