@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.compressor import same_bits
+from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.state import GlobalGenerators, ModuleState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
@@ -52,8 +53,12 @@ def effects(step: Step) -> dict[str, Tensor]:
         # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = step.forward()
-        found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
+        outputs = dict(enumerate(tensors_of(output)))
+        # Read before its loss, a deferred one would be computed, and a loss outside the model formed of it whole.
+        late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
+        found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
         step.backward(output)
+        found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
         found |= generator_state()
     for i, tensor in enumerate(tensors_of(inputs)):
         if tensor.grad is not None:

@@ -13,6 +13,7 @@ only no memory is saved.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ class _Head:
     weight: Tensor
     """Shape (classes, in_features)."""
     bias: Tensor | None
+    """Shape (classes,)."""
     chunks: int
+    """How many the rows whose loss is formed are cut into, at most."""
     dtype: torch.dtype
     """Of its output: autocast's, if that was on when it was called."""
     versions: tuple[int, ...]
@@ -55,12 +58,16 @@ class _Head:
                 "optimizer's step, or remove the layer from the plan"
             )
 
-    def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the input that are meant, and their product."""
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in its dtype, without a gradient."""
+        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        return self.weight.detach().to(self.dtype), bias
+
+    def rows(self, index: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A copy of the rows of the input that are meant, and their product with :meth:`parameters`."""
         x = self.x.detach().flatten(0, -2).index_select(0, index).to(self.dtype)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            return x, F.linear(x, self.weight.to(self.dtype), bias)
+            return x, F.linear(x, weight, bias)
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -77,7 +84,8 @@ _SAMPLED = 64
 
 def defer(layer: nn.Linear, x: Tensor, chunks: int) -> Tensor:
     """``layer(x)``, its values put off; its loss will be formed in so many chunks."""
-    like = F.linear(x.detach().flatten(0, -2)[:0], layer.weight.detach(), layer.bias)  # as autocast would have it
+    bias = None if layer.bias is None else layer.bias.detach()[:0]
+    like = F.linear(x.detach().flatten(0, -2)[:0], layer.weight.detach()[:0], bias)  # as autocast would have it
     versions = _versions(x, layer.weight, layer.bias)
     head = _Head(x, layer.weight, layer.bias, chunks, like.dtype, versions, _sample(layer.weight))
     shape = (*x.shape[:-1], len(layer.weight))
@@ -118,10 +126,14 @@ class _Defer(torch.autograd.Function):
         index = _rows_of(ctx.index).flatten()
         rows = gradient.movedim(_class_axis(ctx.index), -1).reshape(-1, len(head.weight)).to(head.dtype)
         flat = head.x.flatten(0, -2)
-        product = (rows @ head.weight.to(head.dtype)).to(flat.dtype)
-        of_x = torch.zeros_like(flat).index_add(0, index, product).view(head.x.shape)
-        of_weight = (rows.t() @ flat.index_select(0, index).to(head.dtype)).to(head.weight.dtype)
-        of_bias = None if head.bias is None else rows.sum(0).to(head.bias.dtype)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            product = (rows @ head.weight.to(head.dtype)).to(flat.dtype)
+            of_x = torch.zeros_like(flat).index_add(0, index, product).view(head.x.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = (rows.t() @ flat.index_select(0, index).to(head.dtype)).to(head.weight.dtype)
+        if ctx.needs_input_grad[2] and head.bias is not None:
+            of_bias = rows.sum(0).to(head.bias.dtype)
         return of_x, of_weight, of_bias, None, None, None
 
 
@@ -147,25 +159,31 @@ class DeferredLinear(Tensor):
     def values(self) -> Tensor:
         """Its values, without a gradient; from now on they exist."""
         if self._computed is None:
-            if not self._head.has_loss:
-                warnings.warn(
-                    "the output of a linear layer that runs in chunks through its loss is read by something else than "
-                    "cross_entropy: it is computed whole. Remove the layer from the plan",
-                    stacklevel=2,
-                )
             self._head.check(sampled=True)
             rows = _rows_of(self._index)
-            _, flat = self._head.rows(rows.flatten())
+            _, flat = self._head.rows(rows.flatten(), *self._head.parameters())
             last = flat.view(*rows.shape, -1).to(self.dtype)
             self._computed = last.movedim(-1, _class_axis(self._index)).contiguous()
         return self._computed
+
+    def read(self) -> Tensor:
+        """Its values, for somebody who may not know what they cost."""
+        was_computed, values = self.is_computed, self.values()
+        if not was_computed:
+            how = "after its loss" if self._head.has_loss else "by something else than cross_entropy"
+            warnings.warn(
+                f"the output of a linear layer that runs in chunks through its loss is read {how}: it is computed "
+                "whole. Remove the layer from the plan",
+                stacklevel=3,
+            )
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Takes the functions that need no values; all others get them."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func is Tensor.__setitem__:
+        if func is Tensor.__setitem__ and isinstance(first, DeferredLinear):
             raise RuntimeError(_MODIFIED.format("an assignment"))
         if isinstance(first, DeferredLinear) and not first.is_computed:
             found = _without_values(func, first, args[1:], kwargs)
@@ -173,7 +191,7 @@ class DeferredLinear(Tensor):
                 return found
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(first, DeferredLinear) and func in _OF_MEMORY:
-                return func(first.values(), *args[1:], **kwargs)
+                return func(first.read(), *args[1:], **kwargs)
             if func.__name__ != "__get__" and func not in _OF_SHAPE:
                 _compute((args, kwargs))  # here, above all modes, which so see it
             return func(*args, **kwargs)
@@ -194,7 +212,7 @@ _MODIFIED = "{} modifies the output of a linear layer that runs in chunks throug
 
 
 def _compute(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.values() if isinstance(t, DeferredLinear) else t, value)
+    return torch.utils._pytree.tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
 
 
 def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
@@ -207,6 +225,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             return _cross_entropy(deferred, args, kwargs)
         if func in _CASTS:
             like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
+            if not isinstance(like, Tensor):  # type() alone: its name
+                return like
             upwards = torch.promote_types(deferred.dtype, like.dtype) == like.dtype
             return _deferred(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
         if func in _RESHAPES or func in _VIEWS:
@@ -219,6 +239,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             )
         if func is Tensor.register_hook and head.has_loss:
             warnings.warn("a hook on logits sees nothing of a loss that was formed chunk by chunk", stacklevel=3)
+            return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
 
 
@@ -279,23 +300,28 @@ class _Loss:
     """The arguments of ``F.cross_entropy``."""
 
     target: Tensor
-    """Shape (rows,), integers."""
+    """Shape (rows,), int64: classes."""
     weight: Tensor | None
-    """Shape (classes,)."""
+    """Of each class, shape (classes,)."""
     ignore_index: int
+    """A row of this target has neither loss nor gradient."""
     label_smoothing: float
+    """The share of the target, 0 to 1, that is spread over all classes."""
     is_mean: bool
+    """Over the rows, by the weights of their targets; else their sum."""
+    dtype: torch.dtype
+    """What it is formed in: that of its logits, float32 at least."""
 
-    def scale(self, dtype: torch.dtype) -> Tensor | float:
-        """What the sum over rows is multiplied by."""
+    def share(self) -> Tensor:
+        """What the sum over rows is multiplied by, a scalar; infinite if no row counts."""
         if not self.is_mean:
-            return 1.0
+            return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index
         counted = valid if self.weight is None else self.weight[self.target.where(valid, 0)] * valid
-        return counted.sum(dtype=dtype).reciprocal()
+        return counted.sum(dtype=self.dtype).reciprocal()
 
-    def of(self, logits: Tensor, rows: slice, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """The loss of some rows and, in place of their logits, its gradient.  Both are to be in float32 at least.
+    def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """The sum of the loss over some rows, whose logits are in its dtype, and in their place its gradient.
 
         loss = sum over rows of (1 - s) w_t (-log p_t) + s / C sum over c of w_c (-log p_c)
         """
@@ -309,8 +335,8 @@ class _Loss:
         of_all = torch.full_like(of_target, smoothing / classes)
         if smoothing:
             loss += (log_p @ weight) * of_all
-        loss = -loss.where(valid, 0).sum() * scale
-        of_target, of_all = (of_target * scale).where(valid, 0), (of_all * scale).where(valid, 0)
+        loss = -loss.where(valid, 0).sum()
+        of_target, of_all = of_target.where(valid, 0), of_all.where(valid, 0)
         gradient = log_p.exp_().mul_((of_target + of_all * weight.sum())[:, None])
         gradient.scatter_add_(1, target[:, None], -of_target[:, None])
         if smoothing:
@@ -326,7 +352,7 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
     target, weight = asked["target"], asked["weight"]
     is_known = asked["reduction"] in ("mean", "sum") and asked["size_average"] is None and asked["reduce"] is None
     differentiable = weight is not None and weight.requires_grad
-    if not torch.is_grad_enabled() or not is_known or differentiable or target.is_floating_point():
+    if not torch.is_grad_enabled() or not is_known or differentiable or target.dtype is not torch.int64:
         return NotImplemented
     if logits.dim() < 2 or _class_axis(logits._index) != 1 or _rows_of(logits._index).shape != target.shape:
         return NotImplemented
@@ -339,6 +365,7 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
         ignore_index=asked["ignore_index"],
         label_smoothing=asked["label_smoothing"],
         is_mean=asked["reduction"] == "mean",
+        dtype=torch.promote_types(logits.dtype, torch.float32),
     )
     like = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
     rows = _rows_of(logits._index).flatten()
@@ -350,58 +377,64 @@ _SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of a linear layer's output; gradients are formed with it, so that backward only scales them."""
+    """The loss of a linear layer's output; gradients are formed with it, so that backward only scales them.
+
+    They are those of the sum over rows: the mean's share and what comes from above, which may be a scaler's factor for
+    float16, meet before either is rounded.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, index: Tensor, loss: _Loss
     ) -> Tensor:
-        precise = torch.promote_types(head.dtype, torch.float32)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_x = torch.zeros_like(x.flatten(0, -2)) if wants_x else None
-        of_weight = _zeros(weight, precise) if wants_weight else None
-        of_bias = _zeros(bias, precise) if wants_bias and bias is not None else None
-        total, scale = torch.zeros((), dtype=precise, device=x.device), loss.scale(precise)
+        of_x = torch.zeros_like(x.flatten(0, -2), dtype=head.dtype) if wants_x else None
+        of_weight = torch.zeros_like(weight, dtype=loss.dtype) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=loss.dtype) if wants_bias and bias is not None else None
+        total = torch.zeros((), dtype=loss.dtype, device=x.device)
         length = -(-len(index) // head.chunks)
         with torch.autocast(x.device.type, enabled=False):
+            parameters = head.parameters()
             for start in range(0, len(index), length):
                 chunk = slice(start, start + length)
-                rows, logits = head.rows(index[chunk])
-                value, gradient = loss.of(logits.to(precise), chunk, scale)
+                rows, logits = head.rows(index[chunk], *parameters)
+                value, gradient = loss.of(logits.to(loss.dtype), chunk)
                 del logits
                 total += value
                 gradient = gradient.to(head.dtype)
                 if of_x is not None:
-                    of_x.index_add_(0, index[chunk], (gradient @ weight.to(head.dtype)).to(x.dtype))
+                    of_x.index_add_(0, index[chunk], gradient @ parameters[0])
                 if of_weight is not None:
                     _add_product(of_weight, gradient, rows)
                 if of_bias is not None:
-                    of_bias += gradient.sum(0)
-        ctx.save_for_backward(
-            None if of_x is None else of_x.view(x.shape),
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
-        )
-        return total
+                    of_bias += gradient.sum(0, dtype=loss.dtype)
+            share = loss.share()
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(share, None if of_x is None else of_x.view(x.shape), of_weight, of_bias)
+        return total * share
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a loss that was formed chunk by chunk cannot be differentiated twice (create_graph=True); remove the "
                 "linear layer whose output it takes from the plan"
             )
+        share, *gradients = ctx.saved_tensors
+        scale = upstream * share.nan_to_num(nan=math.nan, posinf=0.0)  # if no row counts, 0 / 0 has the gradient 0
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if keeps else Tensor.mul_
-        return *(None if g is None else multiply(g, scale.to(g.dtype)) for g in ctx.saved_tensors), None, None, None
-
-
-def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, dtype), device=parameter.device)
+        of = (
+            None if g is None else multiply(g.to(scale.dtype), scale).to(dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return *of, None, None, None
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    """Add ``gradient.t() @ rows`` to ``total``; ``rows`` are modified."""
     if total.dtype == rows.dtype:
         total.addmm_(gradient.t(), rows)
-    else:
-        total += gradient.t() @ rows
+    else:  # a power of two, so that float16 holds the sum over all rows if it holds each
+        count = 1 << len(rows).bit_length()
+        total.add_(gradient.t() @ rows.div_(count), alpha=count)

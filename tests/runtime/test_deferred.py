@@ -7,6 +7,7 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
-from memopt_cli.runtime.deferred import DeferredLinear
-from memopt_cli.step import Step
+from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
+from memopt_cli.step import Step, run_checked
 from memopt_cli.verify import verify
 
 CLASSES, WIDTH = 11, 6
@@ -137,8 +138,17 @@ READERS: dict[str, Loss] = {
     "transposed": lambda y: (y.transpose(1, 2) ** 3).sum(),
     "a lower precision": lambda y: flat(y.float().double()) + flat(y.bfloat16()).double(),
     "a function of the user's": lambda y: _Square.apply(y).sum(),
+    "a tensor it is assigned to": lambda y: _assigned(y),
+    "its type": lambda y: (y.type() == "torch.DoubleTensor") * y.square().sum(),
+    "targets of another integer type": lambda y: F.cross_entropy(y.flatten(0, 1), targets().flatten().abs().byte() % 9),
     "a checkpoint": lambda y: checkpoint(flat, y, use_reentrant=False),
 }
+
+
+def _assigned(y: Tensor) -> Tensor:
+    buffer = torch.ones(4, 5, CLASSES, dtype=torch.float64)
+    buffer[:3] = y
+    return buffer.square().sum()
 
 
 class _Square(torch.autograd.Function):
@@ -180,7 +190,8 @@ def test_its_shape_is_known_without_its_values() -> None:
     assert not logits.is_computed
     flat(logits).backward()
     assert not logits.is_computed
-    torch.testing.assert_close(logits.detach(), F.linear(logits._head.x, layer.weight, layer.bias))
+    with pytest.warns(UserWarning, match="read after its loss: it is computed whole"):
+        torch.testing.assert_close(logits.detach(), F.linear(logits._head.x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("change", ["optimizer", "fused optimizer", "input"])
@@ -204,9 +215,9 @@ def test_what_would_be_wrong_is_refused() -> None:
     with pytest.warns(UserWarning, match="sees nothing of a loss"):
         logits.register_hook(lambda g: None)
     with pytest.raises(RuntimeError, match="modifies the output"):
-        logits.mul_(2)
-    with pytest.raises(RuntimeError, match="modifies the output"):
         logits[..., 0] = 0
+    with pytest.raises(RuntimeError, match="modifies the output"), pytest.warns(UserWarning, match="after its loss"):
+        logits.mul_(2)
 
 
 def test_a_gradient_that_is_asked_for_first_is_there() -> None:
@@ -254,6 +265,58 @@ def test_half_precision(stored: torch.dtype) -> None:
         torch.testing.assert_close(chunked[name], expected, rtol=0.05, atol=0.01, msg=name)
 
 
+@pytest.mark.parametrize("chunks", [2, 16])
+@pytest.mark.parametrize(
+    ("stored", "autocast", "factor", "largest", "tolerance"),
+    [
+        (torch.float16, None, 2**16, 1 / 8, 2e-3),
+        (torch.float16, None, 2**8, 64, 2e-3),
+        (torch.float32, torch.float16, 2**16, 64, 2e-3),
+        (torch.bfloat16, None, 2**16, 64, 2e-2),
+    ],
+)
+def test_a_mean_over_many_rows_in_half_precision(
+    stored: torch.dtype, autocast: torch.dtype | None, factor: int, largest: float, tolerance: float, chunks: int
+) -> None:
+    """1 / 8192 of a probability is nothing in float16 before a scaler's factor, and the sum over all rows too much."""
+    layer, x = nn.Linear(WIDTH, CLASSES), largest * torch.rand(8192, WIDTH).to(stored)
+    nn.init.normal_(layer.weight, std=1 / 64)
+    layer.to(stored)
+    target = torch.arange(8192) % 64 == 0  # class 1 of each 64th row, class 0 of all others
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), target.where(torch.arange(8192) > 9, -100).long()) * factor
+
+    whole = results(copy.deepcopy(layer).float(), loss, x.float())
+    install_segment(layer, SegmentConfig(chunks=chunks, through_loss=True))
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        chunked = results(layer, loss, x)
+    for name, expected in whole.items():
+        error = (chunked[name].float() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, name
+        bias = (chunked[name].float() - expected).mul(expected).sum() / expected.square().sum()
+        assert bias.abs() < tolerance / 2, name
+    assert not chunked["x"][:10].any()
+
+
+def test_what_comes_from_above_is_not_rounded_to_the_weights_precision() -> None:
+    """All gradients of bfloat16 would be wrong by one factor."""
+    layer = nn.Linear(WIDTH, CLASSES).bfloat16()
+    install_segment(layer, THROUGH_LOSS)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.bfloat16)
+    once = results(layer, lambda y: flat(y.float()), x)["weight"].double()
+    scaled = results(layer, lambda y: flat(y.float()) * 1.00390625, x)["weight"].double()  # halfway to the next
+    assert ((scaled * once).sum() / once.square().sum() - 1.00390625).abs() < 5e-4
+
+
+def test_a_cast_to_float64_is_heeded() -> None:
+    layer, x = nn.Linear(WIDTH, CLASSES, bias=False), torch.randint(-8, 8, (3, 5, WIDTH)).float()
+    layer.weight.data.mul_(8).round_().div_(8)  # the logits are exact, in whatever order they are summed
+    expected = flat(layer(x).double()).detach()
+    install_segment(layer, THROUGH_LOSS)
+    assert (flat(layer(x).double()) - expected).abs() < 1e-14
+
+
 # ---------------------------------------------------------------------------------------------- in a model
 
 
@@ -299,6 +362,44 @@ def test_a_plan_with_a_head_through_its_loss_is_verified() -> None:
     assert isinstance(model.head, LossContainer)
     assert isinstance(model.head, nn.Linear)
     assert plan_of(model).segments == PLAN.segments
+
+
+class Headed(nn.Sequential):
+    """Gives logits, of which the training script forms the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 64))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(level=3, segments=(SegmentPlan(path="2", chunks=8, through_loss=True),))
+    target = torch.randint(64, (8,))
+    step = Step(
+        model=Headed(),
+        args=(torch.randn(8, 16),),
+        kwargs={},
+        settings=StepSettings(),
+        loss=lambda logits: F.cross_entropy(logits, target),
+    )
+    right = _LinearCrossEntropy.backward
+    if is_wrong:
+        doubled = lambda ctx, g: right(ctx, g * 2)  # noqa: E731
+        monkeypatch.setattr(_LinearCrossEntropy, "backward", staticmethod(doubled))
+    found = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
+    assert found.passed is not is_wrong, found
+    if is_wrong:
+        assert found.worst_name.startswith("gradient")
+
+
+def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
+    inside = run_checked(step_of(apply_plan(LanguageModel(), PLAN)))["logits"]
+    target = torch.randint(64, (8,))
+    model = apply_plan(Headed(), replace(PLAN, segments=(replace(PLAN.segments[0], path="2"),)))
+    x, loss = torch.randn(8, 16), lambda logits: F.cross_entropy(logits, target)
+    outside = run_checked(Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss))
+    assert not inside.is_computed
+    assert not outside.is_computed
 
 
 def test_neither_logits_nor_their_gradient_exist() -> None:
@@ -378,4 +479,5 @@ def test_hugging_face(config: str, kind: str, path: str) -> None:
     output = model(input_ids=ids, labels=ids)
     output.loss.backward()
     assert not output.logits.is_computed
-    assert output.logits.argmax(-1).shape == (4, 16)
+    with pytest.warns(UserWarning, match="read after its loss"):
+        assert output.logits.argmax(-1).shape == (4, 16)
