@@ -87,7 +87,9 @@ class Planner:
             return original
         target = budget_bytes
         for _ in range(_DRY_RUNS):
-            plan = None if self._over else self._fastest(target)
+            if self._over:
+                break
+            plan = self._fastest(target)
             if plan is None:
                 least = self._least_plan(2 * self._model.peak_bytes)
                 if least is not None:  # by sums that are a little off it does not fit
@@ -103,18 +105,18 @@ class Planner:
                 break
             target += unused * 3 // 4
         best = self._fastest_counted(budget_bytes)
-        return self._unwrapped(best, budget_bytes) if best else None
+        return best if best is None or self._over else self._unwrapped(best, budget_bytes)
 
     def least(self, start_bytes: int) -> Priced | None:
         """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
-        best: Priced | None = None
-        while True:
+        while not self._over:
             plan = self._least_plan(start_bytes)
-            found = self._count(plan) if plan else None
-            if found is not None and (best is None or found.peak_bytes < best.peak_bytes):
-                best = found
-            if plan is None or not self._learn_chunks(plan):
-                return best
+            if plan is None:
+                break
+            self._count(plan)
+            if not self._learn_chunks(plan):
+                break
+        return min(self._all_counted(), key=lambda p: (p.peak_bytes, p.slowdown), default=None)
 
     def frontier(self, start: Priced) -> list[Priced]:
         """From the original to the lowest peak: plans of which no other is both smaller and faster."""
@@ -122,13 +124,14 @@ class Planner:
         found = [start, *([least] if least else [])]
         low = least.peak_bytes if least else start.peak_bytes
         for step in range(1, _FRONTIER_POINTS):
+            if self._over:
+                found += self._all_counted()
+                break
             budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
             self._probes.report(f"fastest plan within {budget >> 20} MiB")
             within = self.within(budget)
             if within is not None:
                 found.append(within)
-        if self._over:
-            found += (priced for priced in self._counted.values() if priced is not None)
         return list(nondominated(found))
 
     # ------------------------------------------------------------------------------------------ steps
@@ -170,7 +173,9 @@ class Planner:
         if plan not in self._counted:
             self._probes.report(f"{len(plan.segments)} segments")
             counted = self._probes.count(plan)
-            self._over |= isinstance(counted, NotTried)
+            if isinstance(counted, NotTried):
+                self._over = True
+                return None
             self._counted[plan] = (
                 Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self._slowdown(plan))
                 if isinstance(counted, Counted)
@@ -180,8 +185,11 @@ class Planner:
 
     def _fastest_counted(self, budget_bytes: int) -> Priced | None:
         """Of all that was dry-run so far: what is found for one budget may be good for another."""
-        fitting = [p for p in self._counted.values() if p is not None and p.peak_bytes <= budget_bytes]
+        fitting = [p for p in self._all_counted() if p.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda p: (p.slowdown, p.peak_bytes), default=None)
+
+    def _all_counted(self) -> list[Priced]:
+        return [priced for priced in self._counted.values() if priced is not None]
 
     def _slowdown(self, plan: Plan) -> float:
         ground = self._ground_slowdown if plan.segments else 1.0

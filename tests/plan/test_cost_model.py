@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes, is_within
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.search import Allowed
+from memopt_cli.plan.search import Allowed, Solver, Way
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Partly
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -250,6 +250,37 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] <= first.peak_bytes
     assert [p.slowdown for p in found] == sorted(p.slowdown for p in found)
+
+
+SEARCHES: dict[str, Callable[[Planner, Priced], object]] = {
+    "within": lambda plans, first: plans.within(first.peak_bytes // 2),
+    "least": lambda plans, first: plans.least(first.peak_bytes),
+    "frontier": lambda plans, first: plans.frontier(first),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("dry_runs", [0, 1])
+def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, fastest = SUBJECTS["chain"](), Solver.fastest
+    refused: list[Plan] = []
+    plans = planner(subject)
+
+    def count(plan: Plan) -> Any:
+        if plans.tried == dry_runs:
+            refused.append(plan)
+            return NotTried(reason="time is up")
+        return subject.count(plan)
+
+    def solve(solver: Solver, budget_bytes: int) -> Way | None:
+        assert not refused
+        return fastest(solver, budget_bytes)
+
+    monkeypatch.setattr(Solver, "fastest", solve)
+    plans._probes = replace(plans._probes, count=count)
+    SEARCHES[search](plans, start(subject))
+    assert plans.tried == dry_runs
+    assert len(refused) == (0 if (search, dry_runs) == ("least", 1) else 1)
 
 
 def test_chunks_go_below_what_segments_reach() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.errors import PlanError
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes, held_at_peak, is_within
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, held_at_peak, is_within
 from memopt_cli.plan.strategies import STRATEGIES, spatial_split
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
 from memopt_cli.plan.strategies.segments import Segments, choose_targets, matching_targets
@@ -468,6 +468,22 @@ def test_unwrapping_what_costs_nothing() -> None:
         .best
     )
     assert paths(best.plan) == ["b", "c"]
+
+
+def test_unwrapping_ends_when_the_time_is_up() -> None:
+    tree = tree_of(*(module(name, 1, 1) for name in "abc"))
+    machine = Machine(tree)
+    start = machine.start(*map(segment, "abc"))
+    asked: list[Plan] = []
+
+    def count(plan: Plan) -> Counted | Failure | NotTried:
+        asked.append(plan)
+        return machine.count(plan) if len(asked) == 1 else NotTried(reason="time is up")
+
+    improvement = GreedyUnwrap().improve(start, tree, SearchOptions(), replace(machine.probes(), count=count))
+    assert len(asked) == 2
+    assert improvement.tried == 1
+    assert paths(improvement.best.plan) == ["b", "c"]
 
 
 def test_a_plan_that_fails_is_not_taken() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
 
@@ -26,15 +26,23 @@ class GreedyUnwrap:
         partly = _Partly(tree) if tree.trace.ops else None
         tried = 0
         for segment in sorted(start.plan.segments, key=lambda s: -tree[s.path].forward_s):
-            rest = replace(best.plan, segments=tuple(s for s in best.plan.segments if s is not segment))
-            for plan in (rest, *(partly.plans(best, segment) if partly else ())):
+            for plan in _with_less(best, segment, partly):
                 probes.report(f"unwrap {segment.path or '(root)'}")
                 counted = probes.count(plan)
+                if isinstance(counted, NotTried):
+                    return Improvement(best=best, tried=tried)
                 tried += 1
                 if isinstance(counted, Counted) and counted.allocated_peak_bytes <= best.peak_bytes:
                     best = Candidate(plan=plan, counted=counted)
                     break
         return Improvement(best=best, tried=tried)
+
+
+def _with_less(best: Candidate, segment: SegmentPlan, partly: _Partly | None) -> Iterator[Plan]:
+    """Without the segment; and if that is not it, with more of it kept."""
+    yield replace(best.plan, segments=tuple(s for s in best.plan.segments if s is not segment))
+    if partly is not None:
+        yield from partly.plans(best, segment)
 
 
 class _Partly:

@@ -53,6 +53,8 @@ class Segments:
         for plan in _packed_too((best.plan,) if asked else (start.plan, best.plan), tree, options):
             probes.report("pack what is saved")
             counted = probes.count(plan)
+            if isinstance(counted, NotTried):
+                break
             tried += 1
             if isinstance(counted, Counted) and counted.allocated_peak_bytes < best.peak_bytes:
                 best = Candidate(plan=plan, counted=counted)
