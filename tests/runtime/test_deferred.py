@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli import trace
@@ -307,6 +309,47 @@ def test_what_comes_from_above_is_not_rounded_to_the_weights_precision() -> None
     once = results(layer, lambda y: flat(y.float()), x)["weight"].double()
     scaled = results(layer, lambda y: flat(y.float()) * 1.00390625, x)["weight"].double()  # halfway to the next
     assert ((scaled * once).sum() / once.square().sum() - 1.00390625).abs() < 5e-4
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the results of each operator by its name and their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen[func.overloadpacket.__name__, tuple(result.shape)] += 1
+        return result
+
+
+def test_autocast_casts_the_weight_once() -> None:
+    layer, x = nn.Linear(WIDTH, CLASSES), torch.randn(3, 5, WIDTH)
+    install_segment(layer, THROUGH_LOSS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with _Operators() as calling:
+            logits = layer(x)
+        with _Operators() as losing:
+            flat(logits)
+    assert calling.seen["_to_copy", (CLASSES, WIDTH)] == 0
+    assert losing.seen["_to_copy", (CLASSES, WIDTH)] == 1
+    assert losing.seen["mm", (CLASSES, WIDTH)] == THROUGH_LOSS.chunks
+
+
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_backward_of_what_reads_it_forms_only_gradients_that_are_wanted(trained: str) -> None:
+    layer, x = nn.Linear(WIDTH, CLASSES), torch.randn(15, WIDTH)
+    x.requires_grad_(trained == "input")
+    layer.weight.requires_grad_(trained == "weight")
+    install_segment(layer, THROUGH_LOSS)
+    with pytest.warns(UserWarning, match="computed whole"):
+        loss = layer(x).square().sum()
+    with _Operators() as counted:
+        loss.backward()
+    of_x, of_weight = counted.seen["mm", (15, WIDTH)], counted.seen["mm", (CLASSES, WIDTH)]
+    assert (of_x, of_weight) == ((1, 0) if trained == "input" else (0, 1))
 
 
 def test_a_cast_to_float64_is_heeded() -> None:
