@@ -60,7 +60,7 @@ class LIF(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """Currents ``[B, *size]`` -> spikes of the same shape."""
-        self.v = torch.add(y, self.v - self.get_spike(), alpha=self.decay)
+        self.v = self.decay * (self.v - self.get_spike()) + y
         return self.get_spike()
 
 
@@ -139,7 +139,8 @@ class LeakyRateReadout(nn.Module):
 
     def forward(self, spikes: Tensor) -> Tensor:
         """``[B, size]`` -> ``[B, outputs]``."""
-        self.r = torch.add(self.linear(spikes), self.r, alpha=self.decay)
+        # Not an add with alpha, which torch.compile drops where it adds to a matrix product.
+        self.r = self.decay * self.r + self.linear(spikes)
         return self.r
 
 

@@ -261,7 +261,7 @@ class FactoredTrace(Trace):
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         y = super().use_weight(z, batch, attached=attached)
         if "input" in self.live.values and self.live.z is not None:
-            self.live.values["input"] = torch.add(self.live.z, self.live.values["input"], alpha=self.decay)
+            self.live.values["input"] = self.decay * self.live.values["input"] + self.live.z
         return y
 
     def extend(self, cell: str, rows: Sequence[Row]) -> list[Channels]:

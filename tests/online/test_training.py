@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from examples.online_lif import curves
 from memopt_cli.errors import MemoptError
-from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, Vmap, init_all_states, vmap_new_states
+from memopt_cli.online import D_RTRL, ES_D_RTRL, LIF, Batching, LeakyRateReadout, Vmap, init_all_states, vmap_new_states
 from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
 from memopt_cli.trace import StorageLog
 from tests.online.networks import BATCH, INPUTS, gradients, lif_net, relative, sequence, through_time
@@ -105,3 +106,17 @@ def test_a_compiled_step_is_the_step(automatic: bool) -> None:
     assert relative(gradients(net), expected) <= 1e-5
     for name, value in model.named_buffers():
         torch.testing.assert_close(value, after[name])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_neurons_behind_a_matrix_product() -> None:
+    net = nn.Sequential(nn.Linear(5, 6, bias=False), LIF(6), LeakyRateReadout(6, 3))
+    init_all_states(net, 4)
+    values, inputs = dict(net.named_buffers()), torch.rand(3, 4, 5)
+    expected = [net(x) for x in inputs]
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(net.get_submodule(path), attribute, value)
+    compiled = torch.compile(net)
+    for x, output in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(compiled(x), output)
