@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
-from memopt_cli.runtime.state import GlobalGenerators, ModuleState
+from memopt_cli.runtime.state import GlobalGenerators, ModuleState, StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -123,6 +123,23 @@ class DoubleThroughout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]
         return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def step_in_double(step: Step) -> Iterator[Step]:
+    """The step in float64; afterwards the model has its own tensors again, whatever happened."""
+    start = StartingState(step.model)
+    stored = [(p, p.data) for p in step.model.parameters()]
+    try:
+        step.model.to(torch.float64)
+        args, kwargs = in_double((step.args, step.kwargs))
+        with DoubleThroughout():  # type: ignore[no-untyped-call]
+            yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+    finally:
+        for parameter, data in stored:
+            parameter.grad = None  # of the other dtype, if a step failed
+            parameter.data = data
+        start.enter()
 
 
 def _widened(value: Any) -> Any:

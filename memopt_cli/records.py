@@ -965,8 +965,8 @@ class StrategyCurve:
     """The strategy, and its rule if it has one."""
     points: tuple[StrategyPoint, ...]
     """By the number of steps; empty if it cannot be run."""
-    slope_bytes: float
-    """Bytes per time step."""
+    slope_bytes: float | None
+    """Bytes per time step; ``None``: not known, as fewer than two sizes could be measured."""
     exact: bool | None
     """Its gradient is that of back-propagation through time; ``None``: not known."""
     remark: str

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memopt_cli.equality import TOLERANCE, DoubleThroughout, bit_equal, difference, effects, in_double
+from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, step_in_double
 from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.state import StartingState
@@ -33,7 +31,7 @@ def verify(
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([step.model.get_submodule(path) for path in inexact])
-    with fixed, _in_double(step) if chunked else contextlib.nullcontext(step) as step:
+    with fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
         start = StartingState(step.model)
         reference = _effects(step, start)
         noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
@@ -90,20 +88,3 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
         )
     return 2 * worst.relative
-
-
-@contextlib.contextmanager
-def _in_double(step: Step) -> Iterator[Step]:
-    """The step in float64; afterwards the model has its own tensors again, whatever happened."""
-    start = StartingState(step.model)
-    stored = [(p, p.data) for p in step.model.parameters()]
-    try:
-        step.model.to(torch.float64)
-        args, kwargs = in_double((step.args, step.kwargs))
-        with DoubleThroughout():  # type: ignore[no-untyped-call]
-            yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
-    finally:
-        for parameter, data in stored:
-            parameter.grad = None  # of the other dtype, if a step failed
-            parameter.data = data
-        start.enter()

@@ -73,12 +73,17 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
     return tuple(name for name in STRATEGIES if name in names)
 
 
-def check_strategies(request: BatchRequest) -> None:
-    """Raise :class:`UsageError` for what cannot be asked together with ``--strategy``."""
+def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with ``--strategy``.
+
+    ``objective``: that of the command line, if it was given.
+    """
     if request.dim_range is None:
         raise UsageError("--strategy tabulates memory by time steps", hint="Add their range: --dim T=16:4096.")
     others = {
         "--global-batch": request.global_batch,
+        "--multiple-of": None if request.multiple_of == 1 else request.multiple_of,
+        "--objective": objective,
         "--replicas": request.replicas,
         "--lengths": request.lengths_path,
         "--output": request.output,
@@ -87,6 +92,11 @@ def check_strategies(request: BatchRequest) -> None:
         raise UsageError(
             f"{' and '.join(given)} cannot be used with --strategy, which tabulates memory at one batch size",
             hint="Leave it out, or ask without --strategy.",
+        )
+    if request.plan_path is not None and "plan" not in request.strategies:
+        raise UsageError(
+            f"--strategy {','.join(request.strategies)} has no use for --plan",
+            hint="Add plan to --strategy, or leave --plan out.",
         )
 
 

@@ -74,7 +74,7 @@ def recommend_batch(
         longest_step_s=longest_step,
     )
     if request.strategies:
-        batch.check_strategies(request)
+        batch.check_strategies(request, objective)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()

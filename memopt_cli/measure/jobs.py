@@ -123,9 +123,12 @@ class OnlineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementJob:
-    """The gradient of a sequence online against through time, at the sizes described -> ``GradientAgreement``."""
+    """The gradient of a sequence online against through time -> ``GradientAgreement``."""
 
     rule: OnlineRule
+    symbol: str
+    """That of the time steps."""
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,9 +147,9 @@ class Session:
         """The allocated peak of a sequence of ``steps`` time steps, ``symbol`` in the inputs, learnt online."""
         return self._ask(OnlineJob(rule=rule, symbol=symbol, steps=steps), BatchProbe)
 
-    def agreement(self, rule: OnlineRule) -> GradientAgreement | Failure:
-        """The gradient of the sequence described, online against through time."""
-        return self._ask(AgreementJob(rule=rule), GradientAgreement)
+    def agreement(self, rule: OnlineRule, symbol: str, steps: int) -> GradientAgreement | Failure:
+        """The gradient of a sequence of ``steps`` time steps, ``symbol`` in the inputs, online against through time."""
+        return self._ask(AgreementJob(rule=rule, symbol=symbol, steps=steps), GradientAgreement)
 
     def verify(self, plan: Plan, batch: int) -> Verification | Failure:
         """Compare ``plan`` with the original."""

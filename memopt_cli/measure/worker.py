@@ -123,7 +123,7 @@ class Worker:
             MeasureJob: self._measure,
             ProbeJob: self._probe,
             OnlineJob: self._online,
-            AgreementJob: lambda job: compare_gradients(self._step(), job.rule),
+            AgreementJob: lambda job: compare_gradients(self._step(dims={job.symbol: job.steps}), job.rule),
             VerifyJob: self._verify,
         }
         self._start.enter()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from memopt_cli.equality import TOLERANCE, step_in_double
 from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, OnlineAlgorithm
 from memopt_cli.online.over_time import step_model
 from memopt_cli.online.states import Batching
@@ -53,20 +54,28 @@ def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequ
 
 
 def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
-    """The gradient of a sequence, ``[T, B, ...]`` in ``step.args``, online against through time."""
+    """The gradient of a sequence, ``[T, B, ...]`` in ``step.args``, online against through time, in float64.
+
+    A loss is that of the whole sequence through time, as it is trained, and that of each step online.
+    """
     steps = len(step.args[0])
-    through_time = _through_time(step, steps)
-    learn_online(step, rule, lambda number: tuple(x[number] for x in step.args)).run(range(steps))
-    online = _gradients(step.model)
+    with step_in_double(step) as double:
+        through_time = _through_time(double, steps)
+        learn_online(double, rule, lambda number: tuple(x[number] for x in double.args)).run(range(steps))
+        online = _gradients(double.model)
     difference, norm = (online - through_time).norm(), through_time.norm()
     relative = float(difference / norm) if norm else float(difference)
     cosine = float(torch.nn.functional.cosine_similarity(online, through_time, dim=0, eps=1e-30))
-    exact = relative <= torch.finfo(_dtype(step.model)).eps ** 0.5
-    return GradientAgreement(rule=rule, steps=steps, cosine=cosine, relative_error=relative, exact=exact)
+    return GradientAgreement(
+        rule=rule, steps=steps, cosine=cosine, relative_error=relative, exact=relative <= TOLERANCE
+    )
 
 
 def _through_time(step: Step, steps: int) -> Tensor:
     output = step.forward()
+    if step.loss is not None:
+        step.backward(output)
+        return _gradients(step.model)
     seeds = [_seeds(_at(output, number), step, number) for number in range(steps)]
     torch.autograd.backward(
         [r for roots, _ in seeds for r in roots], [c for _, cotangents in seeds for c in cotangents]
@@ -89,7 +98,3 @@ def _gradients(model: nn.Module) -> Tensor:
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return torch.cat(parts)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memopt_cli.batching.advice import Limits, fit_line
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
@@ -44,6 +44,9 @@ from memopt_cli.write import read_plan
 _SEARCHED_LEVEL = 3
 """Of the plan that is searched where none is given."""
 
+_LEAST_COMPARED = 8
+"""Time steps whose gradients are compared, if the range has them: of a single step nothing is carried over."""
+
 Probe = Callable[[int], BatchProbe | Failure]
 """Number of time steps -> the allocated peak and the time of a sequence."""
 
@@ -54,7 +57,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     A strategy that cannot be run says why.  Raises :class:`MemoptError`.
     """
     started = time.monotonic()
-    plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
+    plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
@@ -109,8 +112,8 @@ class _Job:
         """A run ended its subprocess."""
         self.notes.append("A run ended its profiling subprocess; another took over.")
 
-    def searched_plan(self) -> Plan:
-        """The plan of the search at the smallest number of time steps."""
+    def searched_plan(self) -> Plan | StepFailed:
+        """The plan of the search at the smallest number of time steps, or why there is none."""
         search = SearchRequest(level=_SEARCHED_LEVEL)
         request = OptimizeRequest(
             source=self.request.source,
@@ -120,21 +123,31 @@ class _Job:
             timeout_s=self.request.timeout_s,
             recommend_batch=False,
         )
-        summary = find_plan(request, resolve(search), self.prepared, self.progress)
-        self.notes.append(f"The plan is that of level {_SEARCHED_LEVEL} at {self._where(self.steps.low)}.")
+        try:
+            summary = find_plan(request, resolve(search), self.prepared, self.progress)
+        except MemoptError as error:
+            return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
+        self.notes.append(f"The plan is that of level {summary.applied_level} at {self._where(self.steps.low)}.")
         assert summary.plan is not None  # only a frontier has none
         return summary.plan
 
-    def curves(self, name: StrategyName, plan: Plan | None, session: Callable[[], Session]) -> Iterator[StrategyCurve]:
+    def curves(
+        self, name: StrategyName, plan: Plan | StepFailed | None, session: Callable[[], Session]
+    ) -> Iterator[StrategyCurve]:
         """What the table shows of one strategy."""
         symbol, batch = self.steps.symbol, batch_of(self.prepared.subject.spec)
         if name == "online":
             for rule in ONLINE_RULES:
                 probe = functools.partial(_probe_online, session, rule, symbol)
-                yield self._curve(name, f"online {rule}", probe, functools.partial(_agreement, session, rule))
+                compared = min(max(_LEAST_COMPARED, self.steps.low), self.steps.high)
+                exactness = functools.partial(_agreement, session, rule, symbol, compared)
+                yield self._curve(name, f"online {rule}", probe, exactness)
             return
         used = ORIGINAL if name == "bptt" else plan
         assert used is not None
+        if isinstance(used, StepFailed):
+            yield _cannot_run(name, name, used)
+            return
         yield self._curve(
             name,
             name,
@@ -146,70 +159,92 @@ class _Job:
         self, name: StrategyName, label: str, probe: Probe, exactness: Callable[[], tuple[bool | None, str]]
     ) -> StrategyCurve:
         self.progress.stage(f"measuring {label}")
-        curve = functools.partial(StrategyCurve, strategy=name, label=label)
         runs = self._run(probe)
         first = next(iter(runs.values()))
         if not isinstance(first, BatchProbe):
-            hint = f". {first.hint}" if isinstance(first, StepFailed) and first.hint else ""
-            return curve(points=(), slope_bytes=0.0, exact=None, remark=describe(first) + hint)
-        measured = {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
+            return _cannot_run(name, label, first)
+        measured = _measured(runs)
         failed = (
             f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
         )
-        intercept, slope = _line(measured)
+        line = _line(measured)
         exact, remark = exactness()
-        points = (_point(steps, measured, intercept, slope) for steps in self.steps.sizes())
-        return curve(points=tuple(points), slope_bytes=slope, exact=exact, remark=remark + "".join(failed))
+        points = (_point(steps, measured.get(steps), line) for steps in self.steps.sizes())
+        return StrategyCurve(
+            strategy=name,
+            label=label,
+            points=tuple(point for point in points if point is not None),
+            slope_bytes=line[1] if line else None,
+            exact=exact,
+            remark=remark + "".join(failed),
+        )
 
     def _run(self, probe: Probe) -> dict[int, BatchProbe | Failure]:
         """Sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
         sizes = self.steps.sizes()
         runs: dict[int, BatchProbe | Failure] = {}
-        for steps in sizes[:2]:
+        for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
+            steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
+            if steps is None:
+                return runs
             self.progress.update(0, None, f"running {self._where(steps)}")
             runs[steps] = found = probe(steps)
             if not isinstance(found, BatchProbe):
                 return runs
-        largest = next((s for s in reversed(sizes[2:]) if self._can_run(s, runs)), None)
-        if largest is not None:
-            self.progress.update(0, None, f"running {self._where(largest)}")
-            runs[largest] = probe(largest)
         return runs
 
-    def _can_run(self, steps: int, runs: dict[int, BatchProbe | Failure]) -> bool:
-        measured = {at: run for at, run in runs.items() if isinstance(run, BatchProbe)}
-        intercept, slope = _line(measured)
+    def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
+        """Before growth is known, it is at most in proportion; to know it, the limit may be passed, not the machine."""
+        line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        if line is None:
+            (first, run), within = *measured.items(), self.limits.runnable_bytes
+            line = 0.0, run.allocated_peak_bytes / first
         step_s = max(run.step_s / at for at, run in measured.items()) * steps
-        within = min(self.limits.budget_bytes, self.limits.runnable_bytes)
-        return intercept + slope * steps <= within and step_s <= self.limits.longest_step_s
+        return line[0] + line[1] * steps <= within and step_s <= self.limits.longest_step_s
 
     def _where(self, steps: int) -> str:
         return f"{self.steps.symbol}={steps}"
 
 
-def _line(measured: dict[int, BatchProbe]) -> tuple[float, float]:
+def _cannot_run(name: StrategyName, label: str, failure: Failure) -> StrategyCurve:
+    hint = f". {failure.hint}" if isinstance(failure, StepFailed) and failure.hint else ""
+    remark = describe(failure) + hint
+    return StrategyCurve(strategy=name, label=label, points=(), slope_bytes=None, exact=None, remark=remark)
+
+
+def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
+    return {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
+
+
+def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
+    """Intercept and slope of the peaks; ``None``: one alone does not tell."""
     points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
-    return fit_line(points) if len(points) > 1 else (points[0][1], 0.0)
+    return fit_line(points) if len(points) > 1 else None
 
 
-def _point(steps: int, measured: dict[int, BatchProbe], intercept: float, slope: float) -> StrategyPoint:
-    run = measured.get(steps)
-    peak_bytes = round(intercept + slope * steps) if run is None else run.allocated_peak_bytes
-    step_s = None if run is None else run.step_s
-    return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=run is not None, step_s=step_s)
+def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None) -> StrategyPoint | None:
+    """What was measured, or else an estimate, if there is a line."""
+    if run is not None:
+        peak_bytes, step_s = run.allocated_peak_bytes, run.step_s
+        return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=True, step_s=step_s)
+    if line is None:
+        return None
+    peak_bytes = round(line[0] + line[1] * steps)
+    return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
 
 
 def _probe_online(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
     return session().probe_online(rule, symbol, steps)
 
 
-def _agreement(session: Callable[[], Session], rule: OnlineRule) -> tuple[bool | None, str]:
-    found = session().agreement(rule)
+def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
+    found = session().agreement(rule, symbol, steps)
     if not isinstance(found, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(found)}"
     if found.exact:
         return True, f"its gradient is that of bptt at {found.steps} steps, to {found.relative_error:.1g}"
-    return False, f"cosine {found.cosine:.3f} to the gradient of bptt at {found.steps} steps"
+    apart = f"cosine {found.cosine:.3f} and relative error {found.relative_error:.2g}"
+    return False, f"{apart} to the gradient of bptt at {found.steps} steps"
 
 
 def _verified(session: Callable[[], Session], plan: Plan, batch: int) -> tuple[bool | None, str]:

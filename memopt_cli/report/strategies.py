@@ -22,8 +22,9 @@ def peak_table(found: StrategyComparison) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in (found.symbol, *(curve.label for curve in curves)):
         table.add_column(heading, justify="right")
-    for row in zip(*(curve.points for curve in curves), strict=True):
-        table.add_row(str(row[0].steps), *(_peak(point, found.budget_bytes) for point in row))
+    columns = [{point.steps: _peak(point, found.budget_bytes) for point in curve.points} for curve in curves]
+    for steps in sorted({steps for column in columns for steps in column}):
+        table.add_row(str(steps), *(column.get(steps, "–") for column in columns))
     table.add_row("exact", *({True: "yes", False: "no", None: "?"}[curve.exact] for curve in curves))
     return table
 
@@ -58,6 +59,8 @@ def _peak(point: StrategyPoint, budget_bytes: int) -> str:
 
 def _growth(curve: StrategyCurve, symbol: str) -> str:
     last = curve.points[-1]
+    if curve.slope_bytes is None:
+        return f"growth not known, as {symbol}={last.steps} alone was measured"
     grown = abs(curve.slope_bytes) * (last.steps - curve.points[0].steps)
     if grown <= 0.01 * last.allocated_peak_bytes:
         return f"does not grow with {symbol}"

@@ -256,6 +256,9 @@ def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[...,
         ("--strategy bptt,magic --dim T=16:64", "no strategy 'magic'"),
         ("--strategy bptt --dim T=16", "tabulates memory by time steps"),
         ("--strategy online --dim T=16:64 --global-batch 64 -o b.yaml", "--global-batch and --output cannot be used"),
+        ("--strategy online --dim T=16:64 --multiple-of 8", "--multiple-of cannot be used with --strategy"),
+        ("--strategy online --dim T=16:64 --objective max", "--objective cannot be used with --strategy"),
+        ("--strategy bptt,online --dim T=16:64 --plan p.yaml", "--strategy bptt,online has no use for --plan"),
     ],
 )
 @pytest.mark.usefixtures("requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import snntorch
@@ -58,16 +59,14 @@ def test_states_that_a_neuron_keeps_to_itself_are_found(make: object) -> None:
     assert torch.equal(OverTime(step)(inputs), expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype", "tolerance"),
-    [(leaky, torch.float32, 1e-5), (lambda: LIF(HIDDEN), torch.float64, 1e-12)],
-    ids=["snnTorch's Leaky", "LIF"],
-)
-def test_where_nothing_is_cut_d_rtrl_is_exact(make: object, dtype: torch.dtype, tolerance: float) -> None:
-    step = step_of(OverTime(feedforward(make()).to(dtype)), sequence()[0].to(dtype))
+@pytest.mark.parametrize("make", [leaky, lambda: LIF(HIDDEN)], ids=["snnTorch's Leaky", "LIF"])
+def test_where_nothing_is_cut_d_rtrl_is_exact(make: object) -> None:
+    """Compared in float64 also where a model and its inputs are float32, which they are again afterwards."""
+    step = step_of(OverTime(feedforward(make()).float()), sequence()[0].float())
     found = compare_gradients(step, "D-RTRL")
     assert found.exact
-    assert found.relative_error <= tolerance
+    assert found.relative_error <= 1e-12
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
     approximate = compare_gradients(step, "ES-D-RTRL")
     assert not approximate.exact
     assert 0.9 < approximate.cosine < 1
@@ -80,7 +79,7 @@ def test_recurrence_through_weights_is_cut(rule: OnlineRule) -> None:
     assert 0.5 < found.cosine < 1
 
 
-def test_a_loss_of_sequences_is_given_one_step_at_a_time() -> None:
+def test_a_loss_of_sequences_is_given_one_step_at_a_time_online() -> None:
     shapes = []
 
     def loss(output: Tensor) -> Tensor:
@@ -90,7 +89,14 @@ def test_a_loss_of_sequences_is_given_one_step_at_a_time() -> None:
     step = step_of(OverTime(feedforward(LIF(HIDDEN))), sequence()[0])
     step = Step(model=step.model, args=step.args, kwargs={}, settings=step.settings, loss=loss)
     assert compare_gradients(step, "D-RTRL").relative_error <= 1e-12
-    assert set(shapes) == {(1, BATCH, CLASSES)}
+    assert shapes == [(8, BATCH, CLASSES)] + 8 * [(1, BATCH, CLASSES)]
+
+
+def test_the_mean_of_a_sequence_is_not_the_sum_of_those_of_its_steps() -> None:
+    step = step_of(OverTime(feedforward(LIF(HIDDEN))), sequence()[0])
+    found = compare_gradients(replace(step, loss=torch.mean), "D-RTRL")
+    assert not found.exact
+    assert (found.cosine, found.relative_error) == pytest.approx((1, 7))
 
 
 def test_tags_are_kept_where_there_are_some() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import MeasurementError, UsageError
 from memopt_cli.online import LIF, OverTime
-from memopt_cli.pipeline import compare_strategies
+from memopt_cli.pipeline import compare_strategies, strategies
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
@@ -26,6 +27,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
+from memopt_cli.report.strategies import peak_table, verdicts
 from memopt_cli.spec_text import parse_tensor
 from memopt_cli.write import plan_yaml
 from sample_models.lif_rnn import LIFRNN
@@ -38,15 +40,27 @@ def spiking() -> nn.Module:
     return OverTime(nn.Sequential(nn.Linear(32, 64), LIF(64), nn.Linear(64, 4)))
 
 
-def compared(tmp_path: Path, model: nn.Module, *strategies: Any, steps: DimRange, **request: Any) -> StrategyComparison:
+class BriefOnly(OverTime):
+    """Its own sequences may have up to 4 steps."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(32, 64), LIF(64), nn.Linear(64, 4)))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if len(inputs[0]) > 4:
+            raise ValueError("more than 4 steps")
+        return super().forward(*inputs)
+
+
+def compared(tmp_path: Path, model: nn.Module, *names: Any, steps: DimRange, **request: Any) -> StrategyComparison:
     torch.save(model, tmp_path / "net.pt")
     spec = InputSpec(
         tensors=(parse_tensor(request.pop("spec", "TxBx32=uniform")),), dims={"T": steps.low, "B": 8}, source="here"
     )
     made = BatchRequest(
-        source=ModelSource(location=str(tmp_path / "net.pt"), trust=Trust(packages=("sample_models",))),
+        source=ModelSource(location=str(tmp_path / "net.pt"), trust=Trust(packages=("sample_models", "tests"))),
         spec=spec,
-        strategies=strategies,
+        strategies=names,
         dim_range=steps,
         **request,
     )
@@ -95,6 +109,46 @@ class TestInProcess:
         curve = compared(tmp_path, spiking(), "bptt", steps=steps, memory=limit).curves[0]
         assert [p.measured for p in curve.points] == [True, True, True, False, False]
         assert peaks(curve)[-1] == pytest.approx(peaks(whole)[-1], rel=0.02)
+
+    def test_one_size_tells_no_growth(self, tmp_path: Path) -> None:
+        steps = DimRange(symbol="T", low=4, high=64)
+        found = compared(tmp_path, BriefOnly(), "bptt", "online", steps=steps)
+        bptt, online, _ = found.curves
+        assert [p.steps for p in bptt.points] == [4]
+        assert bptt.slope_bytes is None
+        assert "; T=8: " in bptt.remark
+        assert len(online.points) == 5
+        table = peak_table(found)
+        assert list(table.columns[1].cells)[1:5] == ["–"] * 4
+        assert "growth not known, as T=4 alone was measured" in next(verdicts(found))
+
+    def test_the_second_size_is_within_the_limits_too(self, tmp_path: Path) -> None:
+        steps = DimRange(symbol="T", low=16, high=256)
+        curve = compared(tmp_path, spiking(), "bptt", steps=steps, longest_step_s=1e-6).curves[0]
+        assert [(p.steps, p.measured) for p in curve.points] == [(16, True)]
+
+    def test_gradients_are_compared_where_something_is_carried_over(self, tmp_path: Path) -> None:
+        """At one step, the smallest number here, the second layer's neurons have carried nothing over."""
+        net = OverTime(nn.Sequential(nn.Linear(32, 16), LIF(16), nn.Linear(16, 16), LIF(16)))
+        found = compared(tmp_path, net, "online", steps=DimRange(symbol="T", low=1, high=16))
+        full = found.curves[0]
+        assert full.exact is False
+        assert "at 8 steps" in full.remark
+
+    def test_where_no_plan_is_found_the_rest_is_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def find_plan(*_: Any) -> None:
+            raise MeasurementError("no plan could be run", hint="Try a smaller batch.")
+
+        monkeypatch.setattr(strategies, "find_plan", find_plan)
+        found = compared(tmp_path, spiking(), "bptt", "plan", steps=DimRange(symbol="T", low=2, high=4))
+        assert [len(curve.points) for curve in found.curves] == [2, 0]
+        assert found.curves[1].remark == "no plan was found: no plan could be run. Try a smaller batch."
+
+    def test_the_note_names_the_level_of_the_plan(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found_plan = SimpleNamespace(applied_level=1, plan=Plan(level=1))
+        monkeypatch.setattr(strategies, "find_plan", lambda *_: found_plan)
+        found = compared(tmp_path, spiking(), "plan", steps=DimRange(symbol="T", low=2, high=4))
+        assert "The plan is that of level 1 at T=2." in found.notes
 
     def test_a_model_that_runs_its_own_steps(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=2, high=4)
