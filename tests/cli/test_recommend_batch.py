@@ -206,7 +206,7 @@ def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert words[1:4] == ["copies", "×", "batch"]
     assert lines[1].startswith(f"{copies} copies at batch 16: ")
     assert f"models = memopt_cli.BatchModule(model, batch={copies})" in lines
-    assert f"DataLoader(dataset, batch_size={copies * batch}, shuffle=True)" in done.out
+    assert f"DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)" in done.out
     (heading,) = (number for number, line in enumerate(lines) if "of each" in line)
     assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["2", "4"]
 
