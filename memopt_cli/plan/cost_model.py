@@ -35,8 +35,22 @@ OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 KEEP_OP_S = 8e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
+_STATISTICS_FORWARDS = 3
+"""What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
+in recomputation and in backward."""
 _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
+
+
+def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, packed_bytes: int) -> float:
+    """What one call of a segment takes beside running its forward again, in seconds.
+
+    ``forward_s`` and ``ops``: of its forward; ``packed_bytes``: of the inputs that it packs, before packing.
+    """
+    watched_s = 2 * KEEP_OP_S * ops if segment.keep else 0.0
+    chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
+    first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
+    return watched_s + chunked_s + first_pass_s + 2 * packed_bytes / PACK_BYTES_PER_S
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +120,11 @@ class CostModel:
         )
 
     def _added_s(self, block: _Block) -> float:
-        again = self._elapsed[block.stop] - self._elapsed[block.call.start]
-        again -= sum(self.seconds[op] for op in block.kept if op < block.stop)
-        watched = 2 * KEEP_OP_S * (block.call.end - block.call.start) if block.kept else 0.0
-        chunked = 3 * OP_S * (block.call.end - block.call.start) * (block.segment.chunks - 1)
-        unpacked_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
-        return again + watched + chunked + 2 * unpacked_bytes / PACK_BYTES_PER_S
+        forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
+        saved_s = sum(self.seconds[op] for op in block.kept if op < block.stop)
+        packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
+        ops = block.call.end - block.call.start
+        return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops, packed_bytes=packed_bytes)
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""

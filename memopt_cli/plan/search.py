@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
-from memopt_cli.plan.cost_model import KEEP_OP_S, OP_S, PACK_BYTES_PER_S
+from memopt_cli.plan.cost_model import overhead_s
 from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.records import ChunkRule, SegmentPlan
 
@@ -31,9 +31,6 @@ _MOST_WAYS = 400
 """Ways kept on the way through the step."""
 _MOST_INNER_WAYS = 32
 """Ways kept of a block that is looked at by itself."""
-_STATISTICS_FORWARDS = 3
-"""What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
-in recomputation and in backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +221,19 @@ class Solver:
         packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
         stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packed else "null")
-        added = block.forward_s + inside.added_s + (2 * block.input_bytes / PACK_BYTES_PER_S if packed else 0.0)
         if kept:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
-            added += 2 * KEEP_OP_S * block.ops
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
         chunked = () if numbered(plain.keep) else self._in_chunks(block, plain)
         for segment in (plain, *chunked):
             more = block.resident_bytes + block.join_bytes + inside.held_bytes if segment.chunks > 1 else 0
             share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
-            overhead = 3 * OP_S * block.ops * (segment.chunks - 1)
-            if segment.batch_statistics:
-                if inside.parts or kept:
-                    continue  # a norm in a segment within cannot take part; of several passes each would keep its own
-                overhead += _STATISTICS_FORWARDS * block.forward_s
-            yield Way(stored, max(stored, share + more), added + overhead, segment=segment, parts=(inside,))
+            if segment.batch_statistics and (inside.parts or kept):
+                continue  # a norm in a segment within cannot take part; of several passes each would keep its own
+            packed_bytes = block.input_bytes if packed else 0
+            overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
+            added = block.forward_s + inside.added_s + overhead
+            yield Way(stored, max(stored, share + more), added, segment=segment, parts=(inside,))
 
     def _in_chunks(self, block: Block, plain: SegmentPlan) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:

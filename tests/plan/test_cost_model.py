@@ -18,7 +18,7 @@ from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.search import Allowed, Solver, Way
+from memopt_cli.plan.search import Allowed, Solver, Way, _Around
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Partly
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -158,6 +158,22 @@ def test_what_is_kept_takes_no_time_again() -> None:
     plain, kept = segments("blocks.2"), Plan(level=4, segments=(SegmentPlan(path="blocks.2", keep=(CONV,)),))
     assert model.predict(plain).step_s == model.step_s + 1
     assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "rule", [None, ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)], ids=["whole", "statistics"]
+)
+def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None) -> None:
+    subject = SUBJECTS["chain"]()
+    chunks = {"blocks.2": (rule, 4)} if rule else {}
+    allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
+    (block,) = (b for b in block_tree(subject.trace, subject.model.seconds) if b.path == "blocks.2")
+    ways = Solver(block, allowed)._as_segment(block, _Around())
+    priced = {segment: way.added_s for way in ways for segment in way.segments()}
+    assert any(segment.batch_statistics for segment in priced) is bool(rule)
+    for segment, added_s in priced.items():
+        predicted = subject.model.predict(Plan(level=3, segments=(segment,)))
+        assert predicted.step_s - subject.model.step_s == pytest.approx(added_s)
 
 
 def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
