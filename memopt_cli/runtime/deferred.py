@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +267,8 @@ def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tenso
     """The index of what ``func`` gives, if that is some of the rows, each with all its classes."""
     index = deferred._index
     if func in _RESHAPES:
-        like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
+        with _disable_current_modes():  # else a trace counts its bytes
+            like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
         shape = like.shape
         is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
         if not is_last or like.dtype != deferred.dtype:
