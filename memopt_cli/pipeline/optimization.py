@@ -25,7 +25,7 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
-from memopt_cli.plan.loss_heads import loss_heads
+from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.policy import Resolved, Selection, chosen_by_goal, is_limited, resolve, skipped_step
 from memopt_cli.plan.search import Allowed
@@ -282,19 +282,16 @@ class _Job:
         plain = Ground(traced=traced)
         if self.options.level < _CHUNKS_FROM or self.options.targets:
             return plain
-        heads = []
-        for head in loss_heads(ModuleTree(traced.trace)):
-            counted = search.probes.count(Plan(level=3, segments=(head,)))
-            if isinstance(counted, Counted) and counted.allocated_peak_bytes < search.first.peak_bytes:
-                heads.append(head)
+        probes = self._probes(search.probes, self.options.level, search.first)
+        heads = with_heads(search.first, ModuleTree(traced.trace), probes).best.plan.segments
         if not heads:
             return plain
-        again = search.probes.trace(Plan(level=3, segments=tuple(heads)))
+        again = search.probes.trace(Plan(level=3, segments=heads))
         if not isinstance(again, Traced):
             return plain
         seconds = [sum(op.seconds for op in t.trace.ops) for t in (traced, again)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
-        return Ground(traced=again, heads=tuple(heads), slowdown=slowdown)
+        return Ground(traced=again, heads=heads, slowdown=slowdown)
 
     def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""

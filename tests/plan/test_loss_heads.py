@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
-from memopt_cli.plan.loss_heads import loss_heads
+from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed
 from memopt_cli.plan.strategies.temporal_split import TemporalSplit
@@ -102,6 +102,25 @@ def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) 
     assert found.best.peak_bytes < 0.7 * subject.start.peak_bytes
     asked = SearchOptions(targets=("blocks.0",))
     assert TemporalSplit().improve(subject.start, subject.tree, asked, subject.probes).best is subject.start
+
+
+@pytest.mark.parametrize(("both", "kept"), [(0.5, ["one", "other"]), (1.0, [])])
+def test_heads_that_stand_equally_high_go_together(
+    both: float, kept: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Subject(alone)
+    heads = tuple(SegmentPlan(path=path, chunks=4, through_loss=True) for path in ("one", "worse", "other"))
+    monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda tree: heads)
+
+    def count(plan: Plan) -> Counted:
+        paths = {segment.path for segment in plan.segments}
+        share = 2.0 if "worse" in paths else both if len(paths) == 2 else 1.0
+        counted = subject.start.counted
+        return replace(counted, allocated_peak_bytes=int(share * counted.allocated_peak_bytes))
+
+    found = with_heads(subject.start, subject.tree, replace(subject.probes, count=count))
+    assert [segment.path for segment in found.best.plan.segments] == kept
+    assert found.tried == 3
 
 
 def test_a_planner_builds_on_the_head_through_its_loss() -> None:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
-from memopt_cli.plan.loss_heads import loss_heads
+from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.strategies.rounds import improve_in_rounds
 from memopt_cli.plan.strategies.spatial_split import split
-from memopt_cli.records import Counted, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import Refused, SearchOptions, SegmentPlan
 
 
 class TemporalSplit:
     """Multiplies the number of chunks of the segment that holds most at the peak.
 
     A segment that cannot be cut as a whole, or only in two passes because of batch statistics, may have parts that can:
-    they run in chunks inside it, or it is split and the parts that can are cut.  First of all the head of a language
-    model runs in chunks through its loss: that takes no time.
+    they run in chunks inside it, or it is split and the parts that can are cut.  First of all the heads of a
+    language model run in chunks through their loss: that takes no time.
     """
 
     level = 3
@@ -41,20 +41,10 @@ class TemporalSplit:
 
         if options.max_split_rounds == 0:
             return Improvement(best=start, tried=0)
-        heads = loss_heads(tree) if options.modules is None and not options.targets else ()
-        candidates = [with_head(start, head, probes) for head in heads]
-        start = min((start, *(c for c in candidates if c)), key=lambda c: c.peak_bytes)
-        found = improve_in_rounds(start, self.level, change, options, probes, "chunk")
-        return replace(found, tried=found.tried + len(heads))
-
-
-def with_head(start: Candidate, head: SegmentPlan, probes: Probes) -> Candidate | None:
-    """The plan with a head that runs through its loss; ``None`` if it cannot."""
-    others = tuple(s for s in start.plan.segments if s.path != head.path)
-    plan = replace(start.plan, level=3, segments=(*others, head))
-    probes.report(f"chunk {head.path} through its loss")
-    counted = probes.count(plan)
-    return Candidate(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+        any_module = options.modules is None and not options.targets
+        heads = with_heads(start, tree, probes) if any_module else Improvement(best=start, tried=0)
+        found = improve_in_rounds(heads.best, self.level, change, options, probes, "chunk")
+        return replace(found, tried=found.tried + heads.tried)
 
 
 def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
