@@ -116,11 +116,15 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
     unlike = differences(terms(before), terms(now))
     if unlike:
         told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
-        raise BaselineError(f"{request.baseline_path} is not comparable: {told}", hint=_record_anew(request))
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: {told}",
+            hint=f"Check what was recorded, or: {_record_anew(request)}",
+        )
 
 
 def _record_anew(request: CheckRequest) -> str:
-    return f"Record one: memopt baseline {request.source.location} -o {request.baseline_path} --force"
+    output = f"-o {request.baseline_path} --force"
+    return f"Record one, with the flags of this check: memopt baseline {request.source.location} … {output}"
 
 
 # ---------------------------------------------------------------------------------------------- measuring
