@@ -11,7 +11,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 from memopt_cli.errors import UsageError
@@ -196,6 +196,18 @@ class ChunkRule:
     seq_outputs: int
     batch_statistics: bool = False
     inexact: bool = False
+
+    def applied(self, segment: SegmentPlan, chunks: int) -> SegmentPlan:
+        """The segment in so many chunks."""
+        return replace(
+            segment,
+            chunks=chunks,
+            axis=self.axis,
+            seq_inputs=self.seq_inputs,
+            seq_outputs=self.seq_outputs,
+            batch_statistics=self.batch_statistics,
+            inexact=self.inexact,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,6 +587,11 @@ class ReplicaAdvice:
     """One run for each number of copies that was tried, ascending; the last may be over the budget."""
     limited_by: str
     """Why no more copies were tried."""
+
+    @property
+    def best(self) -> BatchProbe:
+        """The run of the fastest."""
+        return next(run for run in self.probes if run.replicas == self.fastest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
+def format_copies(count: int) -> str:
+    """Number of copies of a model -> text for people: ``"1 copy"``, ``"16 copies"``."""
+    return "1 copy" if count == 1 else f"{count} copies"
+
+
 def parse_percent(text: str) -> float | None:
     """``"90%"`` -> 0.9; ``None`` if the text is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)

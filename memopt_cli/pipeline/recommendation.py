@@ -306,9 +306,8 @@ class _Case:
 
     def settle(self, found: ReplicaAdvice) -> None:
         """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
-        assert self.copies is not None
         self.replicas, self.probes.replicas = found, found.fastest
-        self.search.runs[self.search.batch] = self.copies.run_of(found.fastest)
+        self.search.runs[self.search.batch] = found.best
 
     def row(self) -> BatchRow:
         """What fits, by the runs so far."""

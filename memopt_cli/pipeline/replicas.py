@@ -19,7 +19,7 @@ from memopt_cli.records import (
     StepFailed,
     describe,
 )
-from memopt_cli.units import format_bytes
+from memopt_cli.units import format_bytes, format_copies
 
 CHOOSING = 4
 """Choosing a route takes about so many times the memory of a step, for a moment."""
@@ -71,7 +71,7 @@ class ReplicaSearch:
                 break
         if not self.fitting:
             raise NothingFitsError(
-                f"not even {_copies(sizes[0])} with batch {self.batch} fits into "
+                f"not even {format_copies(sizes[0])} with batch {self.batch} fits into "
                 f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name}): "
                 f"it took {format_bytes(self.runs[0].allocated_peak_bytes)}",
                 hint="Describe a smaller batch (-i, or --dim B=1 where the shape says B), or give more --memory.",
@@ -90,10 +90,6 @@ class ReplicaSearch:
             probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
             limited_by=limited_by,
         )
-
-    def run_of(self, replicas: int) -> BatchProbe:
-        """The run of so many copies."""
-        return next(run for run in self.runs if run.replicas == replicas)
 
     def _beyond(self, size: int) -> str:
         """Why so many copies are not to be run; empty if they may be."""
@@ -114,8 +110,8 @@ class ReplicaSearch:
         found = self.probe(size)
         if not isinstance(found, BatchProbe):
             if isinstance(found, StepFailed) or not self.runs:
-                raise_failure(found, f"{_copies(size)} with batch {self.batch}: ")
-            return f"a run of {_copies(size)}: {describe(found)}"
+                raise_failure(found, f"{format_copies(size)} with batch {self.batch}: ")
+            return f"a run of {format_copies(size)}: {describe(found)}"
         self.runs.append(found)
         if found.allocated_peak_bytes > self.limits.budget_bytes:
             return self.limits.name
@@ -137,7 +133,3 @@ class ReplicaSearch:
             return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
         return intercept + slope * size
-
-
-def _copies(count: int) -> str:
-    return "1 copy" if count == 1 else f"{count} copies"

@@ -242,15 +242,7 @@ class Solver:
         chunks = 1
         while chunks < length:
             chunks = min(length, chunks * self._allowed.chunk_factor)
-            yield replace(
-                plain,
-                chunks=chunks,
-                axis=rule.axis,
-                seq_inputs=rule.seq_inputs,
-                seq_outputs=rule.seq_outputs,
-                batch_statistics=rule.batch_statistics,
-                inexact=rule.inexact,
-            )
+            yield rule.applied(plain, chunks)
 
     def _may_be_segment(self, block: Block) -> bool:
         return bool(block.path) and not block.refusal and self._allowed.targets(block.path)

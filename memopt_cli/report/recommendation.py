@@ -15,7 +15,7 @@ from memopt_cli.records import (
     NoBatchFits,
     ReplicaAdvice,
 )
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import format_bytes, format_copies, format_seconds
 
 
 def headline(found: BatchRecommendation) -> Iterator[str]:
@@ -23,7 +23,7 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
     main = _main(found)
     where, batch = _case(main), f"batch {found.batch}"
     if main.replicas is not None:
-        batch = f"{_copies(main.replicas.fastest)} × {batch}"
+        batch = f"{format_copies(main.replicas.fastest)} × {batch}"
     if not found.verified:
         yield f"about {batch}{where} would fit: an estimate, it was not run"
     elif found.objective == "throughput":
@@ -42,14 +42,16 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
 
 def _gain(advice: ReplicaAdvice) -> str:
     """What training copies as one is worth."""
-    first, best = advice.probes[0], _run_of(advice)
+    first, best = advice.probes[0], advice.best
     route = f" ({best.route})" if best.route else ""
     if best is first:
         gain = "the fewest that were run are the fastest"
     else:
-        gain = f"{best.samples_per_s / first.samples_per_s:.2g} times as many samples/s as {_copies(first.replicas)}"
+        gain = (
+            f"{best.samples_per_s / first.samples_per_s:.2g} times as many samples/s as {format_copies(first.replicas)}"
+        )
     end = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
-    return f"{_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
+    return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
 
 
 def replica_table(row: BatchRow) -> Table:
@@ -65,14 +67,6 @@ def replica_table(row: BatchRow) -> Table:
 def replica_tables(found: BatchRecommendation) -> list[Table]:
     """One for each case: without the plan, and with it."""
     return [replica_table(row) for row in found.rows if row.replicas is not None]
-
-
-def _run_of(advice: ReplicaAdvice) -> BatchProbe:
-    return next(run for run in advice.probes if run.replicas == advice.fastest)
-
-
-def _copies(count: int) -> str:
-    return "1 copy" if count == 1 else f"{count} copies"
 
 
 def case_table(found: BatchRecommendation) -> Table:
@@ -154,7 +148,7 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
 
 
 def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator[str]:
-    copies, few = advice.fastest, min(batch, _run_of(advice).batch)
+    copies, few = advice.fastest, min(batch, advice.best.batch)
     yield f"models = memopt_cli.BatchModule(model, batch={copies})"
     yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
     yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"

@@ -81,7 +81,7 @@ def test_all_are_run_while_more_train_faster() -> None:
     advice = found.fastest(SIZES)
     assert tried(found) == list(SIZES)
     assert (advice.fastest, advice.limited_by) == (64, "--replicas 64")
-    assert found.run_of(64).samples_per_s == 64 * BATCH
+    assert advice.best.samples_per_s == 64 * BATCH
 
 
 def test_two_numbers_that_train_no_faster_end_the_search() -> None:

@@ -30,31 +30,17 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
 from memopt_cli.runtime.state import ModuleState
+from tests.user_code.spiking import FEATURES, Keeping
 
 BIT = SegmentConfig(compressor="bit")
 TOLERANCE = 1e-9
-STEPS, SAMPLES, FEATURES = 6, 3, 5
+STEPS, SAMPLES = 6, 3
 
 
 def forget_graph(model: nn.Module) -> None:
     """Carry the state over to the next step, as truncated back-propagation through time does."""
     state = ModuleState(model)
     state.restore({id(t): t.detach() for t in state.tensors()})
-
-
-class Keeping(nn.Module):
-    """A plain module that keeps a tensor in an attribute, from one time step to the next and from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.membrane = nn.Linear(FEATURES, FEATURES), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = []
-        for drive in self.linear(x):
-            self.membrane = drive if self.membrane is None else 0.5 * self.membrane + drive
-            outputs.append(self.membrane.sigmoid())
-        return torch.stack(outputs)
 
 
 # ---------------------------------------------------------------------------------------------- SpikingJelly

@@ -60,13 +60,5 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
         return
     length = tree[current.path].input_shape[rule.axis]
     while current.chunks < length:
-        current = replace(
-            current,
-            chunks=min(current.chunks * factor, length),
-            axis=rule.axis,
-            seq_inputs=rule.seq_inputs,
-            seq_outputs=rule.seq_outputs,
-            batch_statistics=rule.batch_statistics,
-            inexact=rule.inexact,
-        )
+        current = rule.applied(current, min(current.chunks * factor, length))
         yield current
