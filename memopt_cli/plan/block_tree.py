@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memopt_cli.plan.cost_model import needed_until, packed_inputs
+from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, recomputed_until
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
 
@@ -84,7 +84,7 @@ class _Builder:
         self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
         self._costly = costly_calls(trace, seconds)
         self._paid, self._paid_packed = self._payments()
-        self._stops = self._ends_of_recomputation()
+        self._ends = ends_of_recomputation(trace)
         self._base, self._entry, self._resident = self._levels()
 
     def build(self) -> Block:
@@ -104,14 +104,6 @@ class _Builder:
                 paid[payer + 1] += storage.nbytes
                 packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
         return list(accumulate(paid)), list(accumulate(packed))
-
-    def _ends_of_recomputation(self) -> list[tuple[int, int]]:
-        """Every operator of forward that autograd saves something for, and where running up to it again ends."""
-        ends: dict[int, int] = {}
-        for index, storage in enumerate(self._trace.storages):
-            for op in storage.saved_by:
-                ends[op] = max(ends.get(op, 0), needed_until(self._trace, index, op))
-        return sorted((op, end) for op, end in ends.items() if op < self._forward_ops)
 
     def _produces(self, op: int, storage: int) -> bool:
         return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
@@ -161,7 +153,7 @@ class _Builder:
         own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
         own.forward_bytes = forward
         own.packed_forward_bytes = self._forward_alone(call, packable=True)
-        own.stop = self._stop(call)
+        own.stop = recomputed_until(self._ends, call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
         own.packed_input_bytes, own.compressor = self._packed(module, call)
@@ -227,10 +219,6 @@ class _Builder:
             stop=forward.stop,
             signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
         )
-
-    def _stop(self, call: ModuleCall) -> int:
-        last = bisect.bisect_left(self._stops, (call.end, 0)) - 1
-        return max(call.start, self._stops[last][1]) if last >= 0 else call.start
 
     def _forward_alone(self, call: ModuleCall, *, packable: bool) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside.

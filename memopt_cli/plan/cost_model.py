@@ -11,6 +11,7 @@ authority (:func:`memopt_cli.trace.count`); this is for finding what is worth on
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,11 @@ class _Block:
     """Storages that are stored packed -> bytes."""
     kept: frozenset[int] = frozenset()
     """Operators whose outputs it keeps."""
+    outwards: tuple[_Block | None, ...] = ()
+    """The block, those around it, and at last the first forward (``None``)."""
+
+    def __post_init__(self) -> None:
+        self.outwards = (self, *_outwards(self.parent))
 
 
 LEAST_PACKED_BYTES = 4096
@@ -94,9 +100,8 @@ class CostModel:
         self.seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         """Of every operator, measured or estimated from its flops."""
         self._elapsed = [0.0, *accumulate(self.seconds)]
-        self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
-        self._backward_end = _innermost_backward_end(trace, self._forward_ops)
-        self._held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+        self._original = _Original(trace)
+        self._ends = ends_of_recomputation(trace)
 
     @property
     def step_s(self) -> float:
@@ -105,9 +110,7 @@ class CostModel:
 
     def predict(self, plan: Plan) -> Prediction:
         """The step under ``plan``: allocated peak, when it happens, and time."""
-        replay = _Replay(
-            self.trace, self._blocks(plan), self._forward_ops, self._backward_end, self._held_before, plan.packed
-        )
+        replay = _Replay(self._original, self._blocks(plan), plan.packed)
         peak_bytes, op = replay.peak()
         return Prediction(
             allocated_peak_bytes=peak_bytes,
@@ -140,6 +143,7 @@ class CostModel:
             if call.backward_start == call.backward_end:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = _Block(call, segment, around[-1] if around else None)
+            block.stop = recomputed_until(self._ends, call)
             block.shares = segment.chunks * (block.parent.shares if block.parent else 1)
             blocks.append(block)
             around.append(block)
@@ -190,26 +194,28 @@ def packed_inputs(
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
+class _Original:
+    """What every replay of a recorded step needs to know of it."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        self.forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self.backward_end = _innermost_backward_end(trace, self.forward_ops)
+        self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+        self.savers = [[op for op in s.saved_by if op < self.forward_ops] for s in trace.storages]
+        """Of every storage, the operators of forward that autograd keeps it for."""
+
+
 class _Replay:
     """The operators of a step under a plan, in their new order, and the bytes alive after each."""
 
-    def __init__(
-        self,
-        trace: StepTrace,
-        blocks: Sequence[_Block],
-        forward_ops: int,
-        backward_end: Sequence[int],
-        held_before: int,
-        packed: bool,
-    ) -> None:
+    def __init__(self, original: _Original, blocks: Sequence[_Block], packed: bool) -> None:
         self.blocks = blocks
         self.packed_away_bytes = 0
         """Of what was saved outside of segments, the bytes before packing."""
         self._packed = packed
-        self._trace = trace
-        self._forward_ops = forward_ops
-        self._backward_end = backward_end
-        self._held_before = held_before
+        self._original = original
+        self._trace = trace = original.trace
         self._inner: list[_Block | None] = [None] * len(trace.ops)
         """The innermost block around every operator, of forward and of backward."""
         for block in blocks:
@@ -221,28 +227,11 @@ class _Replay:
         for block in blocks:
             for index in block.call.inputs:
                 self._by_input[index].append(block)
-        self._savers_in: dict[int, dict[_Block | None, list[int]]] = {}
-        self._find_stops()
         self._place = self._lay_out()
         self._change = [0] * (self._length + 1)
         self._extra = [0] * (self._length + 1)
 
     # ------------------------------------------------------------------------------------------ the new order
-
-    def _find_stops(self) -> None:
-        for block in self.blocks:
-            block.stop = block.call.start
-        for index, storage in enumerate(self._trace.storages):
-            savers: dict[_Block | None, list[int]] = defaultdict(list)
-            for op in storage.saved_by:
-                if op < self._forward_ops:
-                    savers[self._inner[op]].append(op)
-            self._savers_in[index] = savers
-            for inner, ops in savers.items():
-                stop = needed_until(self._trace, index, max(ops))
-                for around in _outwards(inner):
-                    if around is not None:
-                        around.stop = max(around.stop, stop)
 
     def _lay_out(self) -> list[int]:
         """Instant of every original operator; recomputations stand right before the backward they serve."""
@@ -277,7 +266,7 @@ class _Replay:
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:
                 self._end_of_existing(storage)
-            elif storage.born < self._forward_ops:
+            elif storage.born < self._original.forward_ops:
                 self._forward_life(index, storage)
             else:
                 self._backward_life(storage)
@@ -285,7 +274,7 @@ class _Replay:
             self._add_stored_input(block)
             self._add_joins(block)
         operators = self._add_workspaces()
-        alive, best, at = self._held_before, -1, 0
+        alive, best, at = self._original.held_before, -1, 0
         for instant in range(self._length):
             alive += self._change[instant]
             if alive + self._extra[instant] > best:
@@ -305,7 +294,7 @@ class _Replay:
         """In the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
         around = _outwards(inner)
-        savers = self._savers_in[index]
+        savers = self._savers_in(index)
         keeps = inner is not None and storage.born in inner.kept
         start, last = self._at(None, storage.born), self._end_of(inner) if inner else 0
         for depth, block in enumerate(around):
@@ -326,6 +315,13 @@ class _Replay:
             self._live(self._at(block, storage.born), end, storage.nbytes // shares)
         if keeps:
             self._live(start, last, storage.nbytes)
+
+    def _savers_in(self, index: int) -> dict[_Block | None, list[int]]:
+        """The operators that autograd keeps a storage for, by the innermost block around them."""
+        savers: dict[_Block | None, list[int]] = {}
+        for op in self._original.savers[index]:
+            savers.setdefault(self._inner[op], []).append(op)
+        return savers
 
     def _packs(self, storage: StorageTrace) -> bool:
         return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
@@ -349,7 +345,7 @@ class _Replay:
         first = min(savers)
         if first == min(storage.saved_by):
             return self._after(storage.died)
-        return self._after(self._backward_end[first])
+        return self._after(self._original.backward_end[first])
 
     def _holders(self, index: int, storage: StorageTrace, block: _Block | None) -> Iterator[_Block]:
         """The segments right inside ``block`` that hold this storage as their input, as it is."""
@@ -359,10 +355,8 @@ class _Replay:
 
     def _held_until(self, index: int, block: _Block) -> int:
         """When a recomputation needs its input no more: where it is kept for backward, that is backward's end."""
-        for inner in self._savers_in[index]:
-            if block in _outwards(inner):
-                return self._after(block.call.backward_end)
-        return self._end_of(block)
+        saved = any(block in _outwards(saver) for saver in self._savers_in(index))
+        return self._after(block.call.backward_end) if saved else self._end_of(block)
 
     def _escapes(self, storage: StorageTrace, savers: dict[_Block | None, list[int]], block: _Block) -> bool:
         outlives = storage.freed is None or storage.freed > block.call.end
@@ -433,13 +427,25 @@ def needed_until(trace: StepTrace, storage: int, saver: int) -> int:
     return saver + 1 if made else saver
 
 
-def _outwards(block: _Block | None) -> list[_Block | None]:
+def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
+    """Every operator of forward that autograd saves something for, and where running up to it again ends; in order."""
+    ends: dict[int, int] = {}
+    for index, storage in enumerate(trace.storages):
+        for op in storage.saved_by:
+            if trace.ops[op].phase == "forward":
+                ends[op] = max(ends.get(op, 0), needed_until(trace, index, op))
+    return sorted(ends.items())
+
+
+def recomputed_until(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int:
+    """The operator before which a recomputation of the call ends.  ``ends``: :func:`ends_of_recomputation`."""
+    last = bisect.bisect_left(ends, (call.end, 0)) - 1
+    return max(call.start, ends[last][1]) if last >= 0 else call.start
+
+
+def _outwards(block: _Block | None) -> tuple[_Block | None, ...]:
     """The block, those around it, and at last the first forward (``None``)."""
-    chain: list[_Block | None] = []
-    while block is not None:
-        chain.append(block)
-        block = block.parent
-    return [*chain, None]
+    return (None,) if block is None else block.outwards
 
 
 def _innermost_backward_end(trace: StepTrace, forward_ops: int) -> list[int]:

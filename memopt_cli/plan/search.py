@@ -33,9 +33,12 @@ _MOST_INNER_WAYS = 32
 """Ways kept of a block that is looked at by itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Way:
-    """One way to run a block, with the segments that make it: a tree that shares its parts."""
+    """One way to run a block, with the segments that make it: a tree that shares its parts.
+
+    Never changed once made; not frozen, which would triple the time to make one, and millions are made.
+    """
 
     kept_bytes: int = 0
     peak_bytes: int = 0
@@ -49,14 +52,14 @@ class Way:
 
     def then(self, other: Way) -> Way:
         """This way, and another of the block that follows."""
-        peak = max(self.peak_bytes, self.kept_bytes + other.peak_bytes)
-        parts = tuple(way for way in (self, other) if way.segment or way.parts)
+        peak = self.kept_bytes + other.peak_bytes
         return Way(
             self.kept_bytes + other.kept_bytes,
-            peak,
+            peak if peak > self.peak_bytes else self.peak_bytes,
             self.added_s + other.added_s,
             self.held_bytes + other.held_bytes,
-            parts=parts,
+            None,
+            (self, other),
         )
 
     def segments(self) -> Iterator[SegmentPlan]:
@@ -228,7 +231,7 @@ class Solver:
         for segment in (plain, *chunked):
             more = block.resident_bytes + block.join_bytes + inside.held_bytes if segment.chunks > 1 else 0
             share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
-            if segment.batch_statistics and (inside.parts or kept):
+            if segment.batch_statistics and (kept or any(True for _ in inside.segments())):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
             packed_bytes = block.input_bytes if packed else 0
             overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
