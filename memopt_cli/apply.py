@@ -74,6 +74,7 @@ def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, 
         batch_statistics=segment.batch_statistics,
         through_loss=segment.through_loss,
         inexact=segment.inexact,
+        recompute_states=segment.recompute_states,
     )
     return _installed(module, name, config)
 

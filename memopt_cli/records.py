@@ -174,6 +174,8 @@ class SegmentPlan:
     inexact: bool = False
     """Of chunks: batch norms inside normalize each by its own statistics.  Not what the whole computes: it must be
     asked for."""
+    recompute_states: bool = False
+    """Of chunks: the states that the module hands from one to the next in its attributes are recomputed, not held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

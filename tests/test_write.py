@@ -228,6 +228,7 @@ segments = st.builds(
     batch_statistics=st.booleans(),
     through_loss=st.booleans(),
     inexact=st.booleans(),
+    recompute_states=st.booleans(),
 )
 plans = st.builds(
     Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans()

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from memopt_cli.runtime.state import SEGMENT_KEY, GlobalGenerators, ModuleState
+from memopt_cli.runtime.state import SEGMENT_KEY, AllGenerators, ModuleState
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ class _Start:
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
         self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
-        self._generators = _Generators()
+        self._generators = AllGenerators()
 
     def enter_again(self) -> None:
         """Raises :class:`RuntimeError` if random numbers were drawn, or a tensor with a graph was modified in place."""
@@ -223,25 +222,6 @@ class _Start:
                     "second pass; set batch_statistics to false and chunks to 1 in the plan"
                 )
             tensor.data.copy_(copy)
-
-
-class _Generators:
-    """Positions of PyTorch's, Python's and NumPy's global generators."""
-
-    def __init__(self) -> None:
-        self._others = GlobalGenerators()
-        self._torch = self._positions()
-
-    def moved(self) -> bool:
-        """Whether one of them has been drawn from since."""
-        return self._others.moved() or self._torch != self._positions()
-
-    @staticmethod
-    def _positions() -> list[bytes]:
-        with _disable_current_modes():  # a dry run's tensors have no values
-            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
-            return [bytes(state.tolist()) for state in states]
 
 
 def _check_inner_segments(module: nn.Module) -> None:

@@ -11,7 +11,6 @@ the input, the state of the module (see :mod:`memopt_cli.runtime.state`) and chu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -27,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, statistics_refusal
+from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
@@ -72,6 +72,9 @@ class SegmentConfig:
     """Of chunks of a linear layer: they run on through the cross-entropy of its output, which never exists whole."""
     inexact: bool = False
     """Of chunks: batch norms inside normalize by those of each chunk, which is known and wanted."""
+    recompute_states: bool = False
+    """Of chunks: what the module hands from one to the next in its attributes is made again in backward.  In another
+    segment, whose recomputation makes it again, and under ``torch.compile`` this is nothing."""
 
 
 class _Installed:
@@ -183,6 +186,8 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
     if config.through_loss:
         return _misfit_through_loss(module, config)
+    if config.recompute_states and config.chunks < 2:
+        return "the states of its chunks are to be recomputed, and it runs in one"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
     if config.batch_statistics:
@@ -291,8 +296,8 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recomputed = getattr(_thread, "depth", 0) > 0  # what a segment saves is dropped; hooks within would keep it
-    if recomputed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # What a segment saves is dropped; hooks within would keep it.
+    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     with PackedSaves((*module.parameters(), *module.buffers())).hooks():
         return forward(*args, **kwargs)
@@ -376,13 +381,17 @@ def _one_by_one(
     """Every output that is cut, as its chunks, and the last chunk's whole output."""
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
     codec = _codec(module, config)
+    remade = config.recompute_states and not _is_nested() and not torch.compiler.is_compiling()
+    starts = ChunkStarts(module) if remade else None
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for piece, forward in zip(pieces, forwards, strict=True):
-        output = _checkpoint(module, forward, (*piece, *states), kwargs, codec, config.keep)
+        output = _checkpoint(module, forward, (*piece, *states), kwargs, codec, config.keep, starts)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
+    if starts is not None:
+        starts.settle()
     return list(zip(*collected, strict=True)), output
 
 
@@ -426,20 +435,32 @@ def _checkpoint(
     kwargs: dict[str, Any],
     codec: SpikeCompressor,
     keep: tuple[str, ...],
+    starts: ChunkStarts | None = None,
 ) -> Any:
-    """``forward(*args, **kwargs)``, keeping only its packed inputs and the outputs of ``keep`` for backward."""
+    """``forward(*args, **kwargs)``, keeping only its packed inputs and the outputs of ``keep`` for backward.
+
+    ``starts``: of the chunks of which this is the next; they make its starting state again.
+    """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
     start = StartingState(module)
-    # Within another segment the inputs belong to that segment's recomputation, and so do the tensors of the state.
-    nested = getattr(_thread, "depth", 0) > 0
     run = _Run(module, forward, skeleton, start, len(tensors), keep)
-    given = (*tensors, *start.lend()) if nested else tensors
-    with contextlib.nullcontext() if nested else _packing(codec):
-        return checkpoint(run, *given, use_reentrant=False)
+    if _is_nested():
+        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+        return checkpoint(run, *tensors, *start.lend(), use_reentrant=False)
+    inputs = _Packed(codec)
+    if starts is not None:
+        run.lent = starts.add(start, functools.partial(_run_again, forward, inputs, len(tensors), skeleton))
+    with inputs.hooks():
+        return checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _is_nested() -> bool:
+    """Whether a segment runs around what runs now."""
+    return getattr(_thread, "depth", 0) > 0
 
 
 def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep: tuple[str, ...]) -> Callable[..., Any]:
@@ -465,18 +486,35 @@ def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -
     return forward(*args, **kwargs)
 
 
+def _run_again(forward: Callable[..., Any], inputs: _Packed, count: int, skeleton: Any) -> Any:
+    return _call(forward, inputs.last(count), skeleton)
+
+
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
 
 
-def _packing(codec: SpikeCompressor) -> saved_tensors_hooks:
-    def pack(tensor: Tensor) -> Any:
-        return tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor)
+class _Packed:
+    """Tensors that a checkpoint saves, in a codec."""
 
-    def unpack(stored: Any) -> Tensor:
-        return stored if isinstance(stored, Tensor) else codec.decompress(stored)
+    def __init__(self, codec: SpikeCompressor) -> None:
+        self._codec = codec
+        self._stored: list[Any] = []
 
-    return saved_tensors_hooks(pack, unpack)
+    def hooks(self) -> saved_tensors_hooks:
+        """Within, what is saved is packed."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def last(self, count: int) -> list[Tensor]:
+        """The tensors that were saved last, whole again."""
+        return [self._unpack(stored) for stored in self._stored[len(self._stored) - count :]]
+
+    def _pack(self, tensor: Tensor) -> Any:
+        self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(self._codec, tensor))
+        return self._stored[-1]
+
+    def _unpack(self, stored: Any) -> Tensor:
+        return stored if isinstance(stored, Tensor) else self._codec.decompress(stored)
 
 
 class _Run:
@@ -498,6 +536,8 @@ class _Run:
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._has_run = False
+        self.lent: Callable[[], Sequence[Tensor]] | None = None
+        """Gives the tensors of the starting state, if they are no inputs and not held."""
 
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
@@ -521,7 +561,8 @@ class _Run:
         outer = getattr(_thread, "recomputing", ())
         _thread.recomputing = (*outer, self._module)
         try:
-            with self._start.replay(given[self._inputs :]), self._kept.replaying():
+            lent = given[self._inputs :] if self.lent is None else self.lent()
+            with self._start.replay(lent), self._kept.replaying():
                 return self._call(given)
         except RuntimeError as error:
             # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 SEGMENT_KEY = "_memopt_segment"
 _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY}
@@ -80,6 +81,25 @@ class GlobalGenerators:
         return pickle.dumps((self._python, self._numpy))
 
 
+class AllGenerators:
+    """Where PyTorch's, Python's and NumPy's global generators stand."""
+
+    def __init__(self) -> None:
+        self._others = GlobalGenerators()
+        self._torch = self._positions()
+
+    def moved(self) -> bool:
+        """Whether one of them has been drawn from since."""
+        return self._others.moved() or self._torch != self._positions()
+
+    @staticmethod
+    def _positions() -> list[bytes]:
+        with _disable_current_modes():  # a dry run's tensors have no values
+            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
+            return [bytes(state.tolist()) for state in states]
+
+
 @dataclass(frozen=True, slots=True)
 class _Forgotten:
     """Stands for a tensor that is no longer held, by its id."""
@@ -113,6 +133,10 @@ class ModuleState:
         """Every tensor among the attributes."""
         for _, held in self._attributes:
             yield from _tensors(list(held.values()))
+
+    def large_tensors(self) -> list[Tensor]:
+        """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
+        return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
 
 
 class _Parameters:
@@ -180,9 +204,9 @@ class StartingState:
     def lend(self) -> list[Tensor]:
         """Hand the tensors over: their values come back in :meth:`enter`, and are not held here meanwhile.
 
-        Vectors stay: among them are batch statistics, which forward writes in place, and they are small.
+        Vectors stay: they are small.
         """
-        tensors = [t for t, _ in self._versions.values() if t.dim() > 1]
+        tensors = self._state.large_tensors()
         self._lent = [id(t) for t in tensors]
         return tensors
 

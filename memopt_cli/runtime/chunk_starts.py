@@ -1,0 +1,87 @@
+"""States that chunks start from, made again in backward instead of being held since forward.
+
+A module that carries state over its chunks, a neuron's membrane say, leaves one such state behind for each.  Backward
+wants them last first.  Asked for one, this runs the chunks before it again from the nearest state that is known, and
+remembers on the way those at halves of what is left: of n chunks about log2(n) states are held at a time, and each
+chunk runs about log2(n) / 2 times more (recursive bisection, as in Griewank, "Achieving logarithmic growth of temporal
+and spatial complexity in reverse automatic differentiation", 1992).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.state import AllGenerators, ModuleState, StartingState
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: StartingState
+    needs_gradient: tuple[bool, ...]
+    """Of the tensors of its starting state that are not held."""
+    run: Callable[[], object]
+
+
+class ChunkStarts:
+    """Where the chunks of one pass over a module start."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._chunks: list[_Chunk] = []
+        self._first: set[int] = set()
+        self._known: dict[int, list[Tensor]] = {0: []}
+        """The place of a chunk -> the tensors it starts from; the first one's are held by its own starting state."""
+        self._generators = AllGenerators()
+
+    def add(self, start: StartingState, run: Callable[[], object]) -> Callable[[], list[Tensor]]:
+        """The next chunk starts at ``start``, and ``run`` runs its forward again.
+
+        Returns what gives the tensors that :meth:`StartingState.replay` wants.
+        """
+        tensors = ModuleState(self._module).large_tensors()
+        if not self._chunks:
+            self._first = {id(t) for t in tensors}
+        if self._first.issuperset(map(id, tensors)):  # the state has not moved
+            self._chunks.append(_Chunk(start, (), run))
+            return list
+        start.lend()
+        self._chunks.append(_Chunk(start, tuple(t.requires_grad for t in tensors), run))
+        return functools.partial(self._tensors, len(self._chunks) - 1)
+
+    def settle(self) -> None:
+        """Every chunk has run.  Raises :class:`RuntimeError` if they cannot be run again to the same states."""
+        if self._generators.moved():
+            raise RuntimeError(
+                f"{type(self._module).__name__} draws random numbers, so its states cannot be made again; "
+                "set recompute_states to false in the plan"
+            )
+
+    def _tensors(self, place: int) -> list[Tensor]:
+        """Those that the chunk at ``place`` starts from; chunks are asked for in falling order."""
+        nearest = max(known for known in self._known if known <= place)
+        tensors, wanted = self._known[nearest], {place, *_halves(nearest, place)}
+        for chunk in range(nearest, place):
+            tensors = self._after(chunk, tensors)
+            if chunk + 1 in wanted:
+                self._known[chunk + 1] = tensors
+        self._known = {known: held for known, held in self._known.items() if known < place}
+        return tensors
+
+    def _after(self, place: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Those that the chunk behind the one at ``place`` starts from, which itself starts from ``tensors``."""
+        following = self._chunks[place + 1].needs_gradient
+        with torch.no_grad(), self._chunks[place].start.replay(tensors if self._chunks[place].needs_gradient else ()):
+            self._chunks[place].run()
+            made = ModuleState(self._module).large_tensors()
+        return [t.detach().requires_grad_(needed) for t, needed in zip(made, following, strict=True)]
+
+
+def _halves(start: int, stop: int) -> Iterator[int]:
+    while stop - start > 1:
+        start = (start + stop) // 2
+        yield start

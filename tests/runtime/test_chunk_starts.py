@@ -1,0 +1,168 @@
+"""States between chunks that are made again in backward: the same as when they are held, in less memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.runtime import SegmentConfig
+from memopt_cli.runtime.state import ModuleState
+from memopt_cli.step import Step
+from memopt_cli.trace import count
+from memopt_cli.trace.fake import FakeStep
+from sample_models.spiking_vgg import ConvBlock, MultiStep
+
+LENGTH = 9
+
+
+class Membrane(nn.Module):
+    """A leaky sum over time in an attribute, made anew or modified in place, and the steps it has seen in a buffer."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("steps", torch.zeros(()))
+        self.v: Tensor | None = None
+        self.in_place = in_place
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[T, ...]``."""
+        outputs = []
+        for frame in x:
+            if self.v is None:
+                self.v = torch.zeros_like(frame)
+            if self.in_place:
+                with torch.no_grad():
+                    self.v.mul_(0.7).add_(frame)
+                v = self.v.clone()
+            else:
+                v = self.v = self.decay * self.v + frame
+            self.steps += 1
+            self.forwards += 1
+            outputs.append(torch.tanh(v * self.decay + frame) * self.steps.clone())
+        return torch.stack(outputs)
+
+
+class Starting(nn.Module):
+    """From rest every step."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules():
+            if isinstance(module, MultiStep):
+                module.reset()
+            if isinstance(module, Membrane):
+                module.v = None
+        y: Tensor = self.block(x)
+        return y
+
+
+@pytest.fixture
+def exactly(judge: Any) -> Iterator[Any]:
+    """The judge for float64."""
+    judge.tolerance = 1e-9
+    torch.set_default_dtype(torch.float64)
+    yield judge
+    torch.set_default_dtype(torch.float32)
+
+
+def frames() -> Tensor:
+    return torch.randn(LENGTH, 2, 3).requires_grad_()
+
+
+@pytest.mark.parametrize("chunks", [2, 5, LENGTH])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_is_the_same(exactly: Any, chunks: int, in_place: bool) -> None:
+    config = SegmentConfig(chunks=chunks, recompute_states=True)
+    exactly(Starting(nn.Sequential(Membrane(in_place=in_place), nn.Linear(3, 3))), {"block": config}, frames(), steps=3)
+    assert exactly.recomputations == 3 * chunks
+
+
+@pytest.mark.parametrize("codec", ["null", "bit"])
+def test_through_batch_statistics(exactly: Any, codec: str) -> None:
+    config = SegmentConfig(chunks=4, batch_statistics=True, recompute_states=True, compressor=codec)
+    x = (torch.rand(LENGTH, 2, 2, 6, 6) < 0.4).to(torch.float64).requires_grad_()
+    exactly(Starting(ConvBlock(2, 4, pool=False)), {"block": config}, x, steps=3)
+
+
+def test_in_another_segment_that_one_makes_them_again(exactly: Any) -> None:
+    configs = {"block": SegmentConfig(), "block.0": SegmentConfig(chunks=3, recompute_states=True)}
+    exactly(Starting(nn.Sequential(Membrane(), nn.Linear(3, 3))), configs, frames(), steps=2)
+
+
+def test_a_second_backward_makes_them_again() -> None:
+    plain, optimized = (Starting(Membrane()) for _ in range(2))
+    apply_plan(optimized, Plan(level=3, segments=(SegmentPlan(path="block", chunks=4, recompute_states=True),)))
+    found = []
+    for net in (plain, optimized):
+        torch.manual_seed(0)
+        x = frames()
+        y = net(x).square().sum()
+        found.append([torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2)])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8, 16, 64])
+def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Membrane()
+    net = Starting(block)
+    apply_plan(net, Plan(level=3, segments=(SegmentPlan(path="block", chunks=chunks, recompute_states=True),)))
+    x = torch.randn(chunks, 2, 3, requires_grad=True)
+    y = net(x)
+    assert block.forwards == chunks
+    made: list[int] = []
+    taken = ModuleState.large_tensors
+    monkeypatch.setattr(ModuleState, "large_tensors", lambda self: made.append(1) or taken(self))
+    y.sum().backward()
+    again = len(made)  # chunks that were run for their states alone
+    assert chunks - 1 <= again <= chunks * math.log2(chunks) / 2 + 1
+
+
+def test_states_are_not_held_between_forward_and_backward() -> None:
+    peaks = []
+    for recompute_states in (False, True):
+        step = Step(
+            model=nn.Sequential(Membrane(), Membrane()),
+            args=((torch.rand(16, 64, 64) < 0.5).float().requires_grad_(),),
+            kwargs={},
+            settings=StepSettings(),
+        )
+        fake = FakeStep(step)
+        segment = SegmentPlan(path="0", chunks=16, recompute_states=recompute_states)
+        apply_plan(fake.step.model, Plan(level=3, segments=(segment,)))
+        peaks.append(fake.count().tensor_peak_bytes)
+        apply_plan(step.model, Plan(level=3, segments=(segment,)))
+        assert count(step).tensor_peak_bytes == peaks[-1]
+    assert peaks[0] - peaks[1] > 8 * 64 * 64 * 4
+
+
+class Noisy(Membrane):
+    """Draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn(x.shape[1:]))
+
+
+def test_states_that_depend_on_chance_cannot_be_made_again() -> None:
+    net = Starting(Noisy())
+    apply_plan(net, Plan(level=3, segments=(SegmentPlan(path="block", chunks=3, recompute_states=True),)))
+    with pytest.raises(RuntimeError, match="set recompute_states to false in the plan"):
+        net(frames())
+
+
+def test_it_takes_chunks() -> None:
+    with pytest.raises(PlanError, match="it runs in one"):
+        apply_plan(Starting(Membrane()), Plan(level=3, segments=(SegmentPlan(path="block", recompute_states=True),)))
