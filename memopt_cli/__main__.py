@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import warnings
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, here and in every spawned subprocess
 
 
 def _quit_at_once(*_: object) -> None:

@@ -244,8 +244,12 @@ def _read_data(path: str) -> Any:
 
 
 def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
-    import numpy as np
-
+    try:
+        import numpy as np
+    except ImportError:
+        raise UsageError(
+            f"{path} needs NumPy, which is not installed", hint="pip install numpy, or save the inputs with torch.save."
+        ) from None
     check_archive(data, path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

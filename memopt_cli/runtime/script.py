@@ -168,7 +168,9 @@ class ScriptLeaf(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = {k: v for k, v in state.items() if k not in ("archive", "anchor")}
-        script = restore_script(state["archive"].cpu().numpy().tobytes(), state["anchor"].device)
+        archive = bytearray(state["archive"].numel())
+        torch.frombuffer(archive, dtype=torch.uint8).copy_(state["archive"])  # NumPy need not be there
+        script = restore_script(bytes(archive), state["anchor"].device)
         vars(self).update(rest, _parameters={}, _buffers={}, _modules={})
         self._attach(script)
 

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import MemoptError, UnsafeFileError
@@ -171,6 +173,20 @@ def test_closed_stdout_is_no_regression(tmp_path: Any) -> None:
         "error: the reader of the output went away before it was complete",
         "code 3",
     ]
+
+
+def test_nothing_is_said_of_numpy_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    torch.save(torch.nn.Linear(3, 2), tmp_path / "net.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "memopt_cli", "profile", str(tmp_path / "net.pt"), "-i", "4x3", "-q"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the peak is reached" in done.stdout
 
 
 def test_json_on_stdout_and_nothing_else(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,14 @@ def test_data_files(tmp_path: Path) -> None:
     assert torch.equal(found["one.pt"][0][0], tensor)
     assert torch.equal(found["array.npz"][1]["x"], tensor)
     assert batch_of(InputSpec(data_file=str(tmp_path / "list.pt"), source="")) == 3
+
+
+def test_arrays_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros(2))
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(UsageError) as raised:
+        made(InputSpec(data_file=str(tmp_path / "x.npz"), source="--input-data"))
+    assert raised.value.message == f"{tmp_path / 'x.npz'} needs NumPy, which is not installed"
 
 
 def test_a_safetensors_data_file(tmp_path: Path) -> None:
