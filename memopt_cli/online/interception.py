@@ -7,7 +7,6 @@ returns leave it tied to the weights.  Outside, the last step's states are const
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +32,7 @@ class Interception:
         self.batch = 1
         self._batched = batched
         self._witness = torch.empty(0)
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
         self.states = {path: cell_states(cell) for path, cell in cells.items()}
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
@@ -91,18 +90,18 @@ class Interception:
                     module.__dict__["forward"] = own[module]
 
     def _use(self, path: str, input: Tensor | None = None) -> Tensor:
-        use = Use(path, self._calls[path])
-        self._calls[path] += 1
+        use = Use(path, self._calls.get(path, 0))
+        self._calls[path] = use.call + 1
         (y,) = self.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 
     def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls[path]:
+        if path in self._calls:
             raise MemoptError(
                 f"{path or 'the model'} was called twice in one time step",
                 hint="its states advance once a step: call it once, or run the algorithm once for every call",
             )
-        self._calls[path] += 1
+        self._calls[path] = 1
         states = self.states[path]
         for state, value in zip(states, self.lift(partial(self.on_enter, path), *_values(states)), strict=True):
             state.value = value

@@ -25,7 +25,7 @@ class _Spike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor) -> Tensor:
         ctx.save_for_backward(u)
-        return torch.ge(u, 0, out=torch.empty_like(u))  # on the CPU much faster than a comparison and a cast
+        return _heaviside(u)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -41,7 +41,11 @@ def spike(u: Tensor) -> Tensor:
 
 
 def _spike(u: Tensor) -> tuple[Tensor]:
-    return (_Spike.apply(u),)  # type: ignore[no-untyped-call]
+    return (_Spike.apply(u) if u.requires_grad else _heaviside(u),)  # type: ignore[no-untyped-call]
+
+
+def _heaviside(u: Tensor) -> Tensor:
+    return torch.ge(u, 0, out=torch.empty_like(u))  # on the CPU much faster than a comparison and a cast
 
 
 class LIF(nn.Module):

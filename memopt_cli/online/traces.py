@@ -293,8 +293,8 @@ class FactoredTrace(Trace):
         """``a sum_j D_j e_f,j + (1 - a) F``: the factor of the row's tensor."""
         terms = [entry * self.live.values[_key(group, name, "neuron")] for name, entry in row.hidden.items()]
         total = sum(terms[1:], terms[0]) if terms else torch.zeros_like(self.live.y)
-        total = total.mul_(self.decay)
-        return total.add_(row.inputs[self.use], alpha=1 - self.decay) if self.use in row.inputs else total
+        of_use = row.inputs.get(self.use)
+        return total.mul_(self.decay) if of_use is None else total.lerp_(of_use, 1 - self.decay)
 
 
 def _key(group: Group, name: str, part: str) -> str:
