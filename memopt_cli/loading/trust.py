@@ -32,6 +32,7 @@ LIBRARIES = (
     "spikingjelly",
     "norse",
     "memopt_cli.online",
+    "memopt_cli.model_batching.module",
 )
 """Packages whose ``nn.Module`` classes may be built without asking."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ class Allocated:
 
     peak_bytes: int
     reserved_bytes: int
+    step_s: float
+    """Wall time of the step while its memory was recorded: the first of its size, a few per cent more than others."""
     backend: str
     workspaces: Workspaces
     """What single operators held for themselves; empty on CUDA, where the allocator does not tell."""
@@ -37,7 +40,7 @@ def measure_allocated(step: Callable[[], object], device: str, held_before_bytes
 
 def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
-        step()
+        step_s = _seconds(step)
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     events = profiled.profiler.kineto_results.events()
@@ -51,7 +54,7 @@ def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
         for e in events
         if e.name().startswith("aten::")
     )
-    return Allocated(peak, peak, "cpu profiler", find_workspaces(runs, allocations))
+    return Allocated(peak, peak, step_s, "cpu profiler", find_workspaces(runs, allocations))
 
 
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
@@ -83,14 +86,21 @@ def _on_cuda(step: Callable[[], object], device: str) -> Allocated:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
+    step_s = _seconds(step, lambda: torch.cuda.synchronize(device))
     return Allocated(
         torch.cuda.max_memory_allocated(device),
         torch.cuda.max_memory_reserved(device),
+        step_s,
         "cuda caching allocator",
         Workspaces(),
     )
+
+
+def _seconds(step: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+    started = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - started
 
 
 def _shapes(shapes: list[list[int]]) -> Shapes:

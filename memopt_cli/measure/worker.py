@@ -93,6 +93,8 @@ _HOLDERS = 40
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
+_LONG_S = 2.0
+"""A probe takes a step of this length once, for its memory and its time: recording costs it little."""
 
 
 class Worker:
@@ -253,16 +255,17 @@ class Worker:
             if step.optimizer is not None and not step.optimizer.state:
                 self._timed(step)  # makes it
             try:
-                peak_bytes = self._allocated(step).peak_bytes
+                allocated = self._allocated(step)
             except Exception as error:
                 if not is_out_of_memory(error):
                     run_checked(step)  # fails again, and says in which module
                 raise
             step.model.zero_grad(set_to_none=True)
+            is_long = allocated.step_s >= _LONG_S
             return BatchProbe(
                 batch=job.batch,
-                allocated_peak_bytes=peak_bytes,
-                step_s=statistics.median(self._step_times(step, 1)),
+                allocated_peak_bytes=allocated.peak_bytes,
+                step_s=allocated.step_s if is_long else statistics.median(self._step_times(step, 1)),
                 replicas=job.replicas,
                 route=route,
             )

@@ -125,7 +125,7 @@ class BatchModule(nn.Module):
         return route
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_routes": {}}
+        return self.__dict__ | {"_routes": {}, "_trials": []}  # chosen anew, where it is loaded
 
     def extra_repr(self) -> str:
         return f"batch={self.batch}, route={self._wanted}"

@@ -44,7 +44,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     to_data,
 )
-from memopt_cli.units import format_bytes
+from memopt_cli.units import format_bytes, format_copies
 from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, replicas_data, write_all
 
 
@@ -121,7 +121,7 @@ class _Job:
     def so_far(self) -> BatchRecommendation:
         """The answer that the runs before an interruption give, without anything more being run."""
         for case in self.searched:
-            if case.copies is not None and case.copies.fitting and case.replicas is None:
+            if case.copies is not None and case.copies.fitting and case.settled is None:
                 case.settle(case.copies.advice("the interruption"))
             case.search.interrupt()
         self.runs = sum(len(case.search.runs) for case in self.searched)
@@ -195,7 +195,11 @@ class _Job:
         case.copies = ReplicaSearch(
             probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
         )
-        case.settle(case.copies.fastest(sizes))
+        found = case.copies.fastest(sizes)
+        if isinstance(found, ReplicaAdvice):
+            case.settle(found)
+        else:
+            case.go_on_with_fewest()
         self.progress.stage(f"finding the batch that fits{case.text}")
 
     def _main(self, cases: Sequence[_Case]) -> _Case:
@@ -207,8 +211,9 @@ class _Job:
                     return case
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
+        copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch} fits into {self._limit}: {smallest.reason}",
+            f"not even batch {smallest.batch}{copies} fits into {self._limit}: {smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
@@ -302,12 +307,30 @@ class _Case:
     probes: BatchProbes = field(init=False)
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
-    replicas: ReplicaAdvice | None = None
+    settled: ReplicaAdvice | None = None
+    """How many copies train fastest at the batch described; ``None``: not asked for, not yet known, or none fits."""
 
     def settle(self, found: ReplicaAdvice) -> None:
         """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
-        self.replicas, self.probes.replicas = found, found.fastest
+        self.settled, self.probes.replicas = found, found.fastest
         self.search.runs[self.search.batch] = found.best
+
+    def go_on_with_fewest(self) -> None:
+        """Where not even they fit at the batch described, a smaller one is looked for."""
+        assert self.copies is not None
+        ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
+
+    @property
+    def replicas(self) -> ReplicaAdvice | None:
+        """How many copies; those that did not fit at the batch described are told by their largest batch."""
+        if self.settled is not None or self.copies is None or not self.search.fitting:
+            return self.settled
+        reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
+        return ReplicaAdvice(
+            fastest=self.probes.replicas,
+            probes=(self.search.fitting[-1],),
+            limited_by=f"{self.search.limits.name}, {reason}",
+        )
 
     def row(self) -> BatchRow:
         """What fits, by the runs so far."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from memopt_cli.batching.advice import Limits, fit_line
-from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
     Failure,
+    NoBatchFits,
+    OutOfMemory,
     ReplicaAdvice,
     StepFailed,
     describe,
@@ -54,13 +56,13 @@ class ReplicaSearch:
     limits: Limits
     batch: int
     """Of each copy."""
-    runs: list[BatchProbe] = field(default_factory=list)
+    outcomes: dict[int, BatchProbe | Failure] = field(default_factory=dict)
+    """What became of each number that was run."""
 
-    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice:
-        """Run ``sizes``, ascending, as far as they fit and train faster.
+    def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits:
+        """Run ``sizes``, ascending, as far as they fit and train faster; the latter if not even the fewest fit.
 
-        Raises the error that says why the fewest copies cannot be run, or why a model cannot be batched, and
-        :class:`NothingFitsError` if the fewest do not fit.
+        Raises the error that says why a model cannot be batched.
         """
         stop = ""
         for size in sizes:
@@ -70,13 +72,13 @@ class ReplicaSearch:
             if stop := stop or self._run(size):
                 break
         if not self.fitting:
-            raise NothingFitsError(
-                f"not even {format_copies(sizes[0])} with batch {self.batch} fits into "
-                f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name}): "
-                f"it took {format_bytes(self.runs[0].allocated_peak_bytes)}",
-                hint="Describe a smaller batch (-i, or --dim B=1 where the shape says B), or give more --memory.",
-            )
+            return NoBatchFits(batch=self.batch, budget_bytes=self.limits.budget_bytes, reason=stop)
         return self.advice(stop or f"--replicas {sizes[-1]}")
+
+    @property
+    def runs(self) -> list[BatchProbe]:
+        """Those that gave a number, in the order of the runs."""
+        return [run for run in self.outcomes.values() if isinstance(run, BatchProbe)]
 
     @property
     def fitting(self) -> list[BatchProbe]:
@@ -107,12 +109,12 @@ class ReplicaSearch:
 
     def _run(self, size: int) -> str:
         """Run so many copies; why no more are to be run, empty if they may be."""
-        found = self.probe(size)
+        found = self.outcomes[size] = self.probe(size)
         if not isinstance(found, BatchProbe):
-            if isinstance(found, StepFailed) or not self.runs:
+            is_known = self.runs or isinstance(found, OutOfMemory)
+            if isinstance(found, StepFailed) or not is_known:
                 raise_failure(found, f"{format_copies(size)} with batch {self.batch}: ")
             return f"a run of {format_copies(size)}: {describe(found)}"
-        self.runs.append(found)
         if found.allocated_peak_bytes > self.limits.budget_bytes:
             return self.limits.name
         rates = [run.samples_per_s for run in self.runs]

@@ -78,7 +78,7 @@ def case_table(found: BatchRecommendation) -> Table:
     table = _table(*headings, "largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by")
     for row in found.rows:
         keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
-        keys += [] if row.replicas is None else [str(row.replicas.fastest)]
+        keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
         table.add_row(*keys, *_cells(row))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
     assert (small.batch, large.batch) == (4, 16)
     assert large.allocated_peak_bytes > 3 * small.allocated_peak_bytes
     assert large.step_s > 0
+
+
+@pytest.mark.parametrize(("long_s", "steps"), [(0.0, range(1, 2)), (math.inf, range(2, 99))])
+def test_a_probe_takes_a_long_step_once(
+    long_s: float, steps: range, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.measure.worker._LONG_S", long_s)
+    one, taken = worker(), []
+    one._model.register_forward_hook(lambda *_: taken.append(1))
+    found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
+    assert len(taken) in steps
+    assert found.step_s > 0
 
 
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:

@@ -13,15 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memopt_cli
 from memopt_cli import apply_plan, memory_optimization
 from memopt_cli.apply import plan_of
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
 from memopt_cli.model_batching.kernels import linear
 from memopt_cli.model_batching.routes.interface import RouteName
-from memopt_cli.pipeline.prepare import prepare
+from memopt_cli.pipeline.application import apply
+from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, StepSettings, Trust
+from memopt_cli.write import plan_yaml
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -541,6 +544,29 @@ def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
     source = ModelSource(location=str(tmp_path / "batched.pt"), trust=Trust(pickle=True))
     with pytest.raises(UsageError, match="module '0' is a BatchModule"):
         prepare(source, None, StepSettings(), progress=Progress(), ask=None)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_path: Path) -> None:
+    batched = different(small())
+    if ran:
+        batched(images())
+    torch.save(batched, tmp_path / "batched.pt")
+    subject = prepare_small(tmp_path)
+    plan = Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="2")))
+    (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(file_header(subject), plan))
+    source = ModelSource(location=str(tmp_path / "batched.pt"))  # trusted as other modules of memopt are
+    (written,) = apply(source, str(tmp_path / "p.plan.yaml"), output=None, force=False)
+    carrying = memopt_cli.load(written)
+    assert [segment.path for segment in plan_of(carrying).segments] == ["models.0", "models.2"]
+    torch.testing.assert_close(carrying(images()), batched(images()))
+    assert {trial.name for trial in carrying.trials if not trial.refused} == {"fused", "loop"}
+
+
+def prepare_small(folder: Path) -> Prepared:
+    torch.save(small(), folder / "one.pt")
+    source = ModelSource(location=str(folder / "one.pt"))
+    return prepare(source, None, StepSettings(device="cpu"), progress=Progress(), ask=None)
 
 
 # ---------------------------------------------------------------------------------------------- modules of one's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ from memopt_cli.records import (
     Failure,
     InputSpec,
     ModelSource,
+    NoBatchFits,
     OutOfMemory,
     Plan,
+    ReplicaAdvice,
     SegmentPlan,
     StepFailed,
     StepSettings,
+    TimedOut,
     Trust,
     from_data,
     to_data,
@@ -72,13 +76,19 @@ def search(
     return ReplicaSearch(probe=probe, limits=limits(**within), batch=BATCH)
 
 
+def advised(found: ReplicaSearch) -> ReplicaAdvice:
+    advice = found.fastest(SIZES)
+    assert isinstance(advice, ReplicaAdvice)
+    return advice
+
+
 def tried(found: ReplicaSearch) -> list[int]:
     return [run.replicas for run in found.runs]
 
 
 def test_all_are_run_while_more_train_faster() -> None:
     found = search()
-    advice = found.fastest(SIZES)
+    advice = advised(found)
     assert tried(found) == list(SIZES)
     assert (advice.fastest, advice.limited_by) == (64, "--replicas 64")
     assert advice.best.samples_per_s == 64 * BATCH
@@ -86,56 +96,66 @@ def test_all_are_run_while_more_train_faster() -> None:
 
 def test_two_numbers_that_train_no_faster_end_the_search() -> None:
     found = search(step_s=lambda n: max(1.0, n / 4))
-    advice = found.fastest(SIZES)
+    advice = advised(found)
     assert tried(found) == [1, 2, 4, 8, 16]
     assert (advice.fastest, advice.limited_by) == (4, "more copies train no faster")
 
 
 def test_the_most_that_fit_by_the_fit_are_run_and_no_more() -> None:
     found = search(peak=lambda n: 100 + 10 * n, budget=100 + 10 * 13)
-    advice = found.fastest(SIZES)
+    advice = advised(found)
     assert tried(found) == [1, 2, 4, 8, 13]
     assert (advice.fastest, advice.limited_by) == (13, "--memory")
 
 
 def test_a_run_over_the_budget_is_not_recommended() -> None:
     found = search(peak=lambda n: n * n, budget=12)
-    assert found.fastest(SIZES).fastest == 2
+    assert advised(found).fastest == 2
     assert found.runs[-1].allocated_peak_bytes == 16  # the line did not see it coming
 
 
 def test_nothing_is_run_that_this_machine_has_no_room_to_choose_a_route_for() -> None:
     found = search(peak=lambda n: 10 * n, runnable=CHOOSING * 45)
-    advice = found.fastest(SIZES)
+    advice = advised(found)
     assert tried(found) == [1, 2, 4]
     assert "this machine, where 180 B are free" in advice.limited_by
 
 
 def test_no_step_is_longer_than_it_may_be() -> None:
     found = search(step_s=lambda n: n**0.9, longest_step_s=5)
-    assert "the time of a step (5 s)" in found.fastest(SIZES).limited_by
+    assert "the time of a step (5 s)" in advised(found).limited_by
     assert tried(found) == [1, 2, 4]
 
 
 def test_a_run_that_fails_ends_the_search_with_its_reason() -> None:
-    advice = search(fails={8: OutOfMemory(detail="you tried to allocate")}).fastest(SIZES)
+    advice = advised(search(fails={8: OutOfMemory(detail="you tried to allocate")}))
     assert advice.fastest == 4
     assert advice.limited_by == "a run of 8 copies: out of memory (you tried to allocate)"
 
 
 @pytest.mark.parametrize(
-    ("fails", "budget", "error", "said"),
+    ("fails", "error", "said"),
     [
-        ({1: OutOfMemory(detail="all of it")}, 99, MeasurementError, "1 copy with batch 10: .*all of it"),
-        ({2: StepFailed(message="it has hooks", exit_code=2)}, 99, UsageError, "2 copies with batch 10: it has hooks"),
-        ({}, 0, NothingFitsError, r"not even 1 copy with batch 10 fits into 0 B \(--memory\): it took 1 B"),
+        ({1: TimedOut(limit_s=9.0)}, MeasurementError, "1 copy with batch 10: .*9"),
+        ({2: StepFailed(message="it has hooks", exit_code=2)}, UsageError, "2 copies with batch 10: it has hooks"),
     ],
 )
-def test_what_gives_no_answer_is_an_error(
-    fails: dict[int, Failure], budget: int, error: type[Exception], said: str
-) -> None:
+def test_what_gives_no_answer_is_an_error(fails: dict[int, Failure], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        search(fails=fails, budget=budget).fastest(SIZES)
+        search(fails=fails).fastest(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [({}, "--memory"), ({1: OutOfMemory(detail="all of it")}, r"a run of 1 copy: out of memory \(all of it\)")],
+)
+def test_the_fewest_that_do_not_fit_are_an_answer(fails: dict[int, Failure], reason: str) -> None:
+    found = search(fails=fails, budget=0)
+    nothing = found.fastest(SIZES)
+    assert isinstance(nothing, NoBatchFits)
+    assert nothing.batch == BATCH
+    assert re.fullmatch(reason, nothing.reason)
+    assert list(found.outcomes) == [1]
 
 
 # ---------------------------------------------------------------------------------------------- with models
@@ -265,6 +285,41 @@ class TestInProcess:
         peaks = zip(after.probes, before.probes, strict=False)
         assert all(with_plan.allocated_peak_bytes < without.allocated_peak_bytes for with_plan, without in peaks)
         assert {run.route for run in after.probes} <= {"", "fused", "loop"}  # vmap cannot run segments
+
+    @pytest.mark.parametrize("out_of_memory", [False, True])
+    def test_copies_that_do_not_fit_without_the_plan_leave_its_answer(
+        self, out_of_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        header = recommended(request(location, 1, memory=MIB)).header
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        before, after = (peak_of(location, 512, 1, p) for p in (ORIGINAL, plan))
+        whole = BatchProbes.probe
+
+        def probe(self: BatchProbes, batch: int) -> BatchProbe | Failure:
+            fails = out_of_memory and self.plan == ORIGINAL and batch == 512
+            return OutOfMemory(detail="all of it") if fails else whole(self, batch)
+
+        monkeypatch.setattr(BatchProbes, "probe", probe)
+        asked = request(
+            location, 4, spec("512x32"), memory=(before + after) // 2, plan_path=str(tmp_path / "p.plan.yaml")
+        )
+        found = recommended(asked)
+        without, planned = found.rows
+        assert without.replicas is not None
+        assert planned.replicas is not None
+        assert isinstance(without.outcome, BatchAdvice)
+        assert isinstance(planned.outcome, BatchAdvice)
+        assert without.outcome.recommended_batch < 512 <= planned.outcome.recommended_batch
+        assert without.replicas.best.batch == without.outcome.recommended_batch
+        assert "at batch 512 1 copy would take more" in without.replicas.limited_by
+        assert found.batch == planned.outcome.fastest_batch
+
+    def test_copies_of_which_no_batch_fits_are_named(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", net())
+        with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(--memory 1KiB\)"):
+            recommended(request(location, 4, memory=1024))
 
     def test_a_model_that_cannot_be_batched_is_refused_by_name(self, tmp_path: Path) -> None:
         sparse = saved(tmp_path / "sparse.pt", nn.EmbeddingBag(9, 4, sparse=True))
