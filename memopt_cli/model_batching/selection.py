@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -35,8 +36,13 @@ STORED_TOLERANCE = 1e-5
 _STEPS = 2
 """Steps compared in a row: the second sees the buffers and the state that the first left."""
 _MOST_ROUNDS = 30
+_FEW_ROUNDS = 5
 _TIMING_S = 1.0
-"""Seconds after which no further round of timing begins."""
+"""Seconds after which no further round of timing begins, if there were a few."""
+_LONG_TIMING_S = 10.0
+"""Seconds after which none begins, however few there were."""
+_FAR_BEHIND = 1.5
+"""A route whose best step takes so many times as long as that of the fastest is timed no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,7 @@ class RouteTrial:
     difference: float = 0.0
     """Largest relative difference from the loop in float64, over outputs, gradients and buffers."""
     step_s: float = math.nan
-    """Seconds of its fastest forward and backward; NaN if it was not timed."""
+    """Median seconds of its forward and backward; NaN if it was not timed."""
     used: bool = False
     """Whether it is the one that runs the models."""
 
@@ -73,7 +79,7 @@ def candidates(tree: nn.Module, wanted: str) -> list[Candidate]:
     convolves = any(isinstance(m, _ConvNd) for m in tree.modules())
     found = [
         Candidate("fused", "grouped convolutions" if convolves else "", _fused("grouped")),
-        *([Candidate("fused", "convolutions per model", _fused("per model"))] if convolves else []),
+        *([Candidate("fused", "convolutions by size", _fused("by size"))] if convolves else []),
         Candidate("vmap", "", VmapRoute),
         Candidate("loop", "", LoopRoute),
     ]
@@ -237,20 +243,27 @@ def _timed(
             steps.pop(index, None)
             if candidate.name != "loop":
                 tried[index] = candidate, replace(trial, refused=first_line(error))
-    seconds = _least_seconds(list(steps.values())) if len(steps) > 1 else [math.nan] * len(steps)
-    for index, least in zip(steps, seconds, strict=True):
+    seconds = _median_seconds(list(steps.values())) if len(steps) > 1 else [math.nan] * len(steps)
+    for index, median in zip(steps, seconds, strict=True):
         candidate, trial = tried[index]
-        tried[index] = candidate, replace(trial, step_s=least)
+        tried[index] = candidate, replace(trial, step_s=median)
     return tried
 
 
-def _least_seconds(steps: list[Callable[[], float]]) -> list[float]:
-    least, end = [math.inf] * len(steps), time.perf_counter() + _TIMING_S
-    for _ in range(_MOST_ROUNDS):
-        least = [min(seconds, step()) for seconds, step in zip(least, steps, strict=True)]
-        if time.perf_counter() > end:
+def _median_seconds(steps: list[Callable[[], float]]) -> list[float]:
+    """Of steps taken in turns, so that the load of the machine is the same for all that are still in the race."""
+    taken: list[list[float]] = [[] for _ in steps]
+    racing, started = list(range(len(steps))), time.perf_counter()
+    for done in range(1, _MOST_ROUNDS + 1):
+        for index in racing:
+            taken[index].append(steps[index]())
+        if done > 1:  # a single step may have been disturbed
+            fastest = min(map(min, taken))
+            racing = [index for index in racing if min(taken[index]) <= _FAR_BEHIND * fastest]
+        elapsed = time.perf_counter() - started
+        if len(racing) == 1 or elapsed > (_TIMING_S if done >= _FEW_ROUNDS else _LONG_TIMING_S):
             break
-    return least
+    return list(map(statistics.median, taken))
 
 
 def _timer(
@@ -262,6 +275,7 @@ def _timer(
     step = Step(model=_Trial(candidate, copy.deepcopy(tree), models), args=given, kwargs=named, settings=settings)
 
     def run() -> float:
+        step.model.zero_grad()
         synchronize(settings.device)
         start = time.perf_counter()
         step.backward(step.forward())

@@ -268,7 +268,7 @@ def test_convolutions_per_model_equal_separate_ones(
     from memopt_cli.model_batching import selection
 
     candidates = selection.candidates
-    monkeypatch.setattr(selection, "candidates", lambda *a: [c for c in candidates(*a) if "per model" in c.variant])
+    monkeypatch.setattr(selection, "candidates", lambda *a: [c for c in candidates(*a) if "by size" in c.variant])
     make, inputs = LAYERS[layer]
     equals_separate(make(), *inputs)
 

@@ -292,6 +292,22 @@ def test_the_fastest_route_that_computes_the_same_is_used(monkeypatch: pytest.Mo
     assert type(batched._routes[batched._mode()]).__name__ == "VmapRoute"
 
 
+def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
+    calls = [0, 0, 0]
+
+    def step(index: int, *seconds: float) -> Callable[[], float]:
+        def run() -> float:
+            calls[index] += 1
+            return seconds[calls[index] % len(seconds)]
+
+        return run
+
+    steps = [step(0, 3.0), step(1, 0.9, 1.3, 1.4), step(2, 1.1, 1.1, 9.0)]  # behind, a lucky one, a disturbed one
+    assert selection._median_seconds(steps) == [3.0, 1.3, 1.1]
+    assert calls[0] == 2
+    assert calls[1] == calls[2] > 2
+
+
 def test_a_route_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda rows, weight, bias: torch.bmm(rows, weight.mT) + bias.unsqueeze(1) * (1 + 1e-8)  # noqa: E731
     monkeypatch.setattr(linear, "product_with", wrong)

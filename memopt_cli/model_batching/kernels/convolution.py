@@ -39,7 +39,10 @@ def convolution(name: str, how: Convolutions) -> Callable[..., Tensor]:
         biases = None if bias is None else bias.flatten()
         return unfold_channels(function(fold_channels(x), weight.flatten(0, 1), biases, *args, **kwargs), models)
 
-    return grouped if how == "grouped" else per_model
+    def by_size(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (per_model if weight.numel() < x.numel() else grouped)(x, weight, *args, **kwargs)
+
+    return grouped if how == "grouped" else by_size
 
 
 def convolution_kernels(how: Convolutions) -> Kernels:

@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-Convolutions = Literal["grouped", "per model"]
-"""Convolutions of all models as groups of one, or one after the other: which is faster depends on the images."""
+Convolutions = Literal["grouped", "by size"]
+"""Convolutions of all models as groups of one; or one after the other where there are fewer weights than inputs.
+
+One after the other, none is slower than by itself, but the gradients of the weights are copied into one tensor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
