@@ -294,7 +294,7 @@ class StorageTrace:
     born: int
     """The operator that made it; -1: it existed before the step."""
     died: int | None
-    """The first operator that ran without it; ``None``: it outlives the step."""
+    """The first operator that ran without it, or that wrote its sum into it; ``None``: it outlives the step."""
     freed: int | None
     """As ``died``, had autograd kept nothing: forward's own references alone."""
     saved_by: tuple[int, ...] = ()

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import Counted, ModuleTrace, OptimizerName, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step, make_optimizer
-from memopt_cli.trace import FakeStep, count, fake_mode, record
+from memopt_cli.trace import FakeStep, count, fake_mode, record, resident_bytes
 
 FLOAT = 4
 
@@ -138,6 +139,51 @@ def test_a_peak_worked_out_by_hand() -> None:
     assert found.breakdown.parameters_bytes == found.breakdown.activations_bytes == 1000 * FLOAT
     assert found.breakdown.gradients_bytes == found.breakdown.temporaries_bytes == 1000 * FLOAT
     assert found.resident_bytes == 2 * 1000 * FLOAT
+
+
+class Twice(torch.autograd.Function):
+    """``2 x``; its gradient is remembered by the list it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: list[Tensor] | None) -> Tensor:
+        ctx.held = held
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        product = 2 * gradient
+        if ctx.held is not None:
+            ctx.held[:] = [product]
+        return product, None
+
+
+class Tied(nn.Module):
+    """Its weight has two gradients, of which the first to be formed may be held."""
+
+    def __init__(self, held: list[Tensor] | None) -> None:
+        super().__init__()
+        self.weight, self.held = nn.Parameter(torch.randn(64, 64)), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight) @ Twice.apply(self.weight, self.held)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.parametrize("held", [None, []])
+def test_gradients_are_summed_in_place_unless_somebody_holds_the_first(held: list[Tensor] | None) -> None:
+    step = step_of(Tied(held).train(), (torch.randn(1, 64),))
+
+    def take() -> None:
+        step.backward(step.forward())
+        step.model.zero_grad(set_to_none=True)
+        if held is not None:
+            held.clear()
+
+    take()
+    allocated = measure_allocated(take, "cpu", resident_bytes(step)).peak_bytes
+    assert count(step).tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
+    if held is not None:
+        held.clear()
+    assert FakeStep(step).count().tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
 
 
 def test_resident_bytes_count_each_storage_once() -> None:

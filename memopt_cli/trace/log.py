@@ -2,19 +2,25 @@
 
 It sees every storage that an operator returns, on real tensors and on fake ones alike, and counts the same bytes in
 every run: the *tensor peak*.  What kernels allocate for themselves it does not see (the allocated peak does).
+
+Where a tensor has several gradients, autograd adds each to the first in place if nobody else holds that; but not while
+somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,8 +71,12 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module_running = module_running
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._made: Counter[str] = Counter()
+        self._first: Storage | None = None
+        """What autograd would have added to in place when the last operator ran, if nobody else holds it."""
+        self._with_first_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.settle()
         output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         self._tick += counts
@@ -74,9 +84,10 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor):
                 self.see(leaf)
         workspace = self._workspace_bytes(func, args)
-        allocated = self.live_bytes + workspace
-        if allocated > self.allocated_peak_bytes:
-            self.allocated_peak_bytes, self.allocated_peak_tick = allocated, self._tick
+        if self.phase == "backward" and _adds_gradients(func):
+            self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
+        else:
+            self._raise_peaks(self.live_bytes, workspace)
         if counts:
             self.ran(func, args, kwargs or {}, output, workspace)
         return output
@@ -104,9 +115,19 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self._tick)), record)
         self.storages.append(record)
         self.live_bytes += nbytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_tick = self.live_bytes, self._tick
         return record
+
+    def settle(self) -> None:
+        """Nothing more happens to what the last operator made: a sum whose first summand others hold is one more."""
+        if self._first is not None and self._first.died is None:
+            self._raise_peaks(self._with_first_bytes, 0)
+        self._first = None
+
+    def _raise_peaks(self, live_bytes: int, workspace_bytes: int) -> None:
+        if live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_tick = live_bytes, self._tick
+        if live_bytes + workspace_bytes > self.allocated_peak_bytes:
+            self.allocated_peak_bytes, self.allocated_peak_tick = live_bytes + workspace_bytes, self._tick
 
     def known(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has been seen."""
@@ -128,7 +149,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end(self, key: int, tick: int) -> None:
         _, record = self._alive.pop(key)
-        record.died = tick
+        record.died = tick - 1 if record is self._first else tick
         self.live_bytes -= record.nbytes
 
 
@@ -198,6 +219,7 @@ def run_step(step: Step, log: StorageLog) -> None:
     output = step.forward()
     log.phase = "backward"
     step.backward(output)
+    log.settle()
     del output
     _label_gradients(log, step.model)
     log.phase = "update"
@@ -250,3 +272,17 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
             storage = log.see(parameter.grad, "gradients")
             if storage is not None:
                 storage.kind = "gradients"
+
+
+def _adds_gradients(func: Any) -> bool:
+    """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor."""
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _AROUND:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
+
+
+_AROUND = {"torch._compile", "torch._dynamo.eval_frame"}
+"""What stands between an operator and a mode that sees it."""
