@@ -252,6 +252,8 @@ class ModuleTrace:
     """The class defines ``__spatial_split__``."""
     spatial_parts: tuple[str, ...] = ()
     """Paths of the modules that it returns, where they are modules of the model and the class asks for no codec."""
+    state_bytes: int = 0
+    """Of the tensors that its first call left in attributes, vectors aside: what it carries from chunk to chunk."""
 
 
 Phase = Literal["forward", "backward", "update"]

@@ -49,8 +49,11 @@ class Block:
     packed_input_bytes: int = 0
     """The same in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    join_bytes: int = 0
-    """The larger of its output and its input: what stands twice for an instant where it runs in chunks."""
+    given_bytes: int = 0
+    """Of its inputs, whoever holds them."""
+    output_bytes: int = 0
+    state_bytes: int = 0
+    """What one chunk of it leaves to the next in attributes."""
     refusal: str = ""
     """Why it cannot be a segment; empty if it can."""
     children: tuple[Block, ...] = ()
@@ -149,7 +152,6 @@ class _Builder:
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
-        outputs = sum(self._trace.storages[s].nbytes for s in call.outputs)
         own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
         own.forward_bytes = forward
         own.packed_forward_bytes = self._forward_alone(call, packable=True)
@@ -157,7 +159,9 @@ class _Builder:
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
         own.packed_input_bytes, own.compressor = self._packed(module, call)
-        own.join_bytes = max(outputs, sum(self._trace.storages[s].nbytes for s in call.inputs))
+        own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
+        own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)
+        own.state_bytes = module.state_bytes if module else 0
         own.refusal = self._refusal(module, call)
         own.children = children
         own.signature = hash(

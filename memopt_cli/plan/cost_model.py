@@ -12,9 +12,10 @@ authority (:func:`memopt_cli.trace.count`); this is for finding what is worth on
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from memopt_cli.plan.keeping import kept_calls
@@ -51,7 +52,37 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, packed_bytes
     watched_s = 2 * KEEP_OP_S * ops if segment.keep else 0.0
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
     first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
-    return watched_s + chunked_s + first_pass_s + 2 * packed_bytes / PACK_BYTES_PER_S
+    states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
+    return watched_s + chunked_s + first_pass_s + states_s + 2 * packed_bytes / PACK_BYTES_PER_S
+
+
+def chunk_counts(length: int, factor: int, start: int = 1) -> Iterator[int]:
+    """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
+
+    Of those whose longest chunk is equally long the least.
+    """
+    chunks = start
+    while chunks < length:
+        chunks = math.ceil(length / math.ceil(length / min(length, chunks * factor)))
+        yield chunks
+
+
+def longest_share(chunks: int, length: int) -> float:
+    """Of the whole; ``length``: of the axis, 0 if it is not known."""
+    return math.ceil(length / chunks) / length if length else 1 / chunks
+
+
+def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
+    """What the states that chunks start from take: between forward and backward, and at most in backward.
+
+    ``state_bytes``: of one of them.  Recomputed ones are bisected (:mod:`memopt_cli.runtime.chunk_starts`).
+    """
+    if segment.chunks == 1:
+        return 0, 0
+    if segment.recompute_states:
+        return 0, state_bytes * ((segment.chunks - 2).bit_length() + 1)
+    held = state_bytes * (segment.chunks - 1)
+    return held, held
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +97,16 @@ class _Block:
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends: nothing from there on is kept for backward."""
-    shares: int = 1
-    """Chunks, those of the blocks around it multiplied in."""
+    shares: float = 1.0
+    """The whole over the longest chunk, that of the blocks around it multiplied in."""
     packed: dict[int, int] = field(default_factory=dict)
     """Storages that are stored packed -> bytes."""
     kept: frozenset[int] = frozenset()
     """Operators whose outputs it keeps."""
+    state_bytes: int = 0
+    """What one chunk leaves to the next in attributes."""
+    keeps_graph: bool = False
+    """The state that it leaves keeps a part of the graph that backward does not come by."""
     outwards: tuple[_Block | None, ...] = ()
     """The block, those around it, and at last the first forward (``None``)."""
 
@@ -102,6 +137,8 @@ class CostModel:
         self._elapsed = [0.0, *accumulate(self.seconds)]
         self._original = _Original(trace)
         self._ends = ends_of_recomputation(trace)
+        self._left = [(s.born, s.nbytes) for s in trace.storages if s.kind == "activations" and s.died is None]
+        """Birth and bytes of what is there when the step has ended."""
 
     @property
     def step_s(self) -> float:
@@ -143,8 +180,13 @@ class CostModel:
             if call.backward_start == call.backward_end:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = _Block(call, segment, around[-1] if around else None)
+            block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
+            left = sum(nbytes for born, nbytes in self._left if call.start <= born < call.end)
+            block.keeps_graph = left > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
-            block.shares = segment.chunks * (block.parent.shares if block.parent else 1)
+            block.shares = (block.parent.shares if block.parent else 1.0) / longest_share(
+                segment.chunks, self._length(segment)
+            )
             blocks.append(block)
             around.append(block)
         for block in blocks:
@@ -158,6 +200,10 @@ class CostModel:
         others = {op for call in within for op in range(call.start, call.end)}
         own = [op for op in range(block.call.start, block.call.end) if op not in others]
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
+
+    def _length(self, segment: SegmentPlan) -> int:
+        shape = self._modules[segment.path].input_shape if segment.path in self._modules else ()
+        return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
         for call in self._calls[segment.path]:
@@ -272,7 +318,8 @@ class _Replay:
                 self._backward_life(storage)
         for block in self.blocks:
             self._add_stored_input(block)
-            self._add_joins(block)
+            if block.segment.chunks > 1:
+                self._add_chunks(block)
         operators = self._add_workspaces()
         alive, best, at = self._original.held_before, -1, 0
         for instant in range(self._length):
@@ -306,13 +353,14 @@ class _Replay:
             elif savers.get(block):
                 end = max(end, self._release(storage, savers[block]))
             for held in self._holders(index, storage, block):
-                end = max(end, self._held_until(index, held))
+                # The graph that is left keeps the input of the recomputation.
+                end = self._length if held.keeps_graph else max(end, self._held_until(index, held))
             if keeps:
                 last = max(last, end)
                 continue
             inside = [b for b in around[:depth] if b is not None and not self._escapes(storage, savers, b)]
             shares = inside[0].shares if inside else block.shares if block else 1
-            self._live(self._at(block, storage.born), end, storage.nbytes // shares)
+            self._live(self._at(block, storage.born), end, int(storage.nbytes / shares))
         if keeps:
             self._live(start, last, storage.nbytes)
 
@@ -364,12 +412,12 @@ class _Replay:
 
     def _backward_life(self, storage: StorageTrace) -> None:
         block = self._inner[storage.born]
-        shares = 1
+        shares = 1.0
         if block is not None and storage.kind != "gradients":
             escapes = storage.died is None or storage.died > block.call.backward_end
             outer = block.parent if escapes else block
             shares = outer.shares if outer else 1
-        self._live(self._place[storage.born], self._after(storage.died), storage.nbytes // shares)
+        self._live(self._place[storage.born], self._after(storage.died), int(storage.nbytes / shares))
 
     def _add_stored_input(self, block: _Block) -> None:
         """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
@@ -379,12 +427,13 @@ class _Replay:
             self._live(start, block.offset, packed_bytes)
             self._live(block.offset, self._held_until(index, block), nbytes // block.segment.chunks)
 
-    def _add_joins(self, block: _Block) -> None:
-        """Where chunks end stand the pieces and the whole: of the outputs; in backward, of the input's gradient."""
-        if block.segment.chunks == 1:
-            return
+    def _add_chunks(self, block: _Block) -> None:
+        """What chunks hold beside their share: states, and of output and input gradient both pieces and whole.
+
+        In backward states are used up while the pieces of the input's gradient are made.
+        """
         storages = self._trace.storages
-        share = block.parent.shares if block.parent else 1
+        share = int(block.parent.shares) if block.parent else 1
         outputs = sum(storages[s].nbytes for s in block.call.outputs if storages[s].born >= block.call.start)
         for around in _outwards(block.parent):
             if around is None or block.call.end <= around.stop:
@@ -395,16 +444,22 @@ class _Replay:
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        self._extra[self._place[backward.stop - 1]] += gradients // share
+        last = self._place[backward.stop - 1]
+        self._extra[last] += gradients // share
+        segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
+        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
+        pieces = gradients - gradients // segment.chunks
+        self._live(self._at(block.parent, block.call.start), block.offset, between // share)
+        self._live(block.offset, last, max(in_backward, pieces) // share)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """The operator that runs at every instant."""
         ops = self._trace.ops
         running: list[OpTrace] = [ops[0]] * self._length
 
-        def run(instant: int, op: OpTrace, shares: int) -> None:
+        def run(instant: int, op: OpTrace, shares: float) -> None:
             running[instant] = op
-            self._extra[instant] += op.workspace_bytes // shares
+            self._extra[instant] += int(op.workspace_bytes / shares)
 
         for index, op in enumerate(ops):
             inner = self._inner[index]

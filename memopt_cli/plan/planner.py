@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.block_tree import Block, block_tree
-from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.cost_model import CostModel, chunk_counts
 from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
 from memopt_cli.plan.search import Allowed, Solver, Way
+from memopt_cli.plan.strategies.segments import segment as plain_segment
 from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
@@ -21,6 +23,8 @@ _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
 _MOST_QUESTIONS = 12
 """Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
+_REARRANGEMENTS = 4
+"""Of the plans that differ by one rearrangement, those that are dry-run."""
 _MOST_UNWRAPS = 40
 """Segments that are looked at one by one, those that cost most time first."""
 
@@ -104,6 +108,8 @@ class Planner:
             if unused < _CLOSE * budget_bytes:
                 break
             target += unused * 3 // 4
+        if self._fastest_counted(budget_bytes) is None:
+            self._rearrange(budget_bytes)
         best = self._fastest_counted(budget_bytes)
         return best if best is None or self._over else self._unwrapped(best, budget_bytes)
 
@@ -116,7 +122,8 @@ class Planner:
             self._count(plan)
             if not self._learn_chunks(plan):
                 break
-        return min(self._all_counted(), key=lambda p: (p.peak_bytes, p.slowdown), default=None)
+        self._rearrange(0)
+        return self._smallest_counted()
 
     def frontier(self, start: Priced) -> list[Priced]:
         """From the original to the lowest peak: plans of which no other is both smaller and faster."""
@@ -183,6 +190,52 @@ class Planner:
             )
         return self._counted[plan]
 
+    def _rearrange(self, budget_bytes: int) -> None:
+        """Go on from the smallest plan so far, by chunks of one module or of a class, until one is within the budget.
+
+        The solver cannot see all that chunks hold, a state's graph for one; the cost model sees more of it.
+        """
+        best = self._smallest_counted()
+        while best is not None and best.peak_bytes > budget_bytes and not self._over:
+            plans = {plan: self._model.predict(plan) for plan in self._rearranged(best.candidate.plan)}
+            ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
+            tried = [self._count(p) for p in ranked[:_REARRANGEMENTS] if not self._over and self._confirm_chunks(p)]
+            better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
+            if better.peak_bytes >= best.peak_bytes:
+                break
+            best = better
+
+    def _rearranged(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with one of the modules that may run in chunks, or all of its class, in so many chunks."""
+        classes: dict[str, list[str]] = defaultdict(list)
+        for path in self._allowed.chunks:
+            if self._saves_by_chunks(self._modules[path]) and not any(_nested(path, head.path) for head in self._heads):
+                classes[self._modules[path].class_name].append(path)
+        for paths in classes.values():
+            length = max(self._allowed.chunks[path][1] for path in paths)
+            for chunks in chunk_counts(length, self._allowed.chunk_factor):
+                for group in [paths, *([path] for path in paths)]:
+                    if not any(_nested(path, other) for path in group for other in group if other != path):
+                        yield self._in_chunks(plan, group, chunks)
+
+    def _in_chunks(self, plan: Plan, paths: Sequence[str], chunks: int) -> Plan:
+        """What lies in the modules, and what they lie in, is no segment any longer."""
+
+        def apart(other: SegmentPlan) -> bool:
+            return not any(_nested(other.path, path) for path in paths)
+
+        new = []
+        for path in paths:
+            rule, length = self._allowed.chunks[path]
+            module = self._modules[path]
+            cut = rule.applied(plain_segment(module, self._allowed.compress), min(chunks, length))
+            new.append(replace(cut, recompute_states=module.state_bytes > 0))
+        segments = sorted((*filter(apart, plan.segments), *new), key=lambda s: self._modules[s.path].order)
+        return replace(plan, segments=tuple(segments))
+
+    def _smallest_counted(self) -> Priced | None:
+        return min(self._all_counted(), key=lambda p: (p.peak_bytes, p.slowdown), default=None)
+
     def _fastest_counted(self, budget_bytes: int) -> Priced | None:
         """Of all that was dry-run so far: what is found for one budget may be good for another."""
         fitting = [p for p in self._all_counted() if p.peak_bytes <= budget_bytes]
@@ -220,7 +273,11 @@ class Planner:
     def _confirm_chunks(self, plan: Plan) -> bool:
         """Ask for the modules that the plan runs in chunks because others of their class can; ``False``: one cannot."""
         for segment in plan.segments:
-            if segment.chunks == 1 or segment.path in self._certain:
+            if segment.chunks == 1 or segment.through_loss:
+                continue
+            if segment.path not in self._allowed.chunks:
+                return False  # it was asked for in the meantime
+            if segment.path in self._certain:
                 continue
             self._certain.add(segment.path)
             rule = self._chunking(segment.path)
@@ -269,6 +326,10 @@ class Planner:
             return best
         found = self._count(plan)
         return found if found is not None and found.peak_bytes <= budget_bytes else best
+
+
+def _nested(path: str, other: str) -> bool:
+    return is_within(path, other) or is_within(other, path)
 
 
 def nondominated(plans: Sequence[Priced]) -> Iterator[Priced]:

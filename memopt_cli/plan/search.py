@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
-from memopt_cli.plan.cost_model import overhead_s
+from memopt_cli.plan.cost_model import chunk_counts, chunk_state_bytes, longest_share, overhead_s
 from memopt_cli.plan.keeping import choices, keep_names, numbered
 from memopt_cli.records import ChunkRule, SegmentPlan
 
@@ -206,7 +206,7 @@ class Solver:
         key = block, self._segmented, around.recomputed
         if key not in self._segment_ways:
             choices = [frozenset[int](), *self._keeps(block, around)]
-            ways = [way for kept in choices for way in self._keeping(block, kept)]
+            ways = [way for kept in choices for way in self._keeping(block, kept, around)]
             self._segment_ways[key] = _thinned(ways, _MOST_INNER_WAYS)
         return self._segment_ways[key]
 
@@ -215,11 +215,11 @@ class Solver:
         may_keep = self._allowed.keep and not around.recomputed
         return choices([c for c in block.costly if c.op < block.stop]) if may_keep else []
 
-    def _keeping(self, block: Block, kept: frozenset[int]) -> Iterator[Way]:
+    def _keeping(self, block: Block, kept: frozenset[int], around: _Around) -> Iterator[Way]:
         for inside in self._inside(block, _Around(recomputed=True, kept=kept)):
-            yield from self._segments(block, inside, kept)
+            yield from self._segments(block, inside, kept, around)
 
-    def _segments(self, block: Block, inside: Way, kept: frozenset[int]) -> Iterator[Way]:
+    def _segments(self, block: Block, inside: Way, kept: frozenset[int], around: _Around) -> Iterator[Way]:
         """A segment around a way of its inside, whole or in chunks."""
         packed = self._allowed.compress and 0 < block.packed_input_bytes < block.input_bytes
         stored = inside.held_bytes + (block.packed_input_bytes if packed else block.input_bytes)
@@ -227,25 +227,41 @@ class Solver:
         if kept:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
-        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain)
+        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
         for segment in (plain, *chunked):
-            more = block.resident_bytes + block.join_bytes + inside.held_bytes if segment.chunks > 1 else 0
-            share = peak if segment.chunks == 1 else max(0, peak - block.resident_bytes) // segment.chunks
             if segment.batch_statistics and (kept or any(True for _ in inside.segments())):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
+            states, _ = chunk_state_bytes(segment, block.state_bytes)
+            highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             packed_bytes = block.input_bytes if packed else 0
             overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
             added = block.forward_s + inside.added_s + overhead
-            yield Way(stored, max(stored, share + more), added, segment=segment, parts=(inside,))
+            yield Way(stored + states, max(stored + states, highest), added, segment=segment, parts=(inside,))
 
-    def _in_chunks(self, block: Block, plain: SegmentPlan) -> Iterator[SegmentPlan]:
+    def _in_chunks(self, block: Block, plain: SegmentPlan, around: _Around) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:
             return
         rule, length = self._allowed.chunks[block.path]
-        chunks = 1
-        while chunks < length:
-            chunks = min(length, chunks * self._allowed.chunk_factor)
-            yield rule.applied(plain, chunks)
+        for chunks in chunk_counts(length, self._allowed.chunk_factor):
+            segment = rule.applied(plain, chunks)
+            yield segment
+            if block.state_bytes and not around.recomputed:
+                yield replace(segment, recompute_states=True)
+
+    def _peak_in_chunks(self, block: Block, segment: SegmentPlan, peak_bytes: int) -> int:
+        """Most bytes, beside its input, of a block that runs in chunks; ``peak_bytes`` are those it takes as a whole.
+
+        Its output, and the gradient of that, are whole throughout.  In backward states are used up while the pieces of
+        the input's gradient are made; in the end these stand beside the whole, as those of the output do in forward.
+        """
+        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
+        _, length = self._allowed.chunks[block.path]
+        share = int(max(0, peak_bytes - block.resident_bytes) * longest_share(segment.chunks, length))
+        return block.resident_bytes + max(
+            block.output_bytes + max(block.given_bytes, in_backward) + share,
+            block.output_bytes + 2 * block.given_bytes,
+            between + 2 * block.output_bytes,
+        )
 
     def _may_be_segment(self, block: Block) -> bool:
         return bool(block.path) and not block.refusal and self._allowed.targets(block.path)

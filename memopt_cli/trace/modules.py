@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
+from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything, synchronize
 from memopt_cli.trace.contents import Contents
@@ -34,6 +35,7 @@ class ModuleNotes:
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
     output_bytes: int = 0
+    state_bytes: int = 0
     mutates_input: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -56,8 +58,9 @@ class ModuleNotes:
         self.packed_bytes += packed
         self.compressor = name if self.compressor in (None, name) else "null"
 
-    def leave(self, outputs: list[Storage | None]) -> None:
-        """Forward has returned tensors on these storages."""
+    def leave(self, outputs: list[Storage | None], state_bytes: int) -> None:
+        """Forward has returned tensors on these storages, and left so many bytes in attributes."""
+        self.state_bytes = self.state_bytes if self.calls > 1 else state_bytes
         self.mutates_input |= any(t._version != version for t, version in self.versions)
         self.versions = []
         for storage in outputs:
@@ -82,9 +85,14 @@ class ModuleNotes:
             output_bytes=self.output_bytes,
             saved_bytes=saved_bytes,
             refusal=reason,
+            state_bytes=self.state_bytes,
             spatial_split=hasattr(module, "__spatial_split__"),
             spatial_parts=() if reason else _spatial_parts(path, module),
         )
+
+
+def _is_made(storage: Storage | None) -> bool:
+    return storage is not None and storage.kind == "activations"
 
 
 def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
@@ -113,7 +121,8 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            notes[path].leave([log.see(t) for t in tensors_of(output)])
+            made = [t for t in ModuleState(module).large_tensors() if _is_made(log.known(t))]
+            notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(made))
 
     with module_hooks(model, enter, leave):
         yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.block_tree import Block, block_tree
-from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.cost_model import CostModel, chunk_counts
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
@@ -123,6 +123,83 @@ def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
 def test_chunks_are_close_to_their_dry_run(chunks: int) -> None:
     subject = SUBJECTS["chain"]()
     assert abs(subject.error(segments("blocks.2", "blocks.4", chunks=chunks))) <= 0.05
+
+
+class Carrying(nn.Module):
+    """What it leaves from step to step is as large as a step of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for frame in x:
+            self.v = torch.tanh(frame if self.v is None else 0.5 * self.v + frame)
+            outputs.append(self.v.sin().exp().sin())
+        return torch.stack(outputs)
+
+
+class Carriers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Carrying() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.v = None
+        return self.blocks(x).mean()
+
+
+def carriers() -> Subject:
+    return Subject(Carriers(), torch.randn(10, 4, 256, requires_grad=True))
+
+
+def carrying(chunks: int, recompute_states: bool) -> Plan:
+    every = (SegmentPlan(path=f"blocks.{i}", chunks=chunks, recompute_states=recompute_states) for i in range(4))
+    return Plan(level=3, segments=tuple(every))
+
+
+@pytest.mark.parametrize("recompute_states", [False, True])
+@pytest.mark.parametrize("chunks", [2, 4, 10])
+def test_states_between_chunks_are_seen(chunks: int, recompute_states: bool) -> None:
+    subject = carriers()
+    assert {m.state_bytes for m in subject.trace.modules if m.class_name == "Carrying"} == {4 * 256 * 4}
+    assert abs(subject.error(carrying(chunks, recompute_states))) <= 0.12
+
+
+def test_recomputed_states_are_dearer_and_smaller() -> None:
+    model = carriers().model
+    held, recomputed = (model.predict(carrying(10, recompute_states)) for recompute_states in (False, True))
+    assert recomputed.allocated_peak_bytes < held.allocated_peak_bytes
+    assert recomputed.step_s > held.step_s
+
+
+def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
+    subject = carriers()
+    refused: list[str] = []
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        if path != "blocks.3":
+            return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+        refused.append(path)
+        return Refused(reason="no")
+
+    found = planner(subject, chunking).least(start(subject).peak_bytes)
+    assert found is not None
+    chunks = {s.path: s.chunks for s in found.candidate.plan.segments}
+    assert chunks.get("blocks.3", 1) == 1
+    by_hand = carrying(10, True)
+    by_hand = replace(by_hand, segments=by_hand.segments[:3])
+    assert found.peak_bytes <= subject.dry_run(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("length", "factor", "counts"),
+    [(10, 2, [2, 4, 5, 10]), (8, 3, [3, 8]), (3, 2, [2, 3]), (1, 2, []), (16, 4, [4, 16])],
+)
+def test_numbers_of_chunks(length: int, factor: int, counts: list[int]) -> None:
+    assert list(chunk_counts(length, factor)) == counts
 
 
 def test_nested_segments_are_close_to_their_dry_run() -> None:

@@ -251,8 +251,8 @@ def test_search_grows_about_linearly_with_blocks_that_are_alike() -> None:
 def test_chunks_where_nothing_else_fits() -> None:
     root = block("", (block("a", kept=100, peak=20, forward=60, input=10, seconds=1, ops=10),))
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
-    assert Solver(root, Allowed()).fastest(60) is None
-    way = Solver(root, Allowed(chunks={"a": (rule, 5)})).fastest(60)
+    assert Solver(root, Allowed()).fastest(70) is None
+    way = Solver(root, Allowed(chunks={"a": (rule, 4)})).fastest(70)
     assert way is not None
     (segment,) = way.segments()
     assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)

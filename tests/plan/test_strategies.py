@@ -346,6 +346,14 @@ def test_temporal_split_multiplies_the_chunks_up_to_the_length() -> None:
     assert [s.chunks for plan in machine.probed for s in plan.segments][:3] == [3, 8]
 
 
+def test_temporal_split_recomputes_states_where_there_are_any() -> None:
+    for state_bytes in (0, 1):
+        tree = tree_of(module("a", 800, 1, state_bytes=state_bytes), module("b", 1, 1))
+        machine = Machine(tree)
+        TemporalSplit().improve(machine.start(segment("a")), tree, SearchOptions(), machine.probes())
+        assert any(s.recompute_states for plan in machine.probed for s in plan.segments) is bool(state_bytes)
+
+
 def test_temporal_split_of_the_parts_that_can() -> None:
     tree = tree_of(module("a", 100, 1), module("a.norm", 20, 1), module("a.linear", 80, 1))
     machine = Machine(tree, rules={"a": NO_RULE, "a.norm": NO_RULE})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memopt_cli.plan.cost_model import chunk_counts
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.strategies.rounds import improve_in_rounds
@@ -48,7 +49,10 @@ class TemporalSplit:
 
 
 def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
-    """The segment with ``factor`` times the chunks, ``factor`` times that …; nothing if it cannot be cut (further)."""
+    """The segment with ``factor`` times the chunks, ``factor`` times that …; at last with its states recomputed.
+
+    Nothing if it cannot be cut (further).
+    """
     if (
         current.spatial_split
         or current.through_loss
@@ -59,6 +63,8 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
     if isinstance(rule, Refused):
         return
     length = tree[current.path].input_shape[rule.axis]
-    while current.chunks < length:
-        current = rule.applied(current, min(current.chunks * factor, length))
+    for chunks in chunk_counts(length, factor, current.chunks):
+        current = rule.applied(current, chunks)
         yield current
+    if tree[current.path].state_bytes and not current.recompute_states:
+        yield replace(current, recompute_states=True)
