@@ -30,6 +30,8 @@ _WORTH_ANOTHER_RUN = 1.5
 _SURE = 0.98
 """Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more."""
 _MOST_DRY_RUNS = 24
+_STRAIGHT = 0.002
+"""Share of the bound up to which a predicted peak is on a line."""
 _LARGEST = 1 << 40
 """No batch: the peak does not grow."""
 
@@ -68,21 +70,27 @@ class BatchSearch:
     ratio: float = 1.0
     """Measured over predicted, before anything was measured here."""
     runs: dict[int, BatchProbe | Failure] = field(default_factory=dict)
+    aside: set[int] = field(default_factory=set)
+    """Runs that the model of the peak does without: a dry run to compare one with costs more than it tells."""
     interrupted: bool = False
 
     def largest(self) -> BatchOutcome:
-        """Run the largest batch within the limits.
+        """Run the largest batch within the limits, and say what is known then.
 
         Only a batch that was run is recommended.  One that this machine cannot run, or whose step would take too long,
         is an estimate beside it.
         """
+        self.find()
+        return self.outcome()
+
+    def find(self) -> None:
+        """Run the largest batch within the limits."""
         within = min(self.limits.budget_bytes, self.limits.runnable_bytes)
         while len(self.runs) < self.limits.probes:
             candidate = self._next(within)
             if candidate is None:
                 break
             self.run(candidate)
-        return self.outcome()
 
     def run(self, batch: int) -> BatchProbe | Failure:
         """Run a batch, once."""
@@ -91,9 +99,10 @@ class BatchSearch:
         return self.runs[batch]
 
     def also_run(self, batches: Sequence[int]) -> None:
-        """Run more batches, as far as runs are left."""
+        """Run more batches for their speed, as far as runs are left."""
         for batch in batches:
-            if batch > 0 and len(self.runs) < self.limits.probes:
+            if batch > 0 and batch not in self.runs and len(self.runs) < self.limits.probes:
+                self.aside.add(batch)
                 self.run(batch)
 
     def interrupt(self) -> None:
@@ -208,9 +217,10 @@ class BatchSearch:
 
     def peak_bytes(self, batch: int) -> float:
         """The allocated peak of a batch, by the model; what was measured where it was."""
-        run, predicted, compared = self.runs.get(batch), self.predicted(batch), self._compared
+        run = self.runs.get(batch)
         if isinstance(run, BatchProbe):
             return run.allocated_peak_bytes
+        predicted, compared = self.predicted(batch), self._compared
         if len(compared) < 2:
             return predicted * self.measured_ratio()
         near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
@@ -229,7 +239,8 @@ class BatchSearch:
     @property
     def _compared(self) -> list[BatchProbe]:
         """The runs whose dry run gave a number, too, by batch."""
-        return [run for run in self.measured if math.isfinite(self.predicted(run.batch))]
+        runs = (run for run in self.measured if run.batch not in self.aside)
+        return [run for run in runs if math.isfinite(self.predicted(run.batch))]
 
     def predicted(self, batch: int) -> float:
         """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""
@@ -258,10 +269,22 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
             low = number
         else:
             high = number
+        if _is_settled(known, low, high, bound):
+            break
         is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
         number = (low + high) // 2 if is_bent else min(max(_meeting(known, bound), low + 1), high - 1)
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
+
+
+def _is_settled(known: dict[int, float], low: int, high: int, bound: float) -> bool:
+    """The line from ``low`` to ``high`` is beyond the bound right after ``low``, and a third number lies on it."""
+    others = sorted((n for n in known if n not in (low, high)), key=lambda n: abs(n - low))
+    if not others or low not in known or not math.isfinite(known.get(high, math.inf)):
+        return False
+    intercept, slope = fit_line([(n, known[n]) for n in (low, high)])
+    is_on_line = abs(intercept + slope * others[0] - known[others[0]]) <= _STRAIGHT * bound
+    return is_on_line and intercept + slope * (low + 1) > (1 + _STRAIGHT) * bound
 
 
 def _meeting(known: dict[int, float], bound: float) -> int:

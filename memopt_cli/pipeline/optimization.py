@@ -448,7 +448,7 @@ class _Job:
         with replaceable(open_session, self._session_lost) as session:
             probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
             search = probes.search(batch, limits)
-            search.largest()
+            search.find()
             for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
                 if len(search.measured) < _PROBES:
                     search.also_run([size])

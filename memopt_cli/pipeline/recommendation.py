@@ -183,7 +183,7 @@ class _Job:
             self.searched.append(case)
             if self.request.replicas is not None:
                 self._find_copies(case, self.request.replicas.sizes())
-            case.search.largest()
+            case.search.find()
             self._check(case)
             self.runs += len(case.search.runs)
             ratio = case.search.measured_ratio() if case.search.predict else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Container
@@ -222,6 +223,29 @@ def test_the_fastest_of_those_that_ran() -> None:
     found = search.outcome()
     assert isinstance(found, BatchAdvice)
     assert (found.recommended_batch, found.fastest_batch) == (249, 124)
+
+
+def test_dry_runs_are_taken_where_they_tell_something() -> None:
+    dry: list[int] = []
+
+    def predict(batch: int) -> float:
+        dry.append(batch)
+        return line(batch)
+
+    machine = Machine(peak=line, predict=functools.cache(predict))
+    search = machine.search(4, 700)
+    search.find()
+    search.also_run([3, 2])
+    found = search.outcome()
+    assert isinstance(found, BatchAdvice)
+    assert machine.asked == [1, 6, 3, 2]
+    assert dry == [4, 8, 6, 1]  # 7 lies beyond on their line; what is run for its speed alone is compared with nothing
+    assert (found.recommended_batch, found.intercept_bytes) == (6, pytest.approx(515))
+
+
+def test_a_bend_above_the_answer_is_looked_at() -> None:
+    bent = {4: 100.0, 8: 210.0, 6: 180.0, 5: 110.0, 7: 199.0}
+    assert largest_root(bent.__getitem__, 185, start=4) == 6
 
 
 @pytest.mark.parametrize("runs", [range(1, 11), range(7, 100), [4, 8, 32]])
