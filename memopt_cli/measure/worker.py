@@ -77,6 +77,7 @@ from memopt_cli.step import (
     seed_everything,
     synchronize,
 )
+from memopt_cli.trace.log import unique_bytes
 from memopt_cli.verify import verify
 from memopt_cli.workspace import Workspaces
 
@@ -292,11 +293,15 @@ class Worker:
 
     def _allocated_online(self, sequence: OnlineSequence, steps: range) -> int:
         def take() -> None:
+            # On the CPU a recording sees only that freed which it saw allocated, and a step frees the states before it.
+            for state in sequence.states:
+                state.value = state.value.clone()
             sequence.run(steps)
             sequence.step.update()
 
         gc.collect()  # what a cell left in cycles of references would be freed while memory is recorded
         held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
+        held -= unique_bytes(state.value for state in sequence.states)
         return measure_allocated(take, self._settings.device, held).peak_bytes
 
     def _verify(self, job: VerifyJob) -> Verification:

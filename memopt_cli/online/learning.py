@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from memopt_cli.equality import TOLERANCE, step_in_double
 from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, OnlineAlgorithm
 from memopt_cli.online.over_time import step_model
-from memopt_cli.online.states import Batching
+from memopt_cli.online.states import Batching, State, states_of
 from memopt_cli.records import GradientAgreement, OnlineRule
 from memopt_cli.step import Step, seeds_of_backward
 
@@ -36,9 +36,18 @@ class OnlineSequence:
     def run(self, steps: range) -> None:
         """Forward and backward of each of these time steps, which follow those that were run before."""
         for number in steps:
-            one = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
-            roots, cotangents = _seeds(one.forward(), self.step, number)
-            torch.autograd.backward(roots, cotangents)
+            self._take(number)
+
+    def _take(self, number: int) -> None:
+        # A function of its own: what it holds, the traces as they were before, is gone when the next step begins.
+        one = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
+        roots, cotangents = _seeds(one.forward(), self.step, number)
+        torch.autograd.backward(roots, cotangents)
+
+    @property
+    def states(self) -> list[State]:
+        """Those of the model and of the traces, which every step replaces."""
+        return list(states_of(self.algorithm).values())
 
     def restart(self) -> None:
         """The next time step is the first of a sequence."""

@@ -25,10 +25,16 @@ def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object
     """
     total, steps = torch.zeros(()), 0
     for x in inputs:
-        step_loss = loss(model(x), target)
-        step_loss.backward()  # type: ignore[no-untyped-call]
-        total, steps = step_loss.detach() + total if steps else step_loss.detach(), steps + 1
+        found = _learn_step(model, x, target, loss)
+        total, steps = total + found if steps else found, steps + 1
     return total / _at_least_one(steps)
+
+
+def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tensor:
+    # A function of its own: its graph, and with it the traces before this step, is gone when the next step begins.
+    found = loss(model(x), target)
+    found.backward()  # type: ignore[no-untyped-call]
+    return found.detach()
 
 
 def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:

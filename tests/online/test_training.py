@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from statistics import median
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from torch.nn import functional as F
 
 from examples.online_lif import curves
 from memopt_cli.errors import MemoptError
-from memopt_cli.online import D_RTRL, ES_D_RTRL, LIF, Batching, LeakyRateReadout, Vmap, init_all_states, vmap_new_states
+from memopt_cli.online import (
+    D_RTRL,
+    ES_D_RTRL,
+    LIF,
+    Batching,
+    LeakyRateReadout,
+    Vmap,
+    init_all_states,
+    traced,
+    vmap_new_states,
+)
 from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
 from memopt_cli.trace import StorageLog
 from tests.online.networks import BATCH, INPUTS, gradients, lif_net, relative, sequence, through_time
@@ -40,6 +51,21 @@ def test_a_sequence_of_no_steps_is_refused(accumulate: object) -> None:
         accumulate(lif_net(), [], None, F.cross_entropy)
 
 
+def test_two_generations_of_a_trace_are_held_at_most() -> None:
+    wide = nn.Sequential(traced(nn.Linear(64, 256)), LIF(256))
+    init_all_states(wide, 32)
+    algorithm = D_RTRL(wide, mode=Batching())
+    algorithm.compile_graph(torch.zeros(32, 64))
+    algorithm.reset_state(32)
+    (trace,) = (t for name, t in algorithm.get_etrace_of(wide[0].weight).items() if name.endswith("weight"))
+    trace_bytes = trace.nbytes
+    del trace
+    log = StorageLog(lambda: "")
+    with log:
+        accumulate_online(algorithm, (torch.rand(32, 64) for _ in range(4)), None, lambda out, _: out.sum())
+    assert 2 * trace_bytes < log.peak_bytes < 2.9 * trace_bytes
+
+
 def counted_peak(steps: int, *, online: bool) -> int:
     net = lif_net()
     random = torch.Generator().manual_seed(0)
@@ -67,10 +93,12 @@ def test_online_memory_is_constant_in_time_and_that_of_back_propagation_through_
 
 
 def test_ten_epochs_of_the_reference_network_learn_as_back_propagation_through_time_does() -> None:
-    found = curves(seed=0, epochs=10)
-    assert found["manual"] == pytest.approx(found["automatic"], rel=1e-4)
-    assert found["manual"][0] == pytest.approx(found["through time"][0])  # before any update
-    assert found["manual"][-1] <= min(2.6, found["through time"][-1] + 0.15)
+    runs = [curves(seed, epochs=10) for seed in range(5)]
+    for found in runs:
+        assert found["manual"] == pytest.approx(found["automatic"], rel=1e-4)
+        assert found["manual"][0] == pytest.approx(found["through time"][0])  # before any update
+    manual, through = (median(found[name][-1] for found in runs) for name in ("manual", "through time"))
+    assert manual <= min(2.6, through + 0.15)
 
 
 @pytest.mark.parametrize("automatic", [False, True])

@@ -90,6 +90,17 @@ class TestInProcess:
         assert (bptt.exact, full.exact, factored.exact) == (True, True, False)
         assert "cosine" in factored.remark
 
+    @pytest.mark.parametrize("low", [1, 2])
+    def test_a_range_from_the_first_steps_shows_online_flat_too(self, tmp_path: Path, low: int) -> None:
+        """What a first step has not made yet, and states that it found, are no growth."""
+        net = OverTime(nn.Sequential(nn.Linear(32, 512), LIF(512), nn.Linear(512, 4)))
+        found = compared(tmp_path, net, "online", steps=DimRange(symbol="T", low=low, high=64))
+        for sentence, curve in zip(verdicts(found), found.curves, strict=True):
+            assert "does not grow with T" in sentence
+            assert max(peaks(curve)) <= 1.01 * min(peaks(curve))
+        trace_bytes = 4 * 8 * 512 * 32
+        assert peaks(found.curves[0])[-1] < 3 * trace_bytes  # the trace as it was and as it becomes, and the rest
+
     def test_a_plan_is_verified(self, tmp_path: Path) -> None:
         wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 64))
         net = OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4)))
