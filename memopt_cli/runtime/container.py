@@ -35,8 +35,8 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
     store,
 )
-from memopt_cli.runtime.deferred import can_defer, defer
-from memopt_cli.runtime.lifted.module import LiftedModule
+from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.lifted.module import LiftedModule, is_lifted_linear
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
@@ -196,7 +196,7 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
-    if type(module).forward is not nn.Linear.forward:
+    if type(module).forward is not nn.Linear.forward and not is_lifted_linear(module):
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
     if config.chunks < 2:
         return "it is to run in chunks through its loss, and it runs in one"
@@ -304,12 +304,13 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 
 
 def _run_through_loss(
-    module: nn.Linear, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
-    if not can_defer(module, args, kwargs):
+    if not module.training or not may_defer():
         return forward(*args, **kwargs)
-    return defer(module, args[0], config.chunks)
+    with Deferring(config.chunks):
+        return forward(*args, **kwargs)
 
 
 def _codec(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:

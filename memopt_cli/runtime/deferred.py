@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -83,26 +84,41 @@ def _sample(weight: Tensor) -> Tensor:
 _SAMPLED = 64
 
 
-def defer(layer: nn.Linear, x: Tensor, chunks: int) -> Tensor:
-    """``layer(x)``, its values put off; its loss will be formed in so many chunks."""
-    bias = None if layer.bias is None else layer.bias.detach()[:0]
-    like = F.linear(x.detach().flatten(0, -2)[:0], layer.weight.detach()[:0], bias)  # as autocast would have it
-    versions = _versions(x, layer.weight, layer.bias)
-    head = _Head(x, layer.weight, layer.bias, chunks, like.dtype, versions, _sample(layer.weight))
-    shape = (*x.shape[:-1], len(layer.weight))
+class Deferring(TorchFunctionMode):
+    """Within, the values of linear layers are put off where their gradient can be; a loss takes them in ``chunks``."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self._chunks = chunks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Puts a linear function of its arguments off."""
+        if func in _LINEAR and not kwargs:
+            x, weight, *bias = args
+            if _can_defer(x, weight):
+                return _defer(x, weight, bias[0] if bias else None, self._chunks)
+        return func(*args, **(kwargs or {}))
+
+
+def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tensor:
+    none = None if bias is None else bias.detach()[:0]
+    like = F.linear(x.detach().flatten(0, -2)[:0], weight.detach()[:0], none)  # as autocast would have it
+    head = _Head(x, weight, bias, chunks, like.dtype, _versions(x, weight, bias), _sample(weight))
+    shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
     return _deferred(head, index.unsqueeze(-1).expand(shape), like.dtype)
 
 
-def can_defer(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is something to differentiate, by eager PyTorch, in a batch of rows."""
-    if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if kwargs or len(args) != 1 or torch._C._are_functorch_transforms_active():
-        return False
-    x = args[0]
-    is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(layer.weight) > 1
-    return is_batch and (x.requires_grad or layer.weight.requires_grad)
+def may_defer() -> bool:
+    """Whether something is to be differentiated, by eager PyTorch."""
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return eager and torch.is_grad_enabled()
+
+
+def _can_defer(x: Any, weight: Tensor) -> bool:
+    """Whether there is something to differentiate in a batch of rows."""
+    is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
+    return is_batch and (x.requires_grad or weight.requires_grad)
 
 
 def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,6 +240,8 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             return NotImplemented
         if func is F.cross_entropy:
             return _cross_entropy(deferred, args, kwargs)
+        if func is _aten.cross_entropy_loss.default:
+            return _cross_entropy(deferred, (), _of_python(deferred, *args, **kwargs))
         if func in _CASTS:
             like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
             if not isinstance(like, Tensor):  # type() alone: its name
@@ -244,12 +262,19 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
     return NotImplemented
 
 
-_CASTS = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
-_RESHAPES = {
+# As Python calls them and, behind them, as lifted modules do.
+_aten = torch.ops.aten
+_LINEAR: set[Any] = {F.linear, _aten.linear.default}
+_CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
+_CASTS |= {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten._to_copy.default}
+_RESHAPES: set[Any] = {
     *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
     *(torch.reshape, torch.flatten),
+    *(_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int),
+    *(_aten.contiguous.default, _aten._unsafe_view.default),
 }
-_VIEWS = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
 _OF_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__}
 _OF_SHAPE = {
     Tensor.size,
@@ -344,6 +369,24 @@ class _Loss:
         if smoothing:
             gradient.addr_(of_all, weight, alpha=-1)
         return loss, gradient
+
+
+def _of_python(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> dict[str, Any]:
+    """What ``aten::cross_entropy_loss`` is given beside its input, as ``F.cross_entropy`` takes it."""
+    return {
+        "target": target,
+        "weight": weight,
+        "reduction": ("none", "mean", "sum")[reduction],
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
 
 
 def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import memopt_cli
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.equality import difference, effects
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
@@ -379,6 +382,14 @@ class LanguageModel(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Scriptable(LanguageModel):
+    """The same without its logits, whose shape a traced dictionary would not tell."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self.head(self.body(self.tokens(ids)))
+        return F.cross_entropy(logits.float()[:, :-1].reshape(-1, 512), labels[:, 1:].reshape(-1))
+
+
 PLAN = Plan(level=3, segments=(SegmentPlan(path="head", chunks=8, through_loss=True),))
 
 
@@ -454,6 +465,25 @@ def test_neither_logits_nor_their_gradient_exist() -> None:
     assert trace.FakeStep(step_of(model)).count().tensor_peak_bytes == chunked.tensor_peak_bytes
     assert whole.tensor_peak_bytes - chunked.tensor_peak_bytes > 2 * logits_bytes
     assert chunked.tensor_peak_bytes - sum(p.nbytes for p in model.parameters()) < logits_bytes
+
+
+@pytest.mark.parametrize("stored", ["scripted", "traced", "exported"])
+def test_a_head_that_was_stored_as_a_program(stored: str, tmp_path: Path) -> None:
+    model = Scriptable()
+    ids = torch.randint(512, (4, 16))
+    warnings.filterwarnings("ignore", "`torch.jit")
+    path = tmp_path / ("model.pt2" if stored == "exported" else "model.ts")
+    if stored == "exported":
+        torch.export.save(torch.export.export(model, (ids, ids)), path)
+    else:
+        made = torch.jit.script(model) if stored == "scripted" else torch.jit.trace(model, (ids, ids))
+        torch.jit.save(made, path)
+    step = step_of(memopt_cli.load(path).train())
+    whole, expected = trace.count(step), effects(step)
+    apply_plan(step.model, PLAN)
+    chunked, found = trace.count(step), effects(step)
+    assert whole.tensor_peak_bytes - chunked.tensor_peak_bytes > 2 * 4 * 16 * 512 * 4
+    assert difference(expected, found).relative < 1e-5
 
 
 def test_saved_and_loaded_and_copied() -> None:
