@@ -37,7 +37,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime import segment_of
+from memopt_cli.runtime import named_parts, segment_of
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -305,7 +305,7 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
 
 def _take_off(net: nn.Module) -> list[str]:
     """Remove a plan that the model carries, and say so."""
-    if all(segment_of(module) is None for module in net.modules()):
+    if all(segment_of(module) is None for _, module in named_parts(net)):
         return []
     remove_plan(net)
     return ["The model carried a plan already; it was taken off first."]

@@ -8,7 +8,17 @@ from torch import nn
 
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, from_data
-from memopt_cli.runtime import SegmentConfig, install_segment, remove_segment, segment_of
+from memopt_cli.runtime import (
+    Run,
+    SegmentConfig,
+    add_runs,
+    find_part,
+    install_segment,
+    named_parts,
+    remove_runs,
+    remove_segment,
+    segment_of,
+)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
@@ -18,7 +28,10 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     and leaves the model as it was.
     """
     installed: dict[nn.Module, str] = {}
+    runs: list[Run] = []
     try:
+        for segment in plan.segments:
+            runs += _add_runs(model, segment.path)
         if plan.packed and not any(segment.path == "" for segment in plan.segments):
             installed[_installed(model, "(root)", SegmentConfig(recompute=False))] = ""
         for segment in plan.segments:
@@ -26,13 +39,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     except BaseException:
         for module in installed:
             remove_segment(module)
+        remove_runs(model, runs)
         raise
     return model
 
 
 def plan_of(model: nn.Module) -> Plan:
     """The plan that is installed on ``model``; of the level it was made at nothing is left."""
-    installed = {path: config for path, module in model.named_modules() if (config := segment_of(module))}
+    installed = {path: config for path, module in named_parts(model) if (config := segment_of(module))}
     shared = [f.name for f in fields(SegmentPlan) if f.name != "path"]
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in shared}})
@@ -45,21 +59,36 @@ def plan_of(model: nn.Module) -> Plan:
 
 def remove_plan(model: nn.Module) -> nn.Module:
     """Make every segment of ``model`` a plain module again, in place; returns the model."""
-    for module in list(model.modules()):
+    remove_segments(model)
+    remove_runs(model)
+    return model
+
+
+def remove_segments(model: nn.Module) -> None:
+    """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
+    for _, module in list(named_parts(model)):
         if segment_of(module) is not None:
             remove_segment(module)
-    return model
+
+
+def _add_runs(model: nn.Module, path: str) -> list[Run]:
+    try:
+        return add_runs(model, path)
+    except AttributeError as error:
+        raise PlanError(
+            f"the plan names module '{path}', which {type(model).__name__} does not have",
+            hint="A plan fits the model it was made for; make a new one with memopt optimize.",
+        ) from error
+    except ValueError as reason:
+        raise PlanError(
+            f"module '{path}' cannot be a segment: {reason}",
+            hint=f"Change the entry of '{path}' in the plan, or remove it.",
+        ) from reason
 
 
 def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, str]) -> nn.Module:
     name = segment.path or "(root)"
-    try:
-        module = model.get_submodule(segment.path)
-    except AttributeError as error:
-        raise PlanError(
-            f"the plan names module '{segment.path}', which {type(model).__name__} does not have",
-            hint="A plan fits the model it was made for; make a new one with memopt optimize.",
-        ) from error
+    module = find_part(model, segment.path)
     if module in installed:
         same = "twice" if installed[module] == segment.path else f"twice, the first time as '{installed[module]}'"
         raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memopt_cli.equality import TOLERANCE, difference, effects, generator_state, generators_kept, in_double, state_of
 from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
-from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -39,7 +39,8 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
     Raises :class:`LookupError` if the step does not call it.
     """
-    module = step.model.get_submodule(path)
+    add_runs(step.model, path)
+    module = find_part(step.model, path)
     captured: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import StepSettings
+from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
 
@@ -172,7 +173,7 @@ def module_hooks(
     ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.
     """
     handles = []
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
         if isinstance(module, torch.jit.ScriptModule):
             continue
 

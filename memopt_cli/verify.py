@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, step_in_double
 from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
+from memopt_cli.runtime import find_part
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step
 
@@ -30,7 +31,7 @@ def verify(
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
-    fixed = _fixed_statistics([step.model.get_submodule(path) for path in inexact])
+    fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
         start = StartingState(step.model)
         reference = _effects(step, start)

@@ -24,6 +24,8 @@ _DEEPEST, _MOST_PLACES, _LONGEST_NAME = 100, 1_000_000, 200
 """Bounds against files made to exhaust whoever reads them."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """Called with a container and its type in TorchScript."""
+_RUNS: Final = "_memopt_runs"
+"""Where a Sequential has its runs, which are no children of it."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 
@@ -183,8 +185,9 @@ class _Walk:
         for name, value in attributes.items():
             if tensor_of(value) is not None:
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
-        for name, value in pairs(attributes.get("_modules")):
-            yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
+        for register in ("_modules", _RUNS):  # children first: runs hold them again
+            for name, value in pairs(attributes.get(register)):
+                yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
 
     def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
         home = self._add_module(place)

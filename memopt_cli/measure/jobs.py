@@ -32,6 +32,8 @@ class Subject:
     spec: InputSpec
     settings: StepSettings
     data: Data = "full size"
+    layer_runs: bool = False
+    """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

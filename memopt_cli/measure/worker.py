@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.loading import load_model
@@ -65,6 +65,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
+from memopt_cli.runtime import find_part, group_layers
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import (
     Step,
@@ -109,6 +110,8 @@ class Worker:
         with self._mode if without_data else contextlib.nullcontext():
             model = remove_plan(build() if build else load_model(subject.source).module)
             self._model = (trace.place_fake if without_data else place)(model, self._settings)
+        if subject.layer_runs:
+            group_layers(self._model)
         self._start = StartingState(self._model)
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
         self._optimizer = make_optimizer(self._model, self._settings)
@@ -133,7 +136,7 @@ class Worker:
         try:
             return actions[type(job)](job)
         finally:
-            remove_plan(self._model)
+            remove_segments(self._model)
             self._reset()
 
     # ------------------------------------------------------------------------------------------ jobs
@@ -192,7 +195,7 @@ class Worker:
         try:
             yield
         finally:
-            remove_plan(model)
+            remove_segments(model)
 
     def _count(self, job: CountJob) -> Counted:
         described = job.batch is None and not job.dims
@@ -216,7 +219,7 @@ class Worker:
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
         # Modules that are alike but for their widths are tried once; the whole plan is verified in the end.
-        alike = _description(self._model.get_submodule(job.path)), job.allow_inexact
+        alike = _description(find_part(self._model, job.path)), job.allow_inexact
         if self._small_step is None:
             return ChunkingFound(rule=Refused(reason="no step of it may be run on data"))
         if alike not in self._rules:
@@ -308,7 +311,7 @@ class Worker:
         step = replace(self._step(job.batch), optimizer=None)
         install = functools.partial(apply_plan, plan=job.plan)
         full = job.batch == self._batch
-        return verify(step, job.plan, install, remove_plan, batch=job.batch, full_size=full)
+        return verify(step, job.plan, install, remove_segments, batch=job.batch, full_size=full)
 
     # ------------------------------------------------------------------------------------------ steps
 

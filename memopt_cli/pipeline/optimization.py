@@ -55,6 +55,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
+from memopt_cli.runtime import find_part
 from memopt_cli.units import format_bytes
 from memopt_cli.write import (
     OutputPaths,
@@ -110,6 +111,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
     """
     notes = [*resolved.notes, *prepared.notes]
+    if not resolved.options.targets and resolved.options.modules is None:
+        prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
     rows = job.search()
     nothing_chosen = request.goal == SearchGoal(frontier=True)
@@ -375,7 +378,7 @@ class _Job:
     def _unsynchronized(self, refusals: Mapping[str, str]) -> Iterator[str]:
         """Notes on modules that were not put in chunks, for the norms in them that need all processes."""
         for path, reason in refusals.items():
-            inner = self.prepared.loaded.module.get_submodule(path).modules()
+            inner = find_part(self.prepared.loaded.module, path).modules()
             if any(isinstance(m, nn.SyncBatchNorm) for m in inner):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 

@@ -25,6 +25,7 @@ from memopt_cli.runtime.container import (
     remove_segment,
     segment_of,
 )
+from memopt_cli.runtime.runs import Run, add_runs, find_part, group_layers, named_parts, remove_runs
 from memopt_cli.runtime.state import reset_hidden_state
 
 __all__ = [
@@ -34,14 +35,20 @@ __all__ = [
     "LossContainer",
     "NullSpikeCompressor",
     "PackingContainer",
+    "Run",
     "SegmentConfig",
     "SparseSpikeCompressor",
     "SpikeCompressor",
     "TCGCContainer",
     "Uint8SpikeCompressor",
+    "add_runs",
+    "find_part",
+    "group_layers",
     "install_segment",
     "is_recomputing",
+    "named_parts",
     "refusal",
+    "remove_runs",
     "remove_segment",
     "reset_hidden_state",
     "segment_of",

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-SEGMENT_KEY = "_memopt_segment"
-_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY}
+SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
+"""Attributes that make a module a segment, and divide a Sequential into runs."""
+_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY}
 """Attributes of every module that are no state: its parameters, children and hooks."""
 
 

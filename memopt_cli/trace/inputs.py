@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from memopt_cli.records import ModuleTrace
+from memopt_cli.runtime import find_part
 from memopt_cli.step import Step
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import StorageLog, active, module_stack
@@ -25,6 +26,6 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     ):
         step.forward()
     return tuple(
-        note.to_record(path, step.model.get_submodule(path), order, saved_bytes=0, forward_s=0.0)
+        note.to_record(path, find_part(step.model, path), order, saved_bytes=0, forward_s=0.0)
         for order, (path, note) in enumerate(notes.items())
     )

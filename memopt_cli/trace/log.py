@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import Phase
+from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_packing, recorded_shares
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
@@ -157,7 +158,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
     """A function that says which module is running; within a recomputation too."""
     stack: list[str] = []
-    path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
+    path_of: dict[int, str] = {id(module): path for path, module in named_parts(model)}
 
     def running() -> str:
         segment = recomputing_module()

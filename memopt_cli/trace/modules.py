@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.records import CompressorName, ModuleTrace
-from memopt_cli.runtime import refusal
+from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import tensors_of
@@ -99,7 +99,7 @@ def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
     """What ``__spatial_split__`` returns, by path; nothing if some of it, or its codec, belongs to the call alone."""
     if not hasattr(module, "__spatial_split__") or declared_compressor(module) is not None:
         return ()
-    names = {id(child): name for name, child in module.named_modules(prefix=path) if child is not module}
+    names = {id(child): name for name, child in named_parts(module, path) if child is not module}
     stages = module.__spatial_split__()  # type: ignore[operator]
     known = isinstance(stages, list | tuple) and all(id(stage) in names for stage in stages)
     return tuple(names[id(stage)] for stage in stages) if known else ()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import CompressorName, ModuleCall, OpTrace, Phase, StepTrace, StorageTrace
+from memopt_cli.runtime import find_part
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.runtime.tree import tensors_of
@@ -71,7 +72,7 @@ def record(
     saved = log.saved_bytes()
     return StepTrace(
         modules=tuple(
-            note.to_record(path, step.model.get_submodule(path), order, saved[path], seconds.get(path, 0.0))
+            note.to_record(path, find_part(step.model, path), order, saved[path], seconds.get(path, 0.0))
             for order, (path, note) in enumerate(notes.items())
         ),
         tensor_peak_bytes=log.peak_bytes,

@@ -1,0 +1,172 @@
+"""Runs: consecutive children of an ``nn.Sequential`` that act as one module, so that they can be one segment.
+
+A flat Sequential (convolution, norm, activation, convolution, …) has no module between its layers, of which none is
+worth recomputing alone, and itself.  A run is such a module.  It is no child of the Sequential: children and their
+parameters keep their names, and the Sequential its length; only its forward knows.  Paths name a run by its first and
+last child, ``features.0-2``, and what is in it by the run: ``features.0-2.1``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from memopt_cli.runtime.state import RUNS_KEY
+
+_LEAST_LAYERS = 3
+"""Layers with weights in a Sequential that is worth dividing: one of two is no longer than a block."""
+
+
+class Run(nn.Sequential):
+    """Consecutive children of a Sequential, under the names that they have there."""
+
+
+class GroupedSequential(nn.Sequential):
+    """A Sequential with runs.  A child that was exchanged is exchanged in its run too."""
+
+    def forward(self, input: Any) -> Any:
+        """As a Sequential's."""
+        for run in _runs_of(self).values():
+            now = {name: self._modules[name] for name in run._modules if name in self._modules}
+            if now != run._modules:
+                run._modules = now
+        for part in _parts_of(self).values():
+            input = part(input)
+        return input
+
+
+def group_layers(model: nn.Module) -> None:
+    """Divide every flat Sequential into runs of one layer with weights and what follows it, in place."""
+    for module in list(model.modules()):
+        if type(module) is nn.Sequential:
+            for run in list(_layer_runs(module)):
+                _add(module, _name_of(run), run)
+
+
+def add_runs(model: nn.Module, path: str) -> list[Run]:
+    """Make the runs that ``path`` names part of the model, in place, and return those that were not yet.
+
+    Raises :class:`ValueError` if one cannot be, :class:`AttributeError` if there is no such path.
+    """
+    parent, added = model, []
+    for name in path.split(".") if path else ():
+        part = _part(parent, name)
+        if isinstance(part, Run) and name not in _runs_of(parent):
+            _add(parent, name, part)
+            added.append(part)
+        parent = part
+    return added
+
+
+def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
+    """Take the runs off again, in place: all, or ``only`` these; a Sequential without any is a plain one."""
+    for module in model.modules():
+        left = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
+        if vars(module).pop(RUNS_KEY, None) is not None and not left and type(module) is GroupedSequential:
+            module.__class__ = nn.Sequential  # type: ignore[assignment]
+        if left:
+            vars(module)[RUNS_KEY] = left
+
+
+def find_part(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``; a run that the model does not have is made, and stays no part of it.
+
+    Raises :class:`AttributeError` if there is none.
+    """
+    for name in path.split(".") if path else ():
+        model = _part(model, name)
+    return model
+
+
+def named_parts(
+    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, with runs between a Sequential and the children that are in them."""
+    seen = set() if seen is None else seen
+    if module not in seen:
+        seen.add(module)
+        yield path, module
+        for name, part in _parts_of(module).items():
+            yield from named_parts(part, f"{path}.{name}" if path else name, seen)
+
+
+def _runs_of(module: nn.Module) -> dict[str, Run]:
+    runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
+    return runs
+
+
+def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The children, runs in the place of those that are in them."""
+    run_of = {child: name for name, run in _runs_of(module).items() for child in run._modules}
+    parts: dict[str, nn.Module] = {}
+    for name, child in module._modules.items():
+        run = run_of.get(name)
+        if run is not None:
+            parts[run] = _runs_of(module)[run]
+        elif child is not None:
+            parts[name] = child
+    return parts
+
+
+def _part(parent: nn.Module, name: str) -> nn.Module:
+    known = _runs_of(parent).get(name)
+    if known is not None:
+        return known
+    run = _spelled(parent, name) if name not in parent._modules else None
+    return parent.get_submodule(name) if run is None else run
+
+
+def _spelled(parent: nn.Module, name: str) -> Run | None:
+    """The run of the children from the one before a hyphen in ``name`` to the one after it."""
+    plain = inspect.unwrap(type(parent).forward) in (nn.Sequential.forward, GroupedSequential.forward)
+    names = list(parent._modules) if plain else []
+    words = name.split("-")
+    for cut in range(1, len(words)):
+        first, last = "-".join(words[:cut]), "-".join(words[cut:])
+        if first in names and last in names[names.index(first) + 1 :]:
+            return _run(parent, names[names.index(first) : names.index(last) + 1])
+    return None
+
+
+def _run(parent: nn.Module, names: list[str]) -> Run:
+    run = Run()
+    run._modules.update((name, parent.get_submodule(name)) for name in names)
+    run.training = parent.training  # its alone: children may be in another mode
+    return run
+
+
+def _add(parent: nn.Module, name: str, run: Run) -> None:
+    for other, its in _runs_of(parent).items():
+        if its._modules.keys() & run._modules.keys():
+            raise ValueError(f"it shares children with the run {other}")
+    if type(parent) is nn.Sequential:
+        parent.__class__ = GroupedSequential
+    if not isinstance(parent, GroupedSequential):
+        raise ValueError(f"{type(parent).__name__} is no plain Sequential")
+    vars(parent).setdefault(RUNS_KEY, {})[name] = run
+
+
+def _name_of(run: Run) -> str:
+    first, *_, last = run._modules
+    return f"{first}-{last}"
+
+
+def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:
+    runs: list[list[str]] = [[]]
+    layers = 0
+    for name, child in parent._modules.items():
+        assert child is not None
+        weighted = any(p.dim() > 1 for p in child.parameters())
+        layers += weighted
+        if weighted:
+            runs.append([])
+        if weighted and any(child.children()):  # a block of its own
+            runs.append([])
+        else:
+            runs[-1].append(name)
+    for names in runs:
+        if len(names) > 1 and layers >= _LEAST_LAYERS:
+            yield _run(parent, names)

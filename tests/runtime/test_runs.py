@@ -1,0 +1,203 @@
+"""Runs of a Sequential's children act as one module, and leave no trace in its names."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.equality import bit_equal
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.runtime import SegmentConfig, group_layers, named_parts, segment_of
+from memopt_cli.runtime.runs import Run
+
+
+def flat() -> nn.Sequential:
+    """Convolutions in a row, as in VGG: 13 children."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 8), (8, 8), (8, 8)):
+        layers += [nn.Conv2d(inputs, outputs, 3), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+def plan(*paths: str) -> Plan:
+    return Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in paths))
+
+
+def effects(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    output = model(torch.randn(2, 3, 12, 12))
+    output.square().sum().backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), **gradients, **{name: t.clone() for name, t in model.named_buffers()}}
+
+
+def saved_bytes(model: nn.Module) -> int:
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(2, 3, 12, 12))
+    return sum(storages.values())
+
+
+RUNS = ("0-3", "4-7", "8-12")
+
+
+@pytest.mark.parametrize("paths", [RUNS, ("4-7",), ("1-5",), (*RUNS, ""), ("", "4-7"), ("4-7", "4-7.4"), ("5-7", "0")])
+def test_a_step_is_the_same_to_the_bit(paths: tuple[str, ...]) -> None:
+    model = flat()
+    planned = apply_plan(copy.deepcopy(model), plan(*paths))
+    assert bit_equal(effects(model), effects(planned))
+    assert saved_bytes(planned) < saved_bytes(model)
+    assert {segment.path for segment in plan_of(planned).segments} == set(paths)
+
+
+def test_names_and_children_stay_as_they_were() -> None:
+    model = flat()
+    names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
+    apply_plan(model, plan(*RUNS))
+    assert [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == keys
+    assert len(model) == 13
+    assert isinstance(model[2], nn.ReLU)
+    assert type(model[:3]) is not Run
+    assert [name for name, _ in named_parts(model)][:6] == ["", "0-3", "0-3.0", "0-3.1", "0-3.2", "0-3.3"]
+
+
+def test_it_comes_off_without_a_trace() -> None:
+    model = flat()
+    before = set(vars(model))
+    remove_plan(apply_plan(model, plan("", *RUNS)))
+    assert type(model) is nn.Sequential
+    assert set(vars(model)) == before
+
+
+def test_modes_of_children_are_their_own() -> None:
+    model = flat()
+    model[1].eval()
+    apply_plan(model, plan(*RUNS))
+    assert [m.training for m in model] == [True, False, *[True] * 11]
+    model.eval()
+    effects(model)
+    assert not any(m.training for m in model)
+
+
+def test_an_exchanged_child_is_the_one_that_runs() -> None:
+    model = apply_plan(flat(), plan(*RUNS))
+    original = remove_plan(copy.deepcopy(model))
+    new = nn.Conv2d(3, 8, 3)
+    model[0], original[0] = new, copy.deepcopy(new)
+    assert bit_equal(effects(original), effects(model))
+
+
+def test_a_child_that_is_gone_does_not_run() -> None:
+    model = apply_plan(flat(), plan(*RUNS))
+    original = remove_plan(copy.deepcopy(model))
+    del model[10], original[10]
+    assert bit_equal(effects(original), effects(model))
+
+
+def test_saved_and_loaded_without_trust(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"features": flat()})["features"]
+    torch.save(apply_plan(model, plan("", *RUNS)), tmp_path / "model.pt")
+    loaded = memopt_cli.load(tmp_path / "model.pt")
+    assert plan_of(loaded) == plan_of(model)
+    assert bit_equal(effects(loaded), effects(model))
+    assert type(remove_plan(loaded)) is nn.Sequential
+
+
+def test_compiled() -> None:
+    model = flat()
+    for module in model:
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # a compiled model draws in its own way
+    planned = apply_plan(copy.deepcopy(model), plan(*RUNS))
+    expected = effects(model)
+    effects(torch.compile(planned, backend="aot_eager", fullgraph=True))
+    for name, parameter in planned.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[f"gradient of {name}"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("0-3", "3-5"), "module '3-5' cannot be a segment: it shares children with the run 0-3"),
+        (("0-3", "7-4"), "the plan names module '7-4', which"),
+        (("0-99",), "the plan names module '0-99'"),
+        (("4-4",), "the plan names module '4-4'"),
+        (("0-3", "0-3"), "the plan names module '0-3' twice"),
+        (("0-3", "0-3.4"), "the plan names module '0-3.4'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_leaves_no_run(paths: tuple[str, ...], message: str) -> None:
+    model = flat()
+    with pytest.raises(PlanError) as raised:
+        apply_plan(model, plan(*paths))
+    assert message in raised.value.message
+    assert type(model) is nn.Sequential
+    assert all(segment_of(module) is None for module in model.modules())
+
+
+def test_a_plan_that_does_not_fit_leaves_the_one_before() -> None:
+    model = apply_plan(flat(), plan("0-3"))
+    with pytest.raises(PlanError):
+        apply_plan(model, plan("4-7", "9-99"))
+    assert [segment.path for segment in plan_of(model).segments] == ["0-3"]
+
+
+def test_only_a_plain_sequential_has_runs() -> None:
+    class Backwards(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for module in reversed(list(self)):
+                input = module(input)
+            return input
+
+    with pytest.raises(PlanError, match="the plan names module '0-1'"):
+        apply_plan(Backwards(nn.Tanh(), nn.Linear(4, 4)), plan("0-1"))
+
+
+def test_names_with_hyphens() -> None:
+    layers = OrderedDict([("a-1", nn.Linear(4, 4)), ("a-2", nn.Tanh()), ("b", nn.Linear(4, 4))])
+    model = apply_plan(nn.Sequential(layers), plan("a-1-a-2"))
+    assert [path for path, m in named_parts(model) if segment_of(m) == SegmentConfig()] == ["a-1-a-2"]
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (flat(), ["0-3", "4-7", "8-12"]),
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []),  # as short as a block
+        (nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()), ["3-4"]),
+        (nn.Sequential(_block(), _block(), nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)), ["2-3"]),
+        (nn.Sequential(_block(), nn.Linear(4, 4), nn.Tanh(), _block()), ["1-2"]),
+        (nn.Sequential(_block(), _block(), _block()), []),
+    ],
+    ids=["flat", "two layers", "single layers", "blocks", "between blocks", "only blocks"],
+)
+def test_where_runs_begin_and_end(model: nn.Sequential, expected: list[str]) -> None:
+    group_layers(model)
+    assert [path for path, part in named_parts(model) if isinstance(part, Run)] == expected
+
+
+def test_a_shared_layer_runs_wherever_it_stands() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    expected = model(torch.ones(2, 4))
+    group_layers(model)
+    assert torch.equal(model(torch.ones(2, 4)), expected)
