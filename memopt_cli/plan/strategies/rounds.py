@@ -11,7 +11,7 @@ from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
 Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
 """A segment -> what may take its place, several segments each; nothing if it cannot be changed."""
 
-_LEAST_SHARE = 0.02
+LEAST_SHARE = 0.02
 """A segment that holds less than this share of the peak cannot lower it by more, and is not tried."""
 _PATIENCE_ROUNDS = 1
 """How many rounds in a row may leave the peak as it is."""
@@ -68,7 +68,7 @@ def _one_round(
     for segment in sorted(best.plan.segments, key=lambda s: -held_at_peak(best.counted, s.path)):
         if tried == options.max_candidates_per_round:
             break
-        if held_at_peak(best.counted, segment.path) < _LEAST_SHARE * best.peak_bytes:
+        if held_at_peak(best.counted, segment.path) < LEAST_SHARE * best.peak_bytes:
             break  # the rest holds too little when it matters
         plans = [_replaced(walk.plan, segment, new, level) for new in change(segment)]
         plans = [plan for plan in plans if plan.segments != walk.plan.segments]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from memopt_cli.plan.cost_model import chunk_counts
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
 from memopt_cli.plan.loss_heads import with_heads
-from memopt_cli.plan.strategies.rounds import improve_in_rounds
+from memopt_cli.plan.strategies.rounds import LEAST_SHARE, improve_in_rounds
 from memopt_cli.plan.strategies.spatial_split import split
 from memopt_cli.records import Refused, SearchOptions, SegmentPlan
 
@@ -51,7 +51,8 @@ class TemporalSplit:
 def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
     """The segment with ``factor`` times the chunks, ``factor`` times that …; at last with its states recomputed.
 
-    Nothing if it cannot be cut (further).
+    Nothing if it cannot be cut (further).  Chunks that hold a small share of the peak are not cut again: that could
+    lower it by no more.
     """
     if (
         current.spatial_split
@@ -63,7 +64,10 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
     if isinstance(rule, Refused):
         return
     length = tree[current.path].input_shape[rule.axis]
+    held, least = tree.saved_at_once(current.path), LEAST_SHARE * tree.trace.tensor_peak_bytes
     for chunks in chunk_counts(length, factor, current.chunks):
+        if held / current.chunks <= least:
+            break
         current = rule.applied(current, chunks)
         yield current
     if tree[current.path].state_bytes and not current.recompute_states:
