@@ -6,7 +6,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
@@ -89,9 +89,12 @@ def take(step: Step) -> None:
     step.model.zero_grad(set_to_none=True)
 
 
-def contest(contestants: Sequence[Contestant], rounds: int, threads: int) -> tuple[list[Contestant], list[str]]:
-    """Those that ran, every one with its peak and ``rounds`` steps taken in turns; and why the others did not."""
-    running, failed = [], []
+def contest(
+    contestants: Iterable[Contestant], rounds: int, threads: int
+) -> Iterator[tuple[list[Contestant], list[str]]]:
+    """After every round of steps: those that run, with their peaks and steps, and why the others do not."""
+    running: list[Contestant] = []
+    failed = []
     for one in contestants:
         reason = one.start(threads)
         shown = reason or f"{one.peak_bytes / 2**20:.1f} MiB, found in {one.search_s:.1f} s"
@@ -103,9 +106,9 @@ def contest(contestants: Sequence[Contestant], rounds: int, threads: int) -> tup
     for _ in range(rounds):
         for one in running:
             one.take_step()
-    for one in contestants:
+        yield running, failed
+    for one in running:
         one.stop()
-    return running, failed
 
 
 def contest_table(found: Sequence[Contestant]) -> str:

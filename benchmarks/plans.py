@@ -37,7 +37,7 @@ from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.pipeline.goal import GoalSearch
-from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.optimization import find_levels
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Probes
 from memopt_cli.plan.planner import Planner
@@ -67,7 +67,7 @@ BLOCKS = {
     SPIKINGJELLY: "Block",
 }
 """What a user would checkpoint by hand."""
-COMPILE_BUDGETS = (0.8, 0.5, 0.2, 0.0)
+COMPILE_BUDGETS = (0.5, 0.2, 0.0)
 SHARES = (0.8, 0.6)
 """Of the original's peak: memopt's budgets."""
 KEPT = Path("build/budgets")
@@ -141,7 +141,7 @@ def levels(name: str, highest: int) -> list[LevelRow]:
     """What ``memopt optimize`` finds, level by level."""
     ready = prepared(name)
     request = OptimizeRequest(source=ready.subject.source, spec=None, dry_run=True, recommend_batch=False)
-    return find_plan(request, resolve(SearchRequest(level=highest)), ready, Progress()).levels
+    return find_levels(request, resolve(SearchRequest(level=highest)), ready, Progress())
 
 
 def budget_plans(name: str) -> Iterator[tuple[float, Plan, float]]:
@@ -155,18 +155,18 @@ def budget_plans(name: str) -> Iterator[tuple[float, Plan, float]]:
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
-    """A section for every model."""
+    """A section for every model, written anew after every round of steps."""
     for name in names:
-        ways = list(contestants(name, options.level, compilers=options.compile))
-        found, failed = contest(ways, options.rounds, options.threads)
-        text = (
-            f"{options.threads} threads; every way in a process of its own, steps in turns, medians of "
-            f"{options.rounds}. *Found in*: of memopt's levels everything up to that level, the measurement of the "
-            "original and of every level included; of its budgets recording and planning, without measuring.\n\n"
-        )
-        text += contest_table(found) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
-        write_section(f"Plans: contest on {name}", this_command(), text)
-        print(text)
+        ways = contestants(name, options.level, compilers=options.compile)
+        for done, (found, failed) in enumerate(contest(ways, options.rounds, options.threads), 1):
+            text = (
+                f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {done}. "
+                "*Found in*: of memopt's levels everything up to that level, the measurement of the original and of "
+                "every level included; of its budgets recording and planning, without measuring.\n\n"
+            )
+            text += contest_table(found) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
+            write_section(f"Plans: contest on {name}", this_command(), text)
+            print(contest_table(found), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- accuracy
@@ -175,6 +175,7 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
 def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
     """Cost model, dry run and measurement of five plans a model: the planner's; where it has fewer, random ones."""
     rows, dry_errors, model_errors = [], [], []
+    header = ["", "plan", "cost model", "dry run", "measured", "model to dry run", "dry run to measured"]
     for name in names:
         with bench(name) as one:
             planner = one.planner()
@@ -185,15 +186,12 @@ def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
                 dry_errors.append(abs(dry / measured - 1))
                 model_errors.append(abs(model / dry - 1))
                 peaks = [f"{peak / 2**20:.1f} MiB" for peak in (model, dry, measured)]
-                errors = [f"{model / dry - 1:+.2%}", f"{dry / measured - 1:+.2%}"]
-                rows.append([name, _described(plan), *peaks, *errors])
+                off = [f"{model / dry - 1:+.2%}", f"{dry / measured - 1:+.2%}"]
+                rows.append([name, _described(plan), *peaks, *off])
                 print(*rows[-1], flush=True)
-    header = ["", "plan", "cost model", "dry run", "measured", "model to dry run", "dry run to measured"]
-    text = (
-        f"{table(header, rows)}\n\n{_spread('Dry run to measured', dry_errors)} {_spread('Cost model', model_errors)}"
-    )
-    write_section("Plans: accuracy of the predicted peak", this_command(), text)
-    print(text)
+        errors = f"{_spread('Dry run to measured', dry_errors)} {_spread('Cost model', model_errors)}"
+        write_section("Plans: accuracy of the predicted peak", this_command(), f"{table(header, rows)}\n\n{errors}")
+        print(errors)
 
 
 def _described(plan: Plan) -> str:
@@ -212,6 +210,11 @@ def _spread(what: str, errors: Sequence[float]) -> str:
 def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
     """The cost model's choice among all plans that a long search looked at, beside the best of them."""
     rows = []
+    header = ["", "plans", "lowest", "of the six", "the planner's", "six to lowest", "planner's to lowest"]
+    text = (
+        f"A random local search of {options.seconds:g} s a model by dry runs, which start from the planner's plans. "
+        "*The six*: those of all its plans that the cost model puts first.\n\n"
+    )
     for name in names:
         with bench(name) as one:
             planner = one.planner()
@@ -225,13 +228,7 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
         mib = [f"{peak / 2**20:.1f} MiB" for peak in (best, six, own)]
         rows.append([name, str(len(found)), *mib, f"{six / best - 1:+.2%}", f"{own / best - 1:+.2%}"])
         print(*rows[-1], flush=True)
-    header = ["", "plans", "lowest", "of the six", "the planner's", "six to lowest", "planner's to lowest"]
-    text = (
-        f"A random local search of {options.seconds:g} s a model by dry runs, which start from the planner's plans. "
-        "*The six*: those of all its plans that the cost model puts first.\n\n"
-    )
-    write_section("Plans: the cost model's shortlist", this_command(), text + table(header, rows))
-    print(table(header, rows))
+        write_section("Plans: the cost model's shortlist", this_command(), text + table(header, rows))
 
 
 # ---------------------------------------------------------------------------------------------- budgets
@@ -240,6 +237,12 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
 def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
     """Ten budgets a model from one recorded step: measured peaks; plans to be timed are kept."""
     rows = []
+    header = ["", "ten budgets", "violated", "most used", "median used", "plans of the long search"]
+    text = (
+        "Peaks are those of one real step in a process of its own. What `memopt optimize --budget` does, but with one "
+        "recorded step and one planner for the ten budgets of a model, and without heads that run through their loss. "
+        f"Long search: {options.seconds:g} s.\n\n"
+    )
     for name in names:
         with bench(name) as one:
             planner = one.planner()
@@ -259,19 +262,17 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         between = f"{limits[0] / 2**20:.1f} … {limits[-1] / 2**20:.1f} MiB"
         rows.append([name, between, str(over), f"{max(used):.1%}", f"{statistics.median(used):.1%}", str(len(found))])
         print(*rows[-1], flush=True)
-    header = ["", "ten budgets", "violated", "most used", "median used", "plans of the long search"]
-    text = (
-        "Peaks are those of one real step in a process of its own. What `memopt optimize --budget` does, but with one "
-        "recorded step and one planner for the ten budgets of a model, and without heads that run through their loss. "
-        f"Long search: {options.seconds:g} s.\n\n"
-    )
-    write_section("Plans: ten budgets", this_command(), text + table(header, rows))
-    print(table(header, rows))
+        write_section("Plans: ten budgets", this_command(), text + table(header, rows))
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:
     """The steps of the plans kept, in turns, in one process."""
     rows = []
+    header = ["", "plans", "median", "worst of ten budgets"]
+    text = (
+        f"The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
+        f"cost model puts first, and the planner's own); medians of {options.rounds} steps in turns.\n\n"
+    )
     for name in names:
         kept = json.loads((KEPT / f"{name}.json").read_text())
         own = [from_data(Plan, entry["plan"]) for entry in kept]
@@ -280,12 +281,7 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
         ratios = [times[plan] / min(times[p] for p in (plan, *rest)) for plan, rest in zip(own, others, strict=True)]
         rows.append([name, str(len(times)), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"])
         print(*rows[-1], " ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)
-    header = ["", "plans", "median", "worst of ten budgets"]
-    text = (
-        f"The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
-        f"cost model puts first, and the planner's own); medians of {options.rounds} steps in turns.\n\n"
-    )
-    write_section("Plans: steps within ten budgets", this_command(), text + table(header, rows))
+        write_section("Plans: steps within ten budgets", this_command(), text + table(header, rows))
 
 
 def _times(plans: Sequence[Plan], name: str, rounds: int) -> dict[Plan, float]:
@@ -322,6 +318,7 @@ class Layer(nn.Module):
 def growth(names: Sequence[str], options: argparse.Namespace) -> None:
     """Planning for half of the activations, by dry runs alone."""
     rows = []
+    header = ["layers", "operators", "recorded in", "search", "one plan priced", "dry runs", "in all", "peak of it"]
     for layers in LAYERS:
         started = time.perf_counter()
         model = nn.Sequential(*(Layer(64) for _ in range(layers))).train()
@@ -343,8 +340,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         share = f"{found.peak_bytes / trace.allocated_peak_bytes:.2f}"
         rows.append([str(layers), str(len(trace.ops)), f"{recorded_s:.1f} s", *(f"{s:.2f} s" for s in cells), share])
         print(*rows[-1], flush=True)
-    header = ["layers", "operators", "recorded in", "search", "one plan priced", "dry runs", "in all", "peak of it"]
-    write_section("Plans: growth with the number of layers", this_command(), table(header, rows))
+        write_section("Plans: growth with the number of layers", this_command(), table(header, rows))
 
 
 def _dry_runs(fake: FakeStep, original: Counted, seconds: list[float]) -> Probes:

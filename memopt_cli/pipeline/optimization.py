@@ -139,6 +139,11 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     return summary
 
 
+def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
+    """Search and measure, level by level; verifies nothing.  Raises :class:`MemoptError`."""
+    return _Job(request=request, options=resolved.options, prepared=prepared, progress=progress).search()
+
+
 def _record_steps(
     request: OptimizeRequest, prepared: Prepared, summary: MemOptSummary, progress: Progress
 ) -> RecordedSteps:

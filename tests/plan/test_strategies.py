@@ -494,6 +494,21 @@ def test_unwrapping_ends_when_the_time_is_up() -> None:
     assert paths(improvement.best.plan) == ["b", "c"]
 
 
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_rounds_count_the_plans_that_were_tried_before_the_time_was_up(answered: int) -> None:
+    tree = tree_of(*(module(name, 100, 1) for name in "abc"))
+    machine = Machine(tree)
+    asked: list[Plan] = []
+
+    def count(plan: Plan) -> Counted | Failure | NotTried:
+        asked.append(plan)
+        return machine.count(plan) if len(asked) <= answered else NotTried(reason="time is up")
+
+    start = machine.start(*map(segment, "abc"))
+    probes = replace(machine.probes(), count=count)
+    assert TemporalSplit().improve(start, tree, SearchOptions(), probes).tried == answered
+
+
 def test_a_plan_that_fails_is_not_taken() -> None:
     tree = tree_of(module("a", 1, 1), module("b", 100, 1), module("c", 100, 1))
     machine = Machine(tree, fails=lambda plan: "a" not in paths(plan))

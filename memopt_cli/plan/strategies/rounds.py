@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt_cli.plan.interface import Candidate, Improvement, Probes, held_at_peak
+from memopt_cli.plan.interface import Candidate, Improvement, NotTried, Probes, held_at_peak
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
 
 Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
@@ -54,9 +54,10 @@ def _everywhere(start: Candidate, level: int, change: Change, probes: Probes, wh
             if ways[segment.path]:
                 plan = _replaced(plan, segment, ways[segment.path][min(way, len(ways[segment.path]) - 1)], level)
         plans.append(plan)
-    for candidate in _probe(plans, probes, what, "everything"):
+    candidates, probed = _probe(plans, probes, what, "everything")
+    for candidate in candidates:
         best = candidate if candidate.peak_bytes < best.peak_bytes else best
-    return best, len(plans)
+    return best, probed
 
 
 def _one_round(
@@ -72,8 +73,8 @@ def _one_round(
             break  # the rest holds too little when it matters
         plans = [_replaced(walk.plan, segment, new, level) for new in change(segment)]
         plans = [plan for plan in plans if plan.segments != walk.plan.segments]
-        candidates = _probe(plans, probes, what, segment.path or "(root)")
-        probed += len(candidates)
+        candidates, count = _probe(plans, probes, what, segment.path or "(root)")
+        probed += count
         tried += bool(plans)
         better = min(candidates, key=lambda c: c.peak_bytes, default=None)
         if better is not None and better.peak_bytes < best.peak_bytes:
@@ -83,14 +84,18 @@ def _one_round(
     return (None if walk is best else walk), probed
 
 
-def _probe(plans: list[Plan], probes: Probes, what: str, where: str) -> list[Candidate]:
-    found = []
+def _probe(plans: list[Plan], probes: Probes, what: str, where: str) -> tuple[list[Candidate], int]:
+    """Those that could run, and how many were probed before the search was over."""
+    found, probed = [], 0
     for plan in plans:
         probes.report(f"{what} {where}")
         counted = probes.count(plan)
+        if isinstance(counted, NotTried):
+            break
+        probed += 1
         if isinstance(counted, Counted):
             found.append(Candidate(plan=plan, counted=counted))
-    return found
+    return found, probed
 
 
 def _replaced(plan: Plan, segment: SegmentPlan, new: tuple[SegmentPlan, ...], level: int) -> Plan:
