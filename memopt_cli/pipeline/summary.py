@@ -12,6 +12,9 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.compressor import declared_compressor
 from memopt_cli.units import format_bytes, format_seconds
 
+_SLOW = 2.0
+"""A step that takes so many times as long asks for a compromise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
@@ -137,10 +140,21 @@ def _generic(rows: list[LevelRow], plan: Plan) -> str:
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
     if not plan.segments and not plan.packed:
-        return "No plan lowered the measured peak of this step; with larger inputs one may."
+        return f"No plan lowered the measured peak of this step.{_what_stays(rows)}"
+    before, after = _measured(rows, 0), _measured(rows, plan.level)
+    if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
+        return "Plans between this one and the original, slower the smaller they are: --frontier, or --budget."
     if plan.level < 4 and rows[-1].level < 4:
         return f"Level {rows[-1].level + 1} may save more."
     return ""
+
+
+def _what_stays(rows: list[LevelRow]) -> str:
+    original = _measured(rows, 0)
+    if original is None:
+        return ""
+    share = original.resident_bytes / original.allocated_peak_bytes
+    return f" Parameters, gradients, buffers and inputs, which no plan makes smaller, are {share:.0%} of it."
 
 
 def _measured_sentence(rows: list[LevelRow], level: int) -> str:

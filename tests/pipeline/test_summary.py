@@ -159,6 +159,7 @@ def test_a_recommendation_quotes_what_was_measured() -> None:
         ([row(0)], "Nothing was searched"),
         ([row(0), row(1, plan=Plan(level=1))], "No plan lowered the measured peak"),
         ([row(0), row(1)], "Level 2 may save more."),
+        ([row(0), row(1, outcome=replace(measured(8 * MIB), step_times_s=(2.0,)))], "Plans between this one and the"),
         ([row(level) for level in range(5)], ""),
     ],
 )
