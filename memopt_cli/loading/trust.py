@@ -11,11 +11,14 @@ import builtins
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import _weights_only_unpickler, nn
 
 from memopt_cli.errors import UnsafeFileError, first_line
@@ -34,7 +37,7 @@ LIBRARIES = (
     "memopt_cli.online",
     "memopt_cli.model_batching.module",
 )
-"""Packages whose ``nn.Module`` classes may be built without asking."""
+"""Packages whose ``nn.Module`` classes may be built, and whose gradients used, without asking."""
 
 RUNTIME = "memopt_cli.runtime"
 RESTORE_SEGMENT = Global(f"{RUNTIME}.container", "restore_segment")
@@ -223,7 +226,7 @@ def _library_class(wanted: Global, libraries: Sequence[str], *, called: bool) ->
     if isinstance(found, Missing):
         return found
     value = found.value
-    if called or not isinstance(value, type) or not _is_module_or_configuration(value):
+    if called or not isinstance(value, type) or not _is_part_of_a_model(value):
         return Denied(_why_not(value, called=called), _by_name(wanted))
     if not any(_within(value.__module__, name) for name in libraries):
         return Denied(f"is not defined in {wanted.package} but in {value.__module__}", _by_name(wanted))
@@ -238,9 +241,10 @@ def _runtime(wanted: Global, *, called: bool) -> Verdict:
     return found if ours and not called else Denied("is no part of the format of memopt's files")
 
 
-def _is_module_or_configuration(value: type) -> bool:
+def _is_part_of_a_model(value: type) -> bool:
+    """A module, the gradient of a function in one, or its configuration."""
     bases = {f"{base.__module__}.{base.__qualname__}" for base in value.__mro__}
-    return issubclass(value, nn.Module) or bool(bases & CONFIGURATIONS)
+    return issubclass(value, nn.Module | torch.autograd.Function) or bool(bases & CONFIGURATIONS)
 
 
 def _why_not(value: Any, *, called: bool) -> str:
@@ -261,17 +265,27 @@ def _is_tensor_function(wanted: Global) -> bool:
 
 def _plain(wanted: Global, *, called: bool) -> Verdict:
     if wanted == _GETATTR:
-        return Allowed(_tensor_function)
+        return Allowed(_attribute)
     if called and (_is_tensor_function(wanted) or wanted == _TENSOR_FUNCTION_OWNER or wanted.name in _NEVER_CALLED):
         return Denied("is called with arguments from the file", _by_name(wanted))
     return _resolve(wanted)
 
 
-def _tensor_function(owner: Any, name: str) -> Any:
-    """What ``getattr`` may do in a model file: ``torch.relu`` is pickled as an attribute of an internal class."""
-    if f"{owner.__module__}.{owner.__name__}" != str(_TENSOR_FUNCTION_OWNER) or name not in _TENSOR_FUNCTIONS:
+def _attribute(owner: Any, name: str) -> Any:
+    """What ``getattr`` may do in a model file.
+
+    ``torch.relu`` is pickled as an attribute of an internal class, a surrogate gradient as the ``apply`` of its
+    ``autograd.Function``, and what a module keeps of its own methods, as snnTorch's neurons do, as that module's.
+    Nothing runs: a method is looked up on the class, and the unpickler calls none.
+    """
+    if owner is torch._C._VariableFunctionsClass and name in _TENSOR_FUNCTIONS:  # type: ignore[attr-defined]
+        return getattr(owner, name)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and name == "apply":
+        return owner.apply
+    method = inspect.getattr_static(type(owner), name, None) if isinstance(owner, nn.Module) else None
+    if not isinstance(method, types.FunctionType):
         raise AttributeError(f"the file asks for the attribute {name!r} of {owner!r}")
-    return getattr(owner, name)
+    return types.MethodType(method, owner)
 
 
 def _resolve(wanted: Global) -> Allowed | Missing:

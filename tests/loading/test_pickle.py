@@ -49,6 +49,13 @@ class Payload:
         return self.call
 
 
+class Method(Payload):
+    """What the call gives is itself called."""
+
+    def __call__(self) -> None:
+        raise AssertionError("only a file calls it")
+
+
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_loads_a_saved_module(tmp_path: Path, zipped: bool) -> None:
     model, path = small_model(), tmp_path / "model.pt"
@@ -78,6 +85,30 @@ def test_tensor_functions_kept_as_attributes_load(tmp_path: Path) -> None:
     assert loaded.act is F.relu
     assert loaded.other is torch.tanh  # type: ignore[comparison-overlap]
     assert loaded.third is F.gelu
+
+
+def test_neurons_that_keep_their_own_methods_load(tmp_path: Path) -> None:
+    """And a surrogate gradient."""
+    snntorch, surrogate = pytest.importorskip("snntorch"), pytest.importorskip("snntorch.surrogate")
+    gradient = surrogate.StraightThroughEstimator.apply
+    model = nn.Sequential(nn.Linear(3, 4), snntorch.Leaky(beta=0.9, init_hidden=True, spike_grad=gradient))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt")
+    assert vars(loaded.get_submodule("1"))["spike_grad"] == gradient
+    assert torch.equal(loaded(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("name", ["weight", "__class__", "__dict__", "nothing"])
+def test_of_a_module_getattr_reaches_only_methods(tmp_path: Path, name: str) -> None:
+    torch.save(Payload(getattr, nn.Linear(2, 2), name), tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match=name):
+        load_model(source(tmp_path / "model.pt"))
+
+
+def test_no_method_is_called_by_a_file(tmp_path: Path) -> None:
+    torch.save(Payload(Method(getattr, nn.Linear(2, 2), "zero_grad")), tmp_path / "model.pt")
+    with pytest.raises(UnsafeFileError):
+        load_model(source(tmp_path / "model.pt"))
 
 
 @pytest.mark.parametrize(("chunks", "kind"), [(1, GCContainer), (2, TCGCContainer)])
