@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from memopt_cli.equality import TOLERANCE, difference, effects, generator_state, generators_kept, in_double, state_of
 from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
+from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -68,7 +68,7 @@ def find_rule(
     ``allow_inexact``: where there is none, that along which it would but for the statistics of its batch norms.
     """
     found = _exact_rule(module, args, kwargs)
-    if isinstance(found, ChunkRule) or not allow_inexact or not _norms_of(module):
+    if isinstance(found, ChunkRule) or not allow_inexact or not batch_norms(module):
         return found
     for axis in _AXES:
         for exact in _conceivable(module, args, kwargs, axis):
@@ -78,12 +78,8 @@ def find_rule(
     return found
 
 
-def _norms_of(module: nn.Module) -> list[nn.Module]:
-    return [inner for inner in module.modules() if isinstance(inner, _BatchNorm)]
-
-
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
-    norms = len(_norms_of(module))
+    norms = len(batch_norms(module))
     if norms > _MOST_NORMS:
         return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
     reasons = []
@@ -112,7 +108,7 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 axis=axis,
                 seq_inputs=seq_inputs,
                 seq_outputs=seq_outputs,
-                batch_statistics=bool(_norms_of(module)),
+                batch_statistics=bool(batch_norms(module)),
             )
 
 
@@ -129,7 +125,7 @@ def _leading(lengths: list[int], wanted: int) -> int:
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
     """Why the rule is wrong; ``None`` if every trial agrees."""
     module = copy.deepcopy(module).double().train()
-    for norm in _norms_of(module) if rule.inexact else ():
+    for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
     inputs = in_double((args, kwargs))
     length = args[0].shape[rule.axis]

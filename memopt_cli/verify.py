@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, step_in_double
 from memopt_cli.errors import StepError
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime import find_part
+from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step
 
@@ -60,7 +60,7 @@ def verify(
 @contextlib.contextmanager
 def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Batch norms in ``modules`` use their running statistics meanwhile."""
-    norms = {m for module in modules for m in module.modules() if isinstance(m, _BatchNorm) and m.training}
+    norms = {m for module in modules for m in batch_norms(module) if m.training}
     for norm in norms:
         norm.eval()
     try:

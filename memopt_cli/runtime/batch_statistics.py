@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.state import SEGMENT_KEY, AllGenerators, ModuleState
 
 
@@ -47,6 +48,11 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
         if isinstance(inner, torch.jit.ScriptModule):
             return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
     return ""
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The modules in it that normalize by statistics of the batch while they train, lifted ones among them."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) or "aten::batch_norm" in operators_of(m)]
 
 
 class BatchStatistics:
@@ -190,7 +196,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
 @contextmanager
 def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
     """Norms within do not count this call, if their counters are to be ``kept``."""
-    counters = [m.num_batches_tracked for m in module.modules() if isinstance(m, _BatchNorm)] if kept else []
+    counters = [m._buffers.get("num_batches_tracked") for m in batch_norms(module)] if kept else []
     copies = [(counter, counter.clone()) for counter in counters if counter is not None]
     yield
     for counter, copy in copies:
@@ -227,7 +233,7 @@ class _Start:
 def _check_inner_segments(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         is_inner = inner is not module and SEGMENT_KEY in vars(inner) and vars(inner)[SEGMENT_KEY].recompute
-        if is_inner and any(isinstance(m, _BatchNorm) for m in inner.modules()):
+        if is_inner and batch_norms(inner):
             raise ValueError(
                 f"{type(module).__name__} gathers batch statistics over its chunks, and its {name}, which holds a "
                 "batch norm, is a segment of its own; remove one of the two from the plan"

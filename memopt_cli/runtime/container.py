@@ -36,7 +36,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
-from memopt_cli.runtime.lifted.module import LiftedModule, is_lifted_linear
+from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
@@ -196,7 +196,7 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
-    if type(module).forward is not nn.Linear.forward and not is_lifted_linear(module):
+    if type(module).forward is not nn.Linear.forward and operators_of(module) != ["aten::linear"]:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
     if config.chunks < 2:
         return "it is to run in chunks through its loss, and it runs in one"

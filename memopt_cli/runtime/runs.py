@@ -39,9 +39,12 @@ class GroupedSequential(nn.Sequential):
 
 
 def group_layers(model: nn.Module) -> None:
-    """Divide every flat Sequential into runs of one layer with weights and what follows it, in place."""
+    """Divide every flat Sequential into runs of one layer with weights and what follows it, in place.
+
+    One that calls a layer twice stays whole: a module has one path.
+    """
     for module in list(model.modules()):
-        if type(module) is nn.Sequential:
+        if type(module) is nn.Sequential and len(set(module)) == len(module):
             for run in list(_layer_runs(module)):
                 _add(module, _name_of(run), run)
 

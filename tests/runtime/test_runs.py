@@ -200,4 +200,5 @@ def test_a_shared_layer_runs_wherever_it_stands() -> None:
     model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     expected = model(torch.ones(2, 4))
     group_layers(model)
-    assert torch.equal(model(torch.ones(2, 4)), expected)
+    assert type(model) is nn.Sequential
+    assert torch.equal(apply_plan(model, plan("0-1", "2-3"))(torch.ones(2, 4)), expected)

@@ -87,14 +87,11 @@ def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> Lift
     return module
 
 
-def is_lifted_linear(module: nn.Module) -> bool:
-    """Whether the forward of a lifted module calls the operator of linear layers, once, and no other."""
-    if not isinstance(module, LiftedModule):
-        return False
-    methods = {method[0]: method for method in module._program[2]}
-    nodes = list(nodes_of(methods["forward"][3])) if "forward" in methods else []
-    called = [detail for kind, detail, *_ in nodes if kind not in ("parameter", "get")]
-    return called == ["aten::linear"]
+def operators_of(module: nn.Module) -> list[str]:
+    """The operators that a lifted module's own methods and functions call, e.g. ``aten::linear``; of others none."""
+    _, _, methods, functions = module._program if isinstance(module, LiftedModule) else (0, "", (), ())
+    nodes = (node for method in (*methods, *functions) for node in nodes_of(method[3]))
+    return [detail for kind, detail, *_ in nodes if kind == "operator"]
 
 
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
