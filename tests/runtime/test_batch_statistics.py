@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import memopt_cli
 from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
@@ -113,6 +116,21 @@ class Branches(nn.Module):
         y = self.a(x).tanh() + self.b(self.inner(x))
         z: Tensor = self.twice(self.inner(self.twice(y.sin())).sin())
         return z
+
+
+@pytest.mark.parametrize("stored", ["scripted", "traced", "exported"])
+def test_norms_of_models_stored_as_programs(exactly: Any, stored: str, tmp_path: Path) -> None:
+    block = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh())
+    net, x = nn.Sequential(block, nn.Linear(3, 1)), leaf(7, 2)
+    path = tmp_path / ("net.pt2" if stored == "exported" else "net.ts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if stored == "exported":
+            torch.export.save(torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("B")},)), path)
+        else:
+            torch.jit.save(torch.jit.script(net) if stored == "scripted" else torch.jit.trace(net, (x,)), path)
+    exactly(memopt_cli.load(path), {"0": EXACT}, x, steps=3)
+    assert exactly.recomputations == 3 * 2 * 3
 
 
 def test_several_norms(exactly: Any) -> None:
