@@ -16,7 +16,7 @@ from memopt_cli.plan.strategies import STRATEGIES, spatial_split
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
 from memopt_cli.plan.strategies.segments import Segments, choose_targets, matching_targets
 from memopt_cli.plan.strategies.spatial_split import SpatialSplit
-from memopt_cli.plan.strategies.temporal_split import TemporalSplit
+from memopt_cli.plan.strategies.temporal_split import TemporalSplit, iterate_cuts
 from memopt_cli.records import (
     Breakdown,
     ChunkRule,
@@ -54,12 +54,12 @@ def module(path: str, saved: float, packed: float = 1, **changes: object) -> Mod
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def tree_of(*modules: ModuleTrace) -> ModuleTree:
+def tree_of(*modules: ModuleTrace, peak: int = 0) -> ModuleTree:
     """Adds the root, which saves what the outermost modules save."""
     outermost = [m for m in modules if "." not in m.path]
     root = module("", sum(m.saved_bytes for m in outermost), class_name="Net")
     ordered = tuple(replace(m, order=i) for i, m in enumerate((root, *modules)))
-    return ModuleTree(StepTrace(modules=ordered, tensor_peak_bytes=0, resident_bytes=0, batch=1))
+    return ModuleTree(StepTrace(modules=ordered, tensor_peak_bytes=peak, resident_bytes=0, batch=1))
 
 
 @dataclass
@@ -352,6 +352,14 @@ def test_temporal_split_recomputes_states_where_there_are_any() -> None:
         machine = Machine(tree)
         TemporalSplit().improve(machine.start(segment("a")), tree, SearchOptions(), machine.probes())
         assert any(s.recompute_states for plan in machine.probed for s in plan.segments) is bool(state_bytes)
+
+
+@pytest.mark.parametrize(("peak", "chunks"), [(800, [2, 4, 8]), (10_000, [2, 4]), (100_000, [])])
+def test_chunks_that_hold_little_of_the_peak_are_not_cut_again(peak: int, chunks: list[int]) -> None:
+    tree = tree_of(module("a", 800, 1, state_bytes=1), peak=peak)
+    cuts = list(iterate_cuts(segment("a"), tree, 2, Machine(tree).probes()))
+    assert [cut.chunks for cut in cuts if not cut.recompute_states] == chunks
+    assert [cut.chunks for cut in cuts if cut.recompute_states] == chunks[-1:]
 
 
 def test_temporal_split_of_the_parts_that_can() -> None:

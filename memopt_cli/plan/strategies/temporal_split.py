@@ -70,5 +70,5 @@ def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Pr
             break
         current = rule.applied(current, chunks)
         yield current
-    if tree[current.path].state_bytes and not current.recompute_states:
+    if current.chunks > 1 and tree[current.path].state_bytes and not current.recompute_states:
         yield replace(current, recompute_states=True)

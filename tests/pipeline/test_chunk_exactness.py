@@ -1,0 +1,79 @@
+"""Chunks through batch norms, from the command line: the same mathematics, refused with the reason, or named.
+
+Profiling is in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.records import MemOptSummary, SegmentPlan, from_data
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+FLAGS = ("--level", "3", "--allow-package", "tests", "--longest-step", "0.01")
+SIZES = ("512", "24x24", "8x8x8")
+
+
+@pytest.fixture
+def optimize(memopt: Callable[..., Any], in_process: None) -> Callable[..., Any]:
+    """``memopt optimize`` at level 3."""
+    return lambda *arguments: memopt("optimize", "net.pt", *FLAGS, *arguments)
+
+
+class Block(nn.Module):
+    """Holds much more than it gives, and nearly all of that outside of its norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = torch.cat([y * factor for factor in range(1, 9)], 1)
+        for _ in range(8):
+            y = torch.tanh(y) + y
+        return y.mean(1, keepdim=True)
+
+
+def net(norm: type[nn.Module]) -> nn.Module:
+    """A block holds nearly all of its activations."""
+    return nn.Sequential(Block(norm(1)), nn.Flatten())
+
+
+def summary_of(done: Any) -> MemOptSummary:
+    assert done.code == 0, done.err
+    return from_data(MemOptSummary, json.loads(done.out)["summary"])
+
+
+def in_chunks(summary: MemOptSummary) -> list[SegmentPlan]:
+    """Segments, if the block is one."""
+    return [segment for segment in summary.plan.segments if segment.path == "0" and segment.chunks > 1]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_batch_norms_of_every_dimension_run_in_chunks_and_are_exact(dims: int, optimize: Callable[..., Any]) -> None:
+    torch.save(net(NORMS[dims - 1]), "net.pt")
+    summary = summary_of(optimize("-i", f"8x1x{SIZES[dims - 1]}", "--target", "Block", "--json"))
+    assert in_chunks(summary)
+    assert all(segment.batch_statistics and not segment.inexact for segment in in_chunks(summary))
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert summary.verification.inexact == ()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
+    allowed: bool, optimize: Callable[..., Any]
+) -> None:
+    torch.save(net(nn.SyncBatchNorm), "net.pt")
+    flags = ("--allow-inexact",) if allowed else ()
+    done = optimize("-i", "8x1x24x24", "--target", "Block", *flags)
+    assert done.code == 0, done.err
+    assert ("SyncBatchNorm, whose statistics are those of all processes" in done.out) is not allowed
+    assert ("NOT exact, as allowed: in " in done.out) is allowed
