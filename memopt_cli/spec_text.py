@@ -107,11 +107,15 @@ def parse_limit(text: str) -> Limit:
     percent, time = _PERCENT.fullmatch(amount), _TIME.fullmatch(amount)
     if percent:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
-    if metric != "step":
+    if metric == "step":
+        if not time:
+            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT, step:20% or step:50ms.")
+        return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
+    try:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
-    if not time:
-        raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write for example step:20% or step:50ms.")
-    return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
+    except UsageError as err:
+        hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
+        raise UsageError(f"'{text}': '{amount}' is not a memory size", hint=hint) from err
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:

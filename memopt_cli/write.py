@@ -236,13 +236,14 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             return Baseline(header=header, conditions=None, memory=memory)
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
         return from_data(Baseline, {"header": to_data(header), **parts}, where="the file")
+    except FileNotFoundError as err:
+        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or first_line(err)
-        raise BaselineError(
-            f"there is no baseline at {path}: {reason}", hint="Record one with memopt baseline MODEL -o FILE."
-        ) from err
+        raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err
 
 
+_RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = {f.name for f in fields(FileHeader)}
 
 
