@@ -1,8 +1,9 @@
 """Optimizes the spiking VGG of SpikingJelly's memory tutorial, made for CIFAR10-DVS, and prints the summary.
 
 ``python examples/spikingjelly_vgg.py`` takes some minutes on two CPU cores, nearly all of it for steps that are
-measured: 653.3 MiB become 291.1 (torch 2.13.0).  ``--batch 1 --steps 4 --size 32`` is quick.  The net is built from SpikingJelly's own multi-step layers
-(``pip install spikingjelly``), and nothing in it knows of memopt but :meth:`Block.__spatial_split__`.
+measured: 653.3 MiB become 291.1 (torch 2.13.0).  ``--batch 1 --steps 4 --size 32`` is quick.  The net is built from
+SpikingJelly's own multi-step layers (``pip install spikingjelly``), and nothing in it knows of memopt but
+:meth:`Block.__spatial_split__`.
 """
 
 from __future__ import annotations
