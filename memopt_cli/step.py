@@ -126,7 +126,7 @@ def run_checked(step: Step) -> Any:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise StepError(_rejection(error, watched), hint=_FORWARD_HINT) from error
+            raise StepError(_rejection(error, watched, step.model), hint=_FORWARD_HINT) from error
     check_finite(output)
     try:
         step.backward(output)
@@ -207,12 +207,13 @@ def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
         yield stack
 
 
-def _rejection(error: BaseException, stack: list[_Watched]) -> str:
+def _rejection(error: BaseException, stack: list[_Watched], model: nn.Module) -> str:
     if not stack:
         return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]
     kind = type(last.module).__name__
-    where = f"module '{last.path}' ({kind})" if last.path else f"the model itself ({kind})"
+    path = next((path for path, module in model.named_modules() if module is last.module), last.path)  # past runs
+    where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     return (
         f"{where} rejected its input {_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
     )

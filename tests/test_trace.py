@@ -96,7 +96,10 @@ def test_it_repeats_to_the_byte(make: Callable[[], tuple[nn.Module, tuple[Tensor
     assert fake.count() == fake.count() == count(step)
 
 
-@pytest.mark.parametrize("segments", [(), (segment("1"), segment("2")), (segment("1", chunks=2),)])
+IN_CHUNKS = segment("1", chunks=2, batch_statistics=True)
+
+
+@pytest.mark.parametrize("segments", [(), (segment("1"), segment("2")), (IN_CHUNKS,)])
 def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> None:
     model, args = convolutional()
     step = step_of(apply_plan(model, Plan(level=1, segments=segments)), args)

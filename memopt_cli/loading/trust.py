@@ -37,7 +37,7 @@ LIBRARIES = (
     "memopt_cli.online",
     "memopt_cli.model_batching.module",
 )
-"""Packages whose ``nn.Module`` classes may be built, and whose gradients used, without asking."""
+"""Packages whose ``nn.Module`` classes may be built without asking."""
 
 RUNTIME = "memopt_cli.runtime"
 RESTORE_SEGMENT = Global(f"{RUNTIME}.container", "restore_segment")
@@ -61,6 +61,9 @@ _TENSOR_FUNCTIONS = (
 ).split()
 """Pure tensor functions that modules keep as attributes."""
 
+_SURROGATES = "snntorch.surrogate"
+_KEPT_METHODS = ("_base_sub", "_base_zero", "_base_int", "_surrogate_bypass")
+"""Methods that snnTorch's neurons keep as attributes."""
 _FUNCTION_MODULES = ("torch.nn.functional", "torch._C._nn")
 _GETATTR = Global("builtins", "getattr")
 _TENSOR_FUNCTION_OWNER = Global("torch._C", "_VariableFunctionsClass")
@@ -242,9 +245,11 @@ def _runtime(wanted: Global, *, called: bool) -> Verdict:
 
 
 def _is_part_of_a_model(value: type) -> bool:
-    """A module, the gradient of a function in one, or its configuration."""
+    """A module, its configuration, or a surrogate gradient."""
+    if issubclass(value, torch.autograd.Function):
+        return _within(value.__module__, _SURROGATES)
     bases = {f"{base.__module__}.{base.__qualname__}" for base in value.__mro__}
-    return issubclass(value, nn.Module | torch.autograd.Function) or bool(bases & CONFIGURATIONS)
+    return issubclass(value, nn.Module) or bool(bases & CONFIGURATIONS)
 
 
 def _why_not(value: Any, *, called: bool) -> str:
@@ -274,18 +279,22 @@ def _plain(wanted: Global, *, called: bool) -> Verdict:
 def _attribute(owner: Any, name: str) -> Any:
     """What ``getattr`` may do in a model file.
 
-    ``torch.relu`` is pickled as an attribute of an internal class, a surrogate gradient as the ``apply`` of its
-    ``autograd.Function``, and what a module keeps of its own methods, as snnTorch's neurons do, as that module's.
-    Nothing runs: a method is looked up on the class, and the unpickler calls none.
+    ``torch.relu`` is pickled as an attribute of an internal class, snnTorch's surrogate gradients as the ``apply`` of
+    theirs, and the methods that its neurons keep as attributes as those of the neuron.  What is reached may be called
+    while the file is read, by a ``__setstate__`` that the file itself puts on an object: so only what computes.
     """
-    if owner is torch._C._VariableFunctionsClass and name in _TENSOR_FUNCTIONS:  # type: ignore[attr-defined]
+    kind = owner if isinstance(owner, type) else type(owner)
+    home = kind.__module__.partition(".")[0]
+    if f"{kind.__module__}.{kind.__name__}" == str(_TENSOR_FUNCTION_OWNER) and name in _TENSOR_FUNCTIONS:
         return getattr(owner, name)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and name == "apply":
-        return owner.apply
-    method = inspect.getattr_static(type(owner), name, None) if isinstance(owner, nn.Module) else None
-    if not isinstance(method, types.FunctionType):
-        raise AttributeError(f"the file asks for the attribute {name!r} of {owner!r}")
-    return types.MethodType(method, owner)
+    if kind is owner and issubclass(kind, torch.autograd.Function) and _within(kind.__module__, _SURROGATES):
+        if name == "apply":
+            return kind.apply
+    elif kind is not owner and home == "snntorch" and name in _KEPT_METHODS:
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, types.FunctionType) and method.__module__.partition(".")[0] == "snntorch":
+            return types.MethodType(method, owner)
+    raise AttributeError(f"the file asks for the attribute {name!r} of {kind.__name__}")
 
 
 def _resolve(wanted: Global) -> Allowed | Missing:

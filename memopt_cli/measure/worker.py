@@ -403,8 +403,12 @@ class Worker:
     def _install(self, plan: Plan, step: Step) -> float:
         """Apply a plan and take the first step, with every segment seen to run; the seconds that the step took."""
         apply_plan(self._model, plan)
-        idle = {segment.path for segment in plan.segments}
-        with module_hooks(self._model, lambda path, *_: idle.discard(path), lambda *_: None):
+        idle = {find_part(self._model, segment.path): segment.path for segment in plan.segments}
+
+        def enter(path: str, module: nn.Module, inputs: Any) -> None:
+            idle.pop(module, None)
+
+        with module_hooks(self._model, enter, lambda *_: None):
             seed_everything(self._settings.seed)
             synchronize(self._settings.device)
             started = time.perf_counter()
@@ -415,7 +419,7 @@ class Worker:
         self._model.zero_grad(set_to_none=True)
         if idle:
             raise StepError(
-                f"the plan makes a segment of '{sorted(idle)[0]}', but the step never calls that module",
+                f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
                 hint="Remove it from the plan.",
             )
         return elapsed

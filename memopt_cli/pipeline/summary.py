@@ -154,7 +154,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
     if original is None:
         return ""
     share = original.resident_bytes / original.allocated_peak_bytes
-    return f" Parameters, gradients, buffers and inputs, which no plan makes smaller, are {share:.0%} of it."
+    return f" What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
 
 
 def _measured_sentence(rows: list[LevelRow], level: int) -> str:

@@ -209,7 +209,8 @@ class Planner:
         """The plan with one of the modules that may run in chunks, or all of its class, in so many chunks."""
         classes: dict[str, list[str]] = defaultdict(list)
         for path in self._allowed.chunks:
-            if self._saves_by_chunks(self._modules[path]) and not any(_nested(path, head.path) for head in self._heads):
+            usable = self._allowed.targets(path) and self._saves_by_chunks(self._modules[path])
+            if usable and not any(_nested(path, head.path) for head in self._heads):
                 classes[self._modules[path].class_name].append(path)
         for paths in classes.values():
             length = max(self._allowed.chunks[path][1] for path in paths)
@@ -275,18 +276,19 @@ class Planner:
         for segment in plan.segments:
             if segment.chunks == 1 or segment.through_loss:
                 continue
-            if segment.path not in self._allowed.chunks:
-                return False  # it was asked for in the meantime
+            known = self._allowed.chunks.get(segment.path)
+            if known is None or known[0].applied(segment, segment.chunks) != segment:
+                return False  # the plan was made before an answer that it does not follow
             if segment.path in self._certain:
                 continue
             self._certain.add(segment.path)
             rule = self._chunking(segment.path)
             assumed, _ = self._allowed.chunks[segment.path]
             if rule != assumed:
-                known = {path: found for path, found in self._allowed.chunks.items() if path != segment.path}
+                others = {path: found for path, found in self._allowed.chunks.items() if path != segment.path}
                 if rule is not None:
-                    known[segment.path] = rule, self._modules[segment.path].input_shape[rule.axis]
-                self._allow_chunks(known)
+                    others[segment.path] = rule, self._modules[segment.path].input_shape[rule.axis]
+                self._allow_chunks(others)
                 return False
         return True
 

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.lifted.module import operators_of
+from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.state import SEGMENT_KEY, AllGenerators, ModuleState
 
 
@@ -231,7 +232,7 @@ class _Start:
 
 
 def _check_inner_segments(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
+    for name, inner in named_parts(module):
         is_inner = inner is not module and SEGMENT_KEY in vars(inner) and vars(inner)[SEGMENT_KEY].recompute
         if is_inner and batch_norms(inner):
             raise ValueError(

@@ -75,6 +75,8 @@ class ChunkStarts:
     def _after(self, place: int, tensors: list[Tensor]) -> list[Tensor]:
         """Those that the chunk behind the one at ``place`` starts from, which itself starts from ``tensors``."""
         following = self._chunks[place + 1].needs_gradient
+        if not following:  # it started where the module stood anyway
+            return []
         with torch.no_grad(), self._chunks[place].start.replay(tensors if self._chunks[place].needs_gradient else ()):
             self._chunks[place].run()
             made = ModuleState(self._module).large_tensors()

@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, statistics_refusal
+from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, batch_norms, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
@@ -186,17 +186,27 @@ def _misfit(module: nn.Module, config: SegmentConfig) -> str:
         return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
     if config.through_loss:
         return _misfit_through_loss(module, config)
+    return keep_refusal(config.keep) or _misfit_chunks(module, config)
+
+
+def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
     if config.recompute_states and config.chunks < 2:
         return "the states of its chunks are to be recomputed, and it runs in one"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
     if config.batch_statistics:
-        return keep_refusal(config.keep) or statistics_refusal(module, config.chunks)
-    return keep_refusal(config.keep)
+        return statistics_refusal(module, config.chunks)
+    if config.chunks > 1 and not config.inexact and any(norm.training for norm in batch_norms(module)):
+        return (
+            f"its batch norms would normalize each of {config.chunks} chunks by statistics of its own: set "
+            "batch_statistics to true, or inexact to true if that is wanted"
+        )
+    return ""
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
-    if type(module).forward is not nn.Linear.forward and operators_of(module) != ["aten::linear"]:
+    is_lifted = operators_of(module) == ["aten::linear"] and not any(module.children())
+    if type(module).forward is not nn.Linear.forward and not is_lifted:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
     if config.chunks < 2:
         return "it is to run in chunks through its loss, and it runs in one"

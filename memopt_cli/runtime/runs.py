@@ -29,13 +29,12 @@ class GroupedSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         """As a Sequential's."""
-        for run in _runs_of(self).values():
-            now = {name: self._modules[name] for name in run._modules if name in self._modules}
-            if now != run._modules:
-                run._modules = now
         for part in _parts_of(self).values():
             input = part(input)
         return input
+
+
+GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qualified name
 
 
 def group_layers(model: nn.Module) -> None:
@@ -97,7 +96,12 @@ def named_parts(
 
 
 def _runs_of(module: nn.Module) -> dict[str, Run]:
+    """Its runs, of the children that it has now."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
+    for run in runs.values():
+        now = {name: module._modules[name] for name in run._modules if name in module._modules}
+        if now != run._modules:
+            run._modules = now  # type: ignore[assignment]
     return runs
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -85,7 +86,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor):
                 self.see(leaf)
         workspace = self._workspace_bytes(func, args)
-        if self.phase == "backward" and _adds_gradients(func):
+        if self.phase == "backward" and _adds_gradients(func, args):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
         else:
             self._raise_peaks(self.live_bytes, workspace)
@@ -275,9 +276,16 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
                 storage.kind = "gradients"
 
 
-def _adds_gradients(func: Any) -> bool:
-    """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor."""
-    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+def _adds_gradients(func: Any, args: Any) -> bool:
+    """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor.
+
+    It adds in place only to one that is dense and overlaps nothing.
+    """
+    if (
+        func is not torch.ops.aten.add.Tensor
+        or torch.is_grad_enabled()
+        or not is_non_overlapping_and_dense_or_false(args[0])
+    ):
         return False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _AROUND:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import os
 import pickle
@@ -49,13 +50,6 @@ class Payload:
         return self.call
 
 
-class Method(Payload):
-    """What the call gives is itself called."""
-
-    def __call__(self) -> None:
-        raise AssertionError("only a file calls it")
-
-
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_loads_a_saved_module(tmp_path: Path, zipped: bool) -> None:
     model, path = small_model(), tmp_path / "model.pt"
@@ -98,16 +92,30 @@ def test_neurons_that_keep_their_own_methods_load(tmp_path: Path) -> None:
     assert torch.equal(loaded(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
-@pytest.mark.parametrize("name", ["weight", "__class__", "__dict__", "nothing"])
-def test_of_a_module_getattr_reaches_only_methods(tmp_path: Path, name: str) -> None:
-    torch.save(Payload(getattr, nn.Linear(2, 2), name), tmp_path / "model.pt")
-    with pytest.raises(FileFormatError, match=name):
-        load_model(source(tmp_path / "model.pt"))
+def calling(name: str, path: Path) -> nn.Module:
+    """Its file puts a method of a module on an object, where reading the file would call it."""
+    module = nn.ReLU()
+    method = Payload(functools.partial, Payload(getattr, nn.Linear(2, 2), name), str(path))
+    vars(module).update({"__setstate__": method, "extra_repr": method})
+    return module
 
 
-def test_no_method_is_called_by_a_file(tmp_path: Path) -> None:
-    torch.save(Payload(Method(getattr, nn.Linear(2, 2), "zero_grad")), tmp_path / "model.pt")
-    with pytest.raises(UnsafeFileError):
+NO_METHODS = ["weight", "__class__", "__dict__", "nothing", "forward", "load_state_dict", "_base_sub"]
+
+
+@pytest.mark.parametrize("name", NO_METHODS)
+def test_of_a_module_getattr_reaches_nothing(tmp_path: Path, name: str) -> None:
+    for number, value in enumerate([Payload(getattr, nn.Linear(2, 2), name), calling(name, tmp_path)]):
+        torch.save(value, tmp_path / f"{number}.pt")
+        with pytest.raises(FileFormatError, match=f"'{name}' of Linear"):
+            load_model(source(tmp_path / f"{number}.pt"))
+
+
+@pytest.mark.parametrize("name", ["forward", "fire", "__class__", "state_function"])
+def test_of_a_neuron_getattr_reaches_only_what_it_keeps(tmp_path: Path, name: str) -> None:
+    neuron = pytest.importorskip("snntorch").Leaky(0.9, spike_grad=torch.relu)
+    torch.save(Payload(getattr, neuron, name), tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match=f"'{name}' of Leaky"):
         load_model(source(tmp_path / "model.pt"))
 
 

@@ -84,7 +84,9 @@ class Subject:
 
 
 def segments(*paths: str, chunks: int = 1, axis: int = 0) -> Plan:
-    return Plan(level=3, segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis) for p in paths))
+    return Plan(
+        level=3, segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis, inexact=chunks > 1) for p in paths)
+    )
 
 
 def tiny_gpt() -> Subject:
@@ -383,7 +385,7 @@ def test_chunks_go_below_what_segments_reach() -> None:
 
     def chunking(path: str) -> ChunkRule | Refused:
         asked.append(path)
-        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+        return ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)
 
     chunked = planner(subject, chunking).least(start(subject).peak_bytes)
     assert plain is not None

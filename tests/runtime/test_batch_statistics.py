@@ -339,6 +339,18 @@ def test_refused_by_a_plan(block: nn.Module, chunks: int, reason: str) -> None:
         apply_plan(block, plan)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_chunks_with_statistics_of_their_own_must_be_asked_for(frozen: bool) -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).train(not frozen))
+    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=2),))
+    if frozen:
+        apply_plan(block, plan)
+        return
+    with pytest.raises(PlanError, match="statistics of its own"):
+        apply_plan(block, plan)
+    apply_plan(block, Plan(level=3, segments=(SegmentPlan(path="", chunks=2, inexact=True),)))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_script_modules_are_refused() -> None:
     block = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4)))

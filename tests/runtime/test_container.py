@@ -543,7 +543,7 @@ def test_an_axis_that_the_input_does_not_have(axis: int) -> None:
 
 
 def test_without_gradients_a_sequence_is_not_cut() -> None:
-    plain, optimized = _pair(nn.Sequential(nn.BatchNorm1d(4)), chunks=2)
+    plain, optimized = _pair(nn.Sequential(nn.BatchNorm1d(4)), chunks=2, inexact=True)
     x = torch.randn(6, 4)
     with torch.no_grad():
         assert torch.equal(plain(x), optimized(x))

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.model_batching.stacked import placeholder_copy, shared_names, slots_of
-from memopt_cli.runtime import segment_of
+from memopt_cli.runtime import named_parts, segment_of
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -18,7 +18,7 @@ class VmapRoute:
     """All models in one call under ``vmap``; each draws random numbers of its own."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
-        segment = next((path for path, m in tree.named_modules() if segment_of(m) is not None), None)
+        segment = next((path for path, m in named_parts(tree) if segment_of(m) is not None), None)
         if segment is not None:
             raise Refused(f"module '{segment or '(root)'}' is a segment, and checkpoints do not run under vmap")
         self._slots = slots_of(tree)

@@ -13,6 +13,8 @@ Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
 
 LEAST_SHARE = 0.02
 """A segment that holds less than this share of the peak cannot lower it by more, and is not tried."""
+LEAST_GAIN = 0.01
+"""What takes time must lower the peak by this share of it."""
 _PATIENCE_ROUNDS = 1
 """How many rounds in a row may leave the peak as it is."""
 
@@ -40,7 +42,8 @@ def improve_in_rounds(
             break
         current = following
         best = current if current.peak_bytes < best.peak_bytes else best
-    return Improvement(best=best, tried=tried)
+    worth_it = best.peak_bytes < (1 - LEAST_GAIN) * start.peak_bytes
+    return Improvement(best=best if worth_it else start, tried=tried)
 
 
 def _everywhere(start: Candidate, level: int, change: Change, probes: Probes, what: str) -> tuple[Candidate, int]:
@@ -56,7 +59,7 @@ def _everywhere(start: Candidate, level: int, change: Change, probes: Probes, wh
         plans.append(plan)
     candidates, probed = _probe(plans, probes, what, "everything")
     for candidate in candidates:
-        best = candidate if candidate.peak_bytes < best.peak_bytes else best
+        best = candidate if candidate.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes else best
     return best, probed
 
 
