@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.errors import StepError
+from memopt_cli.errors import PlanError, StepError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.step import Step
 from memopt_cli.verify import TOLERANCE, _noise, verify
@@ -76,7 +76,8 @@ def test_what_is_inexact_as_asked_for_is_named_and_all_else_is_compared() -> Non
     assert asked.passed
     assert asked.inexact == ("body.1",)
     assert not asked.exact
-    assert not check(Plan(level=3, segments=(replace(INEXACT, inexact=False),))).passed
+    with pytest.raises(PlanError, match="statistics of its own"):
+        check(Plan(level=3, segments=(replace(INEXACT, inexact=False),)))
     both = Plan(level=3, segments=(INEXACT, *CHUNKED.segments))
     assert check(both).passed
     assert not check(both, scaled(1 + 1e-8)).passed

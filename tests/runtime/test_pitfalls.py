@@ -394,16 +394,17 @@ def test_pitfall_19_two_tensors_that_had_one_address_in_turn() -> None:
 
 def test_pitfall_19_a_storage_at_the_address_of_one_whose_packed_copy_lives() -> None:
     saves = PackedSaves([])
-    first = (torch.rand(64, 64) < 0.5).float()
-    address = first.untyped_storage()._cdata
-    kept = saves.pack(first)
-    expected = first.clone()
-    del first
-    others = []  # held, so that one after the other tries the addresses that are free
-    while not others or others[-1].untyped_storage()._cdata != address:
-        others.append(torch.ones(64, 64))  # in one storage: one that is dropped at once would take the address
-        assert len(others) < 1000, "no storage was made where the first had been"
-    assert torch.equal(saves.unpack(saves.pack(others[-1])), others[-1])
+    for _ in range(1000):  # until the allocator gives the address again
+        first = (torch.rand(64, 64) < 0.5).float()
+        address, expected = first.untyped_storage()._cdata, first.clone()
+        kept = saves.pack(first)
+        del first
+        other = torch.ones(64, 64)  # in one storage: one that is dropped at once would take the address
+        if other.untyped_storage()._cdata == address:
+            break
+    else:
+        raise AssertionError("no storage was made where the first had been")
+    assert torch.equal(saves.unpack(saves.pack(other)), other)
     assert torch.equal(saves.unpack(kept), expected)
 
 
