@@ -394,12 +394,15 @@ def test_pitfall_19_two_tensors_that_had_one_address_in_turn() -> None:
 
 def test_pitfall_19_a_storage_at_the_address_of_one_whose_packed_copy_lives() -> None:
     saves = PackedSaves([])
-    for _ in range(1000):  # until the allocator gives the address again
+    for _ in range(100):
         first = (torch.rand(64, 64) < 0.5).float()
         address, expected = first.untyped_storage()._cdata, first.clone()
         kept = saves.pack(first)
         del first
-        other = torch.ones(64, 64)  # in one storage: one that is dropped at once would take the address
+        alive = []  # each takes the place of a storage that went, until one takes the first's
+        while len(alive) < 100 and address not in [other.untyped_storage()._cdata for other in alive]:
+            alive.append(torch.ones(64, 64))
+        other = alive[-1]
         if other.untyped_storage()._cdata == address:
             break
     else:
