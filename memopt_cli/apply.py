@@ -20,6 +20,9 @@ from memopt_cli.runtime import (
     segment_of,
 )
 
+_SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
+"""What an entry of a plan and the segment that it becomes both say, by the same names."""
+
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.
@@ -47,9 +50,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
 def plan_of(model: nn.Module) -> Plan:
     """The plan that is installed on ``model``; of the level it was made at nothing is left."""
     installed = {path: config for path, module in named_parts(model) if (config := segment_of(module))}
-    shared = [f.name for f in fields(SegmentPlan) if f.name != "path"]
     segments = (
-        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in shared}})
+        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
         for path, config in installed.items()
         if config.recompute
     )
@@ -92,20 +94,7 @@ def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, 
     if module in installed:
         same = "twice" if installed[module] == segment.path else f"twice, the first time as '{installed[module]}'"
         raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
-    config = SegmentConfig(
-        compressor=segment.compressor,
-        chunks=segment.chunks,
-        axis=segment.axis,
-        seq_inputs=segment.seq_inputs,
-        seq_outputs=segment.seq_outputs,
-        spatial_split=segment.spatial_split,
-        keep=segment.keep,
-        batch_statistics=segment.batch_statistics,
-        through_loss=segment.through_loss,
-        inexact=segment.inexact,
-        recompute_states=segment.recompute_states,
-    )
-    return _installed(module, name, config)
+    return _installed(module, name, SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}))
 
 
 def _installed(module: nn.Module, name: str, config: SegmentConfig) -> nn.Module:

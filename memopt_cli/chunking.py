@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -160,15 +160,7 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
 
 def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     subject = copy.deepcopy(module)
-    config = SegmentConfig(
-        chunks=chunks,
-        axis=rule.axis,
-        seq_inputs=rule.seq_inputs,
-        seq_outputs=rule.seq_outputs,
-        batch_statistics=rule.batch_statistics,
-        inexact=rule.inexact,
-    )
-    install_segment(subject, config)
+    install_segment(subject, SegmentConfig(chunks=chunks, **asdict(rule)))
     return subject
 
 

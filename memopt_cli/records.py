@@ -11,7 +11,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 from memopt_cli.errors import UsageError
@@ -201,15 +201,7 @@ class ChunkRule:
 
     def applied(self, segment: SegmentPlan, chunks: int) -> SegmentPlan:
         """The segment in so many chunks."""
-        return replace(
-            segment,
-            chunks=chunks,
-            axis=self.axis,
-            seq_inputs=self.seq_inputs,
-            seq_outputs=self.seq_outputs,
-            batch_statistics=self.batch_statistics,
-            inexact=self.inexact,
-        )
+        return replace(segment, chunks=chunks, **asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

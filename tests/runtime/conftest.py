@@ -116,3 +116,12 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setattr(_Run, "_recompute", counted)
     torch.manual_seed(0)
     return judge
+
+
+@pytest.fixture
+def exactly(judge: Judge) -> Iterator[Judge]:
+    """The judge for float64."""
+    judge.tolerance = 1e-9
+    torch.set_default_dtype(torch.float64)
+    yield judge
+    torch.set_default_dtype(torch.float32)

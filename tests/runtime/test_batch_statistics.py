@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,6 @@ def leaf(*shape: int) -> Tensor:
 
 def spikes(*shape: int) -> Tensor:
     return (torch.rand(shape) < 0.4).to(torch.get_default_dtype()).requires_grad_()
-
-
-@pytest.fixture
-def exactly(judge: Any) -> Iterator[Any]:
-    """The judge for float64; gradients of inputs are judged as well."""
-    judge.tolerance = 1e-9
-    torch.set_default_dtype(torch.float64)
-    yield judge
-    torch.set_default_dtype(torch.float32)
 
 
 NORMS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,15 +66,6 @@ class Starting(nn.Module):
                 module.v = None
         y: Tensor = self.block(x)
         return y
-
-
-@pytest.fixture
-def exactly(judge: Any) -> Iterator[Any]:
-    """The judge for float64."""
-    judge.tolerance = 1e-9
-    torch.set_default_dtype(torch.float64)
-    yield judge
-    torch.set_default_dtype(torch.float32)
 
 
 def frames() -> Tensor:
