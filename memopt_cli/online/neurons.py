@@ -30,7 +30,7 @@ class _Spike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         u: Tensor = ctx.saved_tensors[0]
-        return torch.rsub(u.abs(), 0.3, alpha=0.3).clamp_min_(0).mul_(gradients[0])
+        return u.abs().mul_(-0.3).add_(0.3).clamp_min_(0).mul_(gradients[0])
 
 
 def spike(u: Tensor) -> Tensor:
