@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.structure import Structure, jacobian_row
-from memopt_cli.online.traces import Channels, Row, Trace, Use
+from memopt_cli.online.traces import Row, Ties, Trace, Use
 
 
 class TracedStep(Interception):
@@ -79,7 +79,7 @@ class TracedStep(Interception):
             z = tuple(tensor.detach() for tensor in z)
         y = self.traces[use].use_weight(z[0] if z else None, self.batch, attached=self._window)
         uncut = self._window and y.requires_grad
-        self._outputs[use] = self.gate.tie(y, []) if uncut else y.detach().requires_grad_()
+        (self._outputs[use],) = self.gate.tie([y], [[]]) if uncut else (y.detach().requires_grad_(),)
         return (self._outputs[use],)
 
     def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
@@ -93,32 +93,27 @@ class TracedStep(Interception):
         count = len(self.states[cell])
         if self._window:
             self._extend(cell, tensors[:count])
-            return tuple(self.gate.tie(q, []) for q in tensors)
-        through = {i: self._through_states(cell, i, tensors) for i in range(count, len(tensors))}
-        direct = [i for i in range(len(tensors)) if not through.get(i)]
-        tied: dict[int, Tensor] = {}
-        for i, channels in zip(direct, self._extend(cell, [tensors[i] for i in direct]), strict=True):
-            value = tensors[i] if (cell, i) in self.structure.attached else tensors[i].detach()
-            tied[i] = self.gate.tie(value, channels)
-        for i, slopes in through.items():
-            if slopes:
-                tied[i] = self.gate.tie(tensors[i].detach(), [(slope, tied[j]) for j, slope in slopes.items()])
-        return tuple(tied[i] for i in range(len(tensors)))
+            return self.gate.tie(tensors, [[] for _ in tensors])
+        ties = {i: self._through_states(cell, i, tensors) for i in range(count, len(tensors))}
+        direct = [i for i in range(len(tensors)) if not ties.get(i)]
+        ties |= zip(direct, self._extend(cell, [tensors[i] for i in direct]), strict=True)
+        values = [q if (cell, i) in self.structure.attached else q.detach() for i, q in enumerate(tensors)]
+        return self.gate.tie(values, [ties[i] for i in range(len(tensors))])
 
-    def _through_states(self, cell: str, i: int, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Number of a new state -> slope of tensor ``i``, if it is known to depend on new states alone; else empty."""
+    def _through_states(self, cell: str, i: int, tensors: Sequence[Tensor]) -> Ties:
+        """Those of tensor ``i`` to new states, if it is known to depend on new states alone; else empty."""
         expected = self.structure.derived.get((cell, i), frozenset())
         if not expected:
-            return {}
+            return []
         row = jacobian_row(self.gate, tensors[i], tensors[: len(self.states[cell])])
         slopes = {j: slope for j, slope in enumerate(row) if slope is not None}
-        return slopes if slopes.keys() == expected else {}
+        return [(slope, j) for j, slope in slopes.items()] if slopes.keys() == expected else []
 
-    def _extend(self, cell: str, tensors: Sequence[Tensor]) -> list[Channels]:
-        """The channels of each tensor, of which the cell's states are the first; its traces advance."""
+    def _extend(self, cell: str, tensors: Sequence[Tensor]) -> list[Ties]:
+        """The ties of each tensor, of which the cell's states are the first; its traces advance."""
         rows = [self._row(cell, q) for q in tensors]
         of_traces = [trace.extend(cell, rows) for trace in self._reaching[cell]]
-        return [[channel for channels in of_row for channel in channels] for of_row in zip(*of_traces, strict=True)]
+        return [[tie for ties in of_row for tie in ties] for of_row in zip(*of_traces, strict=True)]
 
     def _row(self, cell: str, q: Tensor) -> Row:
         uses = [trace.use for trace in self._reaching[cell]]
@@ -138,10 +133,9 @@ class TracedStep(Interception):
         return ()
 
     def _tie_to_past(self, cell: str, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            self.gate.tie(value.detach(), [(None, t.past(cell, state.name, value)) for t in self._reaching[cell]])
-            for state, value in zip(self.states[cell], values, strict=True)
-        )
+        traces, names = self._reaching[cell], [state.name for state in self.states[cell]]
+        ties: list[Ties] = [[(None, trace.past(cell, name)) for trace in traces] for name in names]
+        return self.gate.tie([value.detach() for value in values], ties)
 
     def _set_scale(self, scale: float | Tensor) -> None:
         for trace in self.traces.values():

@@ -4,9 +4,9 @@ Notation, for a weight ``W`` with ``y = W z`` that reaches a group ``h`` of k st
 and ``F = dh^t/dy``, both diagonal over neurons, and ``l = dL^t/dh^t``.
 
 A :class:`Row` is one line of these Jacobians: that of any tensor ``q`` that depends on ``(h^(t-1), y)`` neuron by
-neuron, a new state or a spike computed from it.  The gradient reaches the weights through *channels*: tensors that
-``q`` is tied to, with a coefficient each.  A channel gets the sum of ``coefficient * dL/dq`` over all ``q`` tied to
-it and turns it into gradients of weights, once.
+neuron, a new state or a spike computed from it.  The gradient reaches the weights through *channels* that ``q`` is
+tied to, with a coefficient each.  A channel gets the sum of ``coefficient * dL/dq`` over all ``q`` that leave a cell
+and turns it into gradients of weights, once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.operations import Operation, weights_per_output
 from memopt_cli.online.states import declare_state
-
-Channels = list[tuple[Tensor | None, Tensor]]
-"""Coefficient, ``None`` for 1, and channel, both of the shape of the row's tensor."""
 
 
 class Use(NamedTuple):
@@ -58,39 +55,45 @@ class Row:
 # ---------------------------------------------------------------------------------------------- where gradients go
 
 
-class _Channel(torch.autograd.Function):
-    """Zeros whose gradient becomes gradients of weights."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Channel:
+    """Where gradients of what leaves a cell meet."""
+
+    targets: tuple[Tensor | None, ...]
+    to_targets: Callable[[Tensor], tuple[Tensor | None, ...]]
+    """What has met -> gradients of the targets."""
+
+
+Ties = list[tuple[Tensor | None, "Channel | int"]]
+"""Coefficient, ``None`` for 1, and where the gradient goes times that: a channel, or the tensor of this number among
+those that leave the cell, an earlier one."""
+
+
+class _Leaving(torch.autograd.Function):
+    """Tensors as they are; the gradient of each goes on to itself and, times coefficients, to where it is tied to."""
 
     @staticmethod
     def forward(
-        ctx: Any, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]], like: Tensor, *weights: Tensor | None
-    ) -> Tensor:
-        ctx.to_weights = to_weights
-        return like.new_zeros(()).expand(like.shape)
+        ctx: Any, gate: Gate, ties: Sequence[Ties], channels: Sequence[Channel], *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gate, ctx.ties, ctx.channels = gate, ties, channels
+        return tuple(value.view_as(value) for value in tensors[: len(ties)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_second_derivative()
-        return None, None, *ctx.to_weights(gradient)
-
-
-class _Tied(torch.autograd.Function):
-    """A tensor as it is; its gradient goes on to itself and, times a coefficient each, to its channels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Gate, coefficients: tuple[Tensor | None, ...], value: Tensor, *channels: Tensor
-    ) -> Tensor:
-        ctx.gate, ctx.coefficients = gate, coefficients
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         _refuse_second_derivative()
         if ctx.gate.closed:
-            return None, None, None, *(None for _ in ctx.coefficients)
-        onward = gradient if ctx.needs_input_grad[2] else None
-        return None, None, onward, *(gradient if c is None else gradient * c for c in ctx.coefficients)
+            return (None,) * len(ctx.needs_input_grad)
+        met: dict[Channel | int, Tensor] = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        for i in reversed(range(len(ctx.ties))):
+            for coefficient, end in ctx.ties[i] if i in met else ():
+                part = met[i] if coefficient is None else met[i] * coefficient
+                met[end] = met[end] + part if end in met else part
+        onward = [met.get(i) if ctx.needs_input_grad[3 + i] else None for i in range(len(ctx.ties))]
+        for channel in ctx.channels:
+            onward += channel.to_targets(met[channel]) if channel in met else (None,) * len(channel.targets)
+        return None, None, None, *onward
 
 
 def _refuse_second_derivative() -> None:
@@ -107,11 +110,11 @@ class Gate:
 
     closed: bool = False
 
-    def tie(self, value: Tensor, channels: Channels) -> Tensor:
-        """``value``, unchanged, with its gradient sent into the channels as well."""
-        coefficients = tuple(coefficient for coefficient, _ in channels)
-        ends = (channel for _, channel in channels)
-        tied: Tensor = _Tied.apply(self, coefficients, value, *ends)  # type: ignore[no-untyped-call]
+    def tie(self, values: Sequence[Tensor], ties: Sequence[Ties]) -> tuple[Tensor, ...]:
+        """``values``, unchanged, with the gradient of each sent to where it is tied to as well."""
+        channels = list(dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, Channel)))
+        targets = (target for channel in channels for target in channel.targets)
+        tied: tuple[Tensor, ...] = _Leaving.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
         return tied
 
 
@@ -160,22 +163,23 @@ class Trace(nn.Module):
         live.y = operation.apply(z, batch, weight, bias)
         return live.y
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Channels]:
-        """The channels of every row, and the traces one step on.  The first rows are those of the cell's states."""
+    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
+        """The ties of every row, and the traces one step on.  The first rows are those of the cell's states."""
         raise NotImplementedError
 
-    def past(self, cell: str, name: str, like: Tensor) -> Tensor:
+    def past(self, cell: str, name: str) -> Channel:
         """A channel that takes ``dL/dh`` of a state as the last step left it."""
         raise NotImplementedError
 
-    def _onward(self, row: Row) -> Channels:
-        """To whatever ``z`` was computed from."""
-        return [(row.inputs[self.use], self.live.y)] if self.use in row.inputs and self.live.y.requires_grad else []
+    def _onward(self, rows: Sequence[Row]) -> list[Ties]:
+        """Of every row, to whatever ``z`` was computed from."""
+        if not self.live.y.requires_grad:
+            return [[] for _ in rows]
+        channel = Channel((self.live.y,), lambda gradient: (gradient,))
+        return [[(row.inputs[self.use], channel)] if self.use in row.inputs else [] for row in rows]
 
-    def _channel(self, like: Tensor, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Tensor:
-        operation = self.operation
-        channel: Tensor = _Channel.apply(to_weights, like, operation.weight, operation.bias)  # type: ignore[no-untyped-call]
-        return channel
+    def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Channel:
+        return Channel((self.operation.weight, self.operation.bias), to_weights)
 
 
 class FullTrace(Trace):
@@ -197,10 +201,13 @@ class FullTrace(Trace):
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         return super().use_weight(z, batch, attached=True)
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Channels]:
+    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
         group = self.groups[cell]
-        past = {name: self.past(cell, name, self.live.y) for name in group.names}
-        channels = [[*self._onward(row), *((row.hidden[j], past[j]) for j in row.hidden)] for row in rows]
+        past = {name: self.past(cell, name) for name in group.names}
+        onward = self._onward(rows)
+        ties: list[Ties] = [
+            [*of_row, *((row.hidden[j], past[j]) for j in row.hidden)] for of_row, row in zip(onward, rows, strict=True)
+        ]
         patches = None if self.live.z is None else self.operation.rows(self.live.z)
         advanced = {}
         for name, row in zip(group.names, rows, strict=False):
@@ -209,9 +216,9 @@ class FullTrace(Trace):
             if (key := _key(group, name, "bias")) in self.live.values:
                 advanced[key] = self._advanced(group, row, "bias", None)
         self.live.values |= advanced
-        return channels
+        return ties
 
-    def past(self, cell: str, name: str, like: Tensor) -> Tensor:
+    def past(self, cell: str, name: str) -> Channel:
         group, values, operation = self.groups[cell], self.live.values, self.operation
         of_weight, of_bias = (values.get(_key(group, name, part)) for part in ("weight", "bias"))
 
@@ -221,7 +228,7 @@ class FullTrace(Trace):
                 None if of_bias is None else operation.bias_gradient(gradient * of_bias),
             )
 
-        return self._channel(like, to_weights)
+        return self._channel(to_weights)
 
     def _advanced(self, group: Group, row: Row, part: str, patches: Tensor | None) -> Tensor:
         """``sum_j D_j e_j + F (x) z``, where ``z`` is 1 for a bias."""
@@ -264,17 +271,19 @@ class FactoredTrace(Trace):
             self.live.values["input"] = self.decay * self.live.values["input"] + self.live.z
         return y
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Channels]:
+    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
         group = self.groups[cell]
         filtered = [self._filtered(group, row) for row in rows]
-        channel = self._channel(self.live.y, self._to_weights())
-        channels = [[*self._onward(row), (trace, channel)] for row, trace in zip(rows, filtered, strict=True)]
+        channel = self._channel(self._to_weights())
+        ties: list[Ties] = [
+            [*of_row, (trace, channel)] for of_row, trace in zip(self._onward(rows), filtered, strict=True)
+        ]
         self.live.values |= {_key(group, n, "neuron"): t for n, t in zip(group.names, filtered, strict=False)}
-        return channels
+        return ties
 
-    def past(self, cell: str, name: str, like: Tensor) -> Tensor:
+    def past(self, cell: str, name: str) -> Channel:
         neuron, to_weights = self.live.values[_key(self.groups[cell], name, "neuron")], self._to_weights()
-        return self._channel(like, lambda gradient: to_weights(gradient * neuron))
+        return self._channel(lambda gradient: to_weights(gradient * neuron))
 
     def _to_weights(self) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
         operation, z, scale = self.operation, self.live.values.get("input"), self.live.scale
