@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
 from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.runtime import named_parts, segment_of
 from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
 
@@ -34,3 +35,10 @@ def refuse_kept_tensors(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if any(is_batchedtensor(t) for t in tensors_of(list(vars(module).values()))):
             raise Refused(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")
+
+
+def refuse_segments(model: nn.Module, path: str = "") -> None:
+    """Raises :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
+    for name, module in named_parts(model, path):
+        if segment_of(module) is not None:
+            raise Refused(f"module '{name or '(root)'}' is a segment that would run under vmap, and checkpoints do not")

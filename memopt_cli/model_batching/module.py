@@ -13,6 +13,7 @@ from memopt_cli.model_batching.layout import DataOrder, check_order, in_order, m
 from memopt_cli.model_batching.routes.interface import Route, RouteName
 from memopt_cli.model_batching.selection import RouteTrial, select
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, stack_model, unstack
+from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
 
 _Mode = tuple[Any, ...]
@@ -117,7 +118,7 @@ class BatchModule(nn.Module):
 
     def _mode(self) -> _Mode:
         # A segment is installed by changing a module's class.
-        return tuple((m.training, type(m)) for m in self.models.modules())
+        return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
         route, self._trials = select(self.models, self.batch, self._wanted, args, dict(kwargs))

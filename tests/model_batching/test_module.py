@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli import apply_plan, memory_optimization
-from memopt_cli.apply import plan_of
+from memopt_cli.apply import plan_of, remove_segments
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
 from memopt_cli.model_batching.kernels import linear
@@ -24,6 +25,8 @@ from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, StepSettings, Trust
+from memopt_cli.step import Step
+from memopt_cli.trace import count
 from memopt_cli.write import plan_yaml
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
@@ -505,6 +508,58 @@ def test_segments_work_inside_a_batched_model(route: RouteName, when: str) -> No
     assert len(second.split()) < len(first.split())  # what is recomputed is not saved
 
 
+class Flat(nn.Module):
+    """No module between its layers and the whole: what is recomputed is a run of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [(nn.Conv2d(a, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for a in (3, 4, 4, 4, 4, 4)]
+        self.features = nn.Sequential(*(layer for block in blocks for layer in block))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x).mean((-1, -2))
+
+
+RUNS = Plan(level=3, segments=tuple(SegmentPlan(path=f"features.{path}") for path in ("0-2", "3-8", "3-8.4", "9-14")))
+FEWER_RUNS = Plan(level=3, segments=(SegmentPlan(path="features.0-2"),))
+
+
+def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
+    """What one step leaves, in float64, and its tensor peak."""
+    given = images(3, 12, 12).double().requires_grad_()
+    step = Step(model=batched, args=(given,), kwargs={}, settings=StepSettings(device="cpu"))
+    batched.zero_grad()
+    output = batched(given)
+    output.square().sum().backward()
+    left = [output.detach(), given.grad, *(p.grad for p in batched.parameters()), *map(torch.clone, batched.buffers())]
+    return left, count(step).tensor_peak_bytes
+
+
+@pytest.mark.parametrize("route", ["fused", "loop"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_runs_of_layers_are_recomputed_inside_a_batched_model(route: RouteName, when: str) -> None:
+    plain = BatchModule(Flat().double(), G, route=route)
+    carrying = BatchModule(apply_plan(Flat().double(), RUNS) if when == "before" else Flat().double(), G, route=route)
+    carrying.load_state_dict(plain.state_dict())
+    expected, whole = step_of(plain)
+    if when == "after":
+        apply_plan(carrying.models, RUNS)
+    found, peak = step_of(carrying)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert peak < 0.8 * whole
+
+
+def test_other_runs_are_met_by_the_next_call() -> None:
+    batched = BatchModule(apply_plan(Flat().double(), RUNS), G, route="fused")
+    _, least = step_of(batched)
+    remove_segments(batched.models)  # the Sequential has the same runs still
+    _, whole = step_of(batched)
+    apply_plan(batched.models, FEWER_RUNS)
+    _, between = step_of(batched)
+    assert least < between < whole
+
+
 class Stages(nn.Sequential):
     def __spatial_split__(self) -> list[nn.Module]:
         return [self[:1], self[1:]]
@@ -538,6 +593,22 @@ def test_a_head_that_runs_through_its_loss_meets_it_whole(route: RouteName) -> N
 def test_vmap_refuses_segments_with_the_reason() -> None:
     with pytest.raises(UsageError, match="the vmap route cannot run Chain: module 'first' is a segment"):
         BatchModule(apply_plan(Chain(), PLAN), G, route="vmap", example_inputs=(images(),))
+
+
+def test_a_segment_in_what_cannot_be_traced_is_refused_by_name() -> None:
+    class Untraceable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functools.reduce(lambda y, _: self.inner(y), range(len(x)), x)  # a proxy has no length
+
+    model = apply_plan(nn.Sequential(Untraceable()), Plan(level=2, segments=(SegmentPlan(path="0.inner"),)))
+    batched = BatchModule(model, G, example_inputs=(images(),))
+    refused = {trial.name: trial.refused for trial in batched.trials}
+    assert "module '0.inner' is a segment that would run under vmap" in refused["fused"]
+    assert not refused["loop"]
 
 
 def test_level_1_goes_onto_a_batched_model() -> None:

@@ -20,9 +20,10 @@ from memopt_cli.model_batching.kernels.attention import TRACEABLE
 from memopt_cli.model_batching.kernels.functions import Call, is_shape_query, operation_of, query
 from memopt_cli.model_batching.kernels.interface import Convolutions, Kernels
 from memopt_cli.model_batching.kernels.modules import kernels_of, run_custom, run_mapped
+from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.model_batching.stacked import slots_of
-from memopt_cli.runtime import install_segment, remove_segment, segment_of
+from memopt_cli.runtime import find_part, install_segment, named_parts, remove_segment, segment_of
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -76,7 +77,7 @@ def _key(skeleton: Any) -> Any:
 
 
 def _refuse_hooks(tree: nn.Module) -> None:
-    for path, module in tree.named_modules():
+    for path, module in named_parts(tree):
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
 
@@ -102,6 +103,16 @@ class _Tracer(fx.Tracer):
     """Keeps as one node what has a kernel, what is a segment, and what cannot be traced."""
 
     proxy_buffer_attributes = True
+
+    @functools.cached_property
+    def _paths(self) -> dict[nn.Module, str]:
+        return {module: path for path, module in named_parts(self.root)}
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Runs of layers have paths too."""
+        if mod not in self._paths:
+            raise NameError("module is not installed as a submodule")
+        return self._paths[mod]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, AbstractBatchModule) or segment_of(m) is not None:
@@ -199,9 +210,9 @@ class _Fusion:
 
     def _call_module(self, node: fx.Node) -> tuple[bool, fx.Node]:
         path = str(node.target).removeprefix("model").removeprefix(".")
-        module = self._source.get_submodule(path)
+        module = find_part(self._source, path)
         flags = self._flags(node.args), self._flags(node.kwargs)
-        run = self._module_operation(module)
+        run = self._module_operation(module, path)
         if False in tree_leaves(flags):
             run = functools.partial(_on_batched, run, self._models, flags)
         return True, self._emit(node, run, self._moved(node.args), self._moved(node.kwargs))
@@ -226,7 +237,7 @@ class _Fusion:
             return False, self._emit(node, query(call), args, kwargs)
         return True, self._emit(node, operation_of(call, self._convolutions), args, kwargs)
 
-    def _module_operation(self, module: nn.Module) -> Callable[..., Any]:
+    def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = segment_of(module)
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models, self._convolutions)
@@ -235,6 +246,7 @@ class _Fusion:
         # The loss of all models comes after the route: a head meets it whole.
         kernel = self._kernels.get(nn.Linear if config is not None else type(module))
         if kernel is None or kernel.unless(module):
+            refuse_segments(module, path)
             return functools.partial(run_mapped, module)
         return functools.partial(kernel.run, module)
 

@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors
-from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors, refuse_segments
 from memopt_cli.model_batching.stacked import placeholder_copy, shared_names, slots_of
-from memopt_cli.runtime import named_parts, segment_of
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -18,9 +16,7 @@ class VmapRoute:
     """All models in one call under ``vmap``; each draws random numbers of its own."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
-        segment = next((path for path, m in named_parts(tree) if segment_of(m) is not None), None)
-        if segment is not None:
-            raise Refused(f"module '{segment or '(root)'}' is a segment, and checkpoints do not run under vmap")
+        refuse_segments(tree)
         self._slots = slots_of(tree)
         shared = shared_names(tree)
         self._axes = {slot.name: None if slot.name in shared else 0 for slot in self._slots}
