@@ -24,11 +24,15 @@ _CLOSE = 0.03
 """A batch that ran is the largest if the model finds none that is larger by this share."""
 _FIRST = 4
 """The first run is of a batch so many times smaller than the answer by dry runs, no larger than the one described: it
-tells what a step takes in time, and in memory beyond its tensors."""
+tells what a step takes in time, and in memory beyond its tensors.  An answer not far from what is described, which that
+would hardly change, is run at once."""
 _WORTH_ANOTHER_RUN = 1.5
 """A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
 _SURE = 0.98
-"""Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more."""
+"""Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more.  One that
+fits into this share by dry runs is likely to fit."""
+_ABOUT = 0.25
+"""Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
 _MOST_DRY_RUNS = 24
 _STRAIGHT = 0.002
 """Share of the bound up to which a predicted peak is on a line."""
@@ -105,6 +109,15 @@ class BatchSearch:
                 self.aside.add(batch)
                 self.run(batch)
 
+    def seek_faster(self, batches: Sequence[int], most_runs: int) -> None:
+        """Run these batches, each smaller than the one before, until a larger one is faster; not what about ran."""
+        last_run = len(self.runs) + most_runs
+        for batch in batches:
+            if not any(abs(run - batch) < _ABOUT * batch for run in self.runs) and len(self.runs) < last_run:
+                self.also_run([batch])
+            if self._fastest().batch > (1 + _ABOUT) * batch:
+                break
+
     def interrupt(self) -> None:
         """Nothing more can be run, on data or without: what is known is what the runs say."""
         self.interrupted, self.predict = True, None
@@ -133,15 +146,18 @@ class BatchSearch:
             if affordable < candidate:
                 is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN and affordable not in self.runs
                 return affordable if is_worth_it else None
-        elif not self.runs and self._begins_small(candidate):
+        elif not self.runs and self._begins_small(candidate, within):
             candidate = self._rounded(min(self.batch, candidate // _FIRST))
         is_known = candidate in self.runs or candidate < best + max(unit, _CLOSE * best)
         return None if is_known else candidate
 
-    def _begins_small(self, candidate: int) -> bool:
+    def _begins_small(self, candidate: int, within: int) -> bool:
         """Of two runs, both go to the answer, unless it is so large that its time must be known first."""
         is_far = candidate > _FIRST * self.batch
-        return self.limits.probes > 2 or (is_far and self.limits.probes > 1) or (is_far and self.predict is None)
+        is_sure = self.predict is not None and self.peak_bytes(candidate) <= _SURE * within
+        if self.limits.probes > 2:
+            return is_far or not is_sure
+        return is_far and (self.limits.probes > 1 or self.predict is None)
 
     def _below_failures(self, candidate: int) -> int:
         """Below every batch that gave no number: half of it at first, then a tenth at a time."""
@@ -181,7 +197,7 @@ class BatchSearch:
             line = fit_line(points)
         return BatchAdvice(
             recommended_batch=best,
-            fastest_batch=max(self.fitting, key=lambda run: run.batch / run.step_s).batch,
+            fastest_batch=self._fastest().batch,
             estimated_batch=estimate if is_unproven else best,
             probes=tuple(self.measured),
             intercept_bytes=line[0],
@@ -190,6 +206,9 @@ class BatchSearch:
             device_bytes=limits.device_bytes,
             limited_by=limited_by,
         )
+
+    def _fastest(self) -> BatchProbe:
+        return max(self.fitting, key=lambda run: run.batch / run.step_s)
 
     def _limit(self, best: int, estimate: int) -> tuple[str, bool]:
         """What bounds the largest batch that ran, and whether a larger one would fit by the model."""

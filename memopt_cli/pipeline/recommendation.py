@@ -241,10 +241,7 @@ class _Job:
         if extra and search.fitting:
             self.progress.stage("finding the fastest batch")
             best = search.fitting[-1].batch // unit
-            units = [
-                n for n in (best // 2, best // 4) if not any(abs(run - n * unit) < n * unit / 4 for run in search.runs)
-            ]
-            search.also_run([n * unit for n in units][: max(0, left - (wanted is not None))])
+            search.seek_faster([best // 2 * unit, best // 4 * unit], left - (wanted is not None))
         accumulation = self._accumulation(main)
         if accumulation is not None and search.fitting:
             search.also_run([accumulation.batch])

@@ -73,6 +73,12 @@ def test_a_dry_run_that_is_right_needs_a_small_run_and_one_for_its_answer() -> N
     assert (advice.budget_bytes, advice.device_bytes, advice.limited_by) == (8000, 10_000, "the limit")
 
 
+def test_an_answer_that_fits_with_room_is_run_at_once() -> None:
+    machine = Machine(peak=lambda n: 1.01 * line(n), predict=line)
+    assert machine.advise(4, budget_bytes=715).recommended_batch == 6
+    assert machine.asked == [6]
+
+
 def test_an_answer_far_from_the_batch_described_waits_for_a_run_of_that() -> None:
     machine = Machine(peak=line, predict=line)
     assert machine.advise(8).recommended_batch == LARGEST
@@ -223,6 +229,18 @@ def test_the_fastest_of_those_that_ran() -> None:
     found = search.outcome()
     assert isinstance(found, BatchAdvice)
     assert (found.recommended_batch, found.fastest_batch) == (249, 124)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "most_runs", "asked"),
+    [(249, 3, [124]), (124, 3, [124]), (1, 3, [124, 31, 15]), (1, 1, [124]), (1, 0, [])],
+)
+def test_smaller_batches_are_run_until_one_is_slower(fastest: int, most_runs: int, asked: list[int]) -> None:
+    machine = Machine(peak=line, predict=line, seconds=lambda n: n / (1000 - abs(n - fastest)))
+    search = machine.search(64)
+    search.find()
+    search.seek_faster([124, 62, 31, 15, 7], most_runs)
+    assert machine.asked == [62, 249, *asked]  # what ran first tells of 62 as well
 
 
 def test_dry_runs_are_taken_where_they_tell_something() -> None:
