@@ -143,7 +143,7 @@ class TestInProcess:
         advice = only(found)
         rates = {probe.batch: probe.batch / probe.step_s for probe in advice.probes}
         assert found.batch == advice.fastest_batch == max(rates, key=lambda batch: rates[batch])
-        assert {advice.recommended_batch // 2, advice.recommended_batch // 4} <= set(rates)
+        assert advice.recommended_batch // 2 in rates
 
     def test_multiples(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
