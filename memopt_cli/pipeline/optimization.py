@@ -51,6 +51,7 @@ from memopt_cli.records import (
     SearchOptions,
     SegmentPlan,
     StepFailed,
+    StepTrace,
     Verification,
     describe,
     to_data,
@@ -393,7 +394,14 @@ class _Job:
     def _probes(self, probes: SearchProbes, level: int, best: Candidate) -> Probes:
         """What the search of one level may ask, with its progress shown against ``best``."""
         reporter = _Reporter(self.progress, level, best.peak_bytes)
-        return Probes(count=reporter.watching(probes.count), chunking=probes.chunking, report=reporter.report)
+
+        def trace(plan: Plan) -> StepTrace | Failure | NotTried:
+            traced = probes.trace(plan)
+            return traced.trace if isinstance(traced, Traced) else traced
+
+        return Probes(
+            count=reporter.watching(probes.count), chunking=probes.chunking, report=reporter.report, trace=trace
+        )
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own; every plan once."""

@@ -137,8 +137,10 @@ class CostModel:
         self._elapsed = [0.0, *accumulate(self.seconds)]
         self._original = _Original(trace)
         self._ends = ends_of_recomputation(trace)
-        self._left = [(s.born, s.nbytes) for s in trace.storages if s.kind == "activations" and s.died is None]
-        """Birth and bytes of what is there when the step has ended."""
+        left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
+        self._left_born = [s.born for s in left]
+        """Births, in their order, of what is there when the step has ended."""
+        self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
 
     @property
     def step_s(self) -> float:
@@ -181,20 +183,27 @@ class CostModel:
                 continue  # nothing in it is differentiated: it runs as a plain module
             block = _Block(call, segment, around[-1] if around else None)
             block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
-            left = sum(nbytes for born, nbytes in self._left if call.start <= born < call.end)
-            block.keeps_graph = left > block.state_bytes > 0
+            block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
             block.shares = (block.parent.shares if block.parent else 1.0) / longest_share(
                 segment.chunks, self._length(segment)
             )
             blocks.append(block)
             around.append(block)
+        within: dict[_Block | None, list[ModuleCall]] = defaultdict(list)
+        for block in blocks:
+            within[block.parent].append(block.call)
         for block in blocks:
             if block.parent is None and block.segment.compressor != "null":
                 block.packed = self._packed(block)
             if block.segment.keep:
-                block.kept = self._kept(block, [inner.call for inner in blocks if inner.parent is block])
+                block.kept = self._kept(block, within[block])
         return blocks
+
+    def _left_by(self, call: ModuleCall) -> int:
+        """Bytes born in the call that are there when the step has ended."""
+        first, last = (bisect.bisect_left(self._left_born, edge) for edge in (call.start, call.end))
+        return self._left_bytes[last] - self._left_bytes[first]
 
     def _kept(self, block: _Block, within: Sequence[ModuleCall]) -> frozenset[int]:
         others = {op for call in within for op in range(call.start, call.end)}
@@ -215,8 +224,12 @@ class CostModel:
     def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
         """The calls right below one."""
         end = whole.start
-        for call in self.trace.calls:
-            if call is not whole and whole.start <= call.start and call.end <= whole.end and call.start >= end:
+        calls = self.trace.calls
+        for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
+            call = calls[index]
+            if call.start >= whole.end:
+                break
+            if call is not whole and call.end <= whole.end and call.start >= end:
                 end = call.end
                 yield call
 

@@ -40,6 +40,8 @@ class Probes:
     """Whether the module at a path may run in chunks."""
     report: Callable[[str], None]
     """Progress, one line."""
+    trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
+    """A step under a plan, recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

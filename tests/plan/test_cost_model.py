@@ -19,7 +19,7 @@ from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, i
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed, Solver, Way, _Around
-from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Partly
+from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Ground
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
@@ -399,10 +399,10 @@ def test_chunks_go_below_what_segments_reach() -> None:
 def test_level_4_keeps_no_single_call_in_chunks() -> None:
     """A number counts the calls of one run, and there is a run for every chunk."""
     subject = Subject(nn.Sequential(Chain(blocks=2)), torch.randn(4, 16, 24, 24))
-    partly = _Partly(ModuleTree(subject.trace))
+    ground = _Ground(subject.trace)
 
     def kept(segment: SegmentPlan) -> list[tuple[str, ...]]:
-        plans = partly._keeping(Plan(level=3, segments=(segment,)), segment)
+        plans = ground._keeping(Plan(level=3, segments=(segment,)), segment)
         return [plan.segments[0].keep for plan in plans]
 
     assert kept(SegmentPlan(path="0")) == [(f"{CONV}#1",), (CONV,)]

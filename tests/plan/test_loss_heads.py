@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed
+from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
 from memopt_cli.plan.strategies.temporal_split import TemporalSplit
 from memopt_cli.records import Counted, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -57,7 +58,12 @@ class Subject:
         ids = torch.randint(VOCABULARY, (8, 64))
         self.fake = FakeStep(Step(model=LanguageModel(loss, hidden), args=(ids,), kwargs={}, settings=StepSettings()))
         self.tree = ModuleTree(self.record(Plan(level=0)))
-        self.probes = Probes(count=self.count, chunking=lambda path: Refused(reason="no"), report=lambda line: None)
+        self.probes = Probes(
+            count=self.count,
+            chunking=lambda path: Refused(reason="no"),
+            report=lambda line: None,
+            trace=self.record,
+        )
         self.start = Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
 
     def record(self, plan: Plan) -> StepTrace:
@@ -140,6 +146,34 @@ def test_a_planner_builds_on_the_head_through_its_loss() -> None:
     assert all(heads[0] in priced.candidate.plan.segments for priced in frontier[1:])
     for priced in frontier:
         assert subject.count(priced.candidate.plan).allocated_peak_bytes == priced.peak_bytes
+
+
+def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
+    """On the original step the logits are the peak, and hide what a block keeps."""
+    subject = Subject(alone, hidden=256)
+    blocks = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(4))
+    plan = Plan(level=3, segments=(*blocks, *loss_heads(subject.tree)))
+    begun = Candidate(plan=plan, counted=subject.count(plan))
+    found = GreedyUnwrap().improve(begun, subject.tree, SearchOptions(level=4), subject.probes).best
+    assert found.peak_bytes <= begun.peak_bytes
+    assert [s.keep for s in found.plan.segments] == [(), (), (), ("aten::addmm#1",), ()]
+    assert subject.count(found.plan).allocated_peak_bytes == found.peak_bytes
+
+
+def test_level_4_keeps_nothing_where_the_step_with_the_head_cannot_be_recorded() -> None:
+    subject = Subject(alone, hidden=256)
+    plan = Plan(level=3, segments=(SegmentPlan(path="blocks.3"), *loss_heads(subject.tree)))
+    begun = Candidate(plan=plan, counted=subject.count(plan))
+    asked: list[Plan] = []
+
+    def trace(plan: Plan) -> NotTried:
+        asked.append(plan)
+        return NotTried(reason="time is up")
+
+    probes = replace(subject.probes, trace=trace)
+    found = GreedyUnwrap().improve(begun, subject.tree, SearchOptions(level=4), probes).best
+    assert not any(segment.keep for segment in found.plan.segments)
+    assert asked == [Plan(level=3, segments=loss_heads(subject.tree))]
 
 
 def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_peak() -> None:

@@ -9,7 +9,7 @@ from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names, numbered
-from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan, StepTrace
 
 _MOST_DRY_RUNS = 2
 """Sets of kept outputs that are dry-run for one segment, of those that the cost model finds to fit."""
@@ -23,7 +23,7 @@ class GreedyUnwrap:
     def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
         """Remove what the peak does not need; of what it needs, keep the costly outputs that it has room for."""
         best = replace(start, plan=replace(start.plan, level=4))
-        partly = _Partly(tree) if tree.trace.ops else None
+        partly = _Partly(tree.trace, probes)
         tried = 0
         for segment in sorted(start.plan.segments, key=lambda s: -tree[s.path].forward_s):
             for plan in _with_less(best, segment, partly):
@@ -38,31 +38,55 @@ class GreedyUnwrap:
         return Improvement(best=best, tried=tried)
 
 
-def _with_less(best: Candidate, segment: SegmentPlan, partly: _Partly | None) -> Iterator[Plan]:
+def _with_less(best: Candidate, segment: SegmentPlan, partly: _Partly) -> Iterator[Plan]:
     """Without the segment; and if that is not it, with more of it kept."""
     yield replace(best.plan, segments=tuple(s for s in best.plan.segments if s is not segment))
-    if partly is not None:
-        yield from partly.plans(best, segment)
+    yield from partly.plans(best, segment)
 
 
 class _Partly:
-    """Plans in which one segment more keeps costly outputs."""
+    """Plans in which one segment more keeps costly outputs.
 
-    def __init__(self, tree: ModuleTree) -> None:
-        self._model = CostModel(tree.trace)
-        self._blocks: dict[str, Block] = {}
-        for block in block_tree(tree.trace, self._model.seconds):
-            self._blocks.setdefault(block.path, block)
+    Heads that run through their losses change what a step does, so a plan with heads is priced on a step recorded
+    with them.
+    """
+
+    def __init__(self, original: StepTrace, probes: Probes) -> None:
+        self._probes = probes
+        self._grounds: dict[tuple[SegmentPlan, ...], _Ground | None] = {(): _Ground(original) if original.ops else None}
 
     def plans(self, best: Candidate, segment: SegmentPlan) -> list[Plan]:
         """Those that the cost model finds faster and no larger, the fastest first."""
-        now = self._model.predict(best.plan)
+        ground = self._ground(best.plan)
+        return ground.keeping_more(best.plan, segment)[:_MOST_DRY_RUNS] if ground else []
+
+    def _ground(self, plan: Plan) -> _Ground | None:
+        """``None`` if no step could be recorded to price the plan on."""
+        heads = tuple(segment for segment in plan.segments if segment.through_loss)
+        if heads not in self._grounds:
+            trace = self._probes.trace(Plan(level=3, segments=heads))
+            self._grounds[heads] = _Ground(trace) if isinstance(trace, StepTrace) and trace.ops else None
+        return self._grounds[heads]
+
+
+class _Ground:
+    """A recorded step, with the prices of plans that build on it."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._model = CostModel(trace)
+        self._blocks: dict[str, Block] = {}
+        for block in block_tree(trace, self._model.seconds):
+            self._blocks.setdefault(block.path, block)
+
+    def keeping_more(self, plan: Plan, segment: SegmentPlan) -> list[Plan]:
+        """The plan with more of the segment kept, where that is faster and no larger; the fastest first."""
+        now = self._model.predict(plan)
         found = []
-        for plan in self._keeping(best.plan, segment):
-            predicted = self._model.predict(plan)
+        for more in self._keeping(plan, segment):
+            predicted = self._model.predict(more)
             if predicted.allocated_peak_bytes <= now.allocated_peak_bytes and predicted.step_s < now.step_s:
-                found.append((predicted.step_s, plan))
-        return [plan for _, plan in sorted(found, key=lambda pair: pair[0])[:_MOST_DRY_RUNS]]
+                found.append((predicted.step_s, more))
+        return [more for _, more in sorted(found, key=lambda pair: pair[0])]
 
     def _keeping(self, plan: Plan, segment: SegmentPlan) -> Iterator[Plan]:
         others = [s.path for s in plan.segments if s is not segment]
