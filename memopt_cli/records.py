@@ -188,6 +188,11 @@ class Plan:
     packed: bool = False
     """What is saved for backward outside of segments is packed where that is lossless; nothing is run again for it."""
 
+    @property
+    def is_empty(self) -> bool:
+        """The model stays as it is."""
+        return not self.segments and not self.packed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRule:
@@ -1504,5 +1509,9 @@ def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
         except OverflowError as err:
             raise UsageError(f"{where} is too large a number") from err
     if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
-        raise UsageError(f"{where} must be {annotation.__name__}, not {data!r}")
+        quoted = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
+        raise UsageError(
+            f"{where} must be {'text' if annotation is str else annotation.__name__}, not {data!r}",
+            hint=quoted if annotation is str else "",
+        )
     return data

@@ -141,6 +141,16 @@ def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     assert done.changed == set()
 
 
+@pytest.mark.parametrize("run", ["0-9", "1-0", "0-x"])
+def test_a_plan_of_layers_that_are_not_there(run: str, memopt: Memopt, plan: str) -> None:
+    Path(plan).write_text(Path(plan).read_text().replace("segments: []", f"segments: [{{path: {run}}}]"))
+    for command in (f"apply good.pt {plan}", f"recommend-batch good.pt -i Bx3 --dim B=2 --plan {plan}"):
+        done = memopt(*command.split())
+        assert done.code == 3
+        assert_clear(done, [f"the plan names module '{run}', which Sequential does not have"])
+        assert "finding" not in done.err
+
+
 def test_a_refused_pickle_has_run_nothing(memopt: Memopt, folder: Path) -> None:
     for name in ("vandal.pt", "legacy_vandal.pt"):
         assert memopt("optimize", name, "--allow-package", "posix", "--allow-global", "nt.system").code == 4

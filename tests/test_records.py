@@ -168,7 +168,7 @@ def test_a_missing_key_takes_its_default() -> None:
     [
         (SegmentPlan, {}, "SegmentPlan lacks the key 'path'"),
         (Plan, {"level": 1, "segment": []}, "Plan has an unknown key 'segment'"),
-        (Plan, {"level": 1, "segments": [{"path": "a"}, {"path": 2}]}, r"Plan.segments\[1\].path must be str, not 2"),
+        (Plan, {"level": 1, "segments": [{"path": "a"}, {"path": 2}]}, r"Plan.segments\[1\].path must be text, not 2"),
         (Plan, {"level": 1, "segments": {"path": "a"}}, "Plan.segments must be a list"),
         (Plan, {"level": True}, "Plan.level must be int, not True"),
         (Plan, {"level": 1.0}, "Plan.level must be int, not 1.0"),
@@ -179,8 +179,8 @@ def test_a_missing_key_takes_its_default() -> None:
         (InputSpec, {"source": "x", "dims": {"B": "8"}}, "InputSpec.dims.B must be int, not '8'"),
         (TimedOut, {"limit_s": "1"}, "TimedOut.limit_s must be float, not '1'"),
         (TimedOut, {"limit_s": 10**400}, "TimedOut.limit_s"),
-        (InputSpec, {"source": None}, "InputSpec.source must be str, not None"),
-        (TensorSpec, {"shape": [1, None]}, r"TensorSpec.shape\[1\] must be str, not None"),
+        (InputSpec, {"source": None}, "InputSpec.source must be text, not None"),
+        (TensorSpec, {"shape": [1, None]}, r"TensorSpec.shape\[1\] must be text, not None"),
     ],
 )
 def test_a_wrong_field_is_named(cls: type[Any], data: Any, message: str) -> None:

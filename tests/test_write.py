@@ -369,6 +369,7 @@ def test_a_plan_is_small_and_readable() -> None:
         ("level: 3", "levle: 3", "unknown key 'levle'"),
         ("level: 3\n", "", "lacks the key 'level'"),
         ("level: 3", "level: three", "level must be int"),
+        ("path: head", "path: 22", r"segments\[1\].path must be text, not 22\nYAML takes .*: write it in quotes"),
         ("chunks: 4", "chunk: 4", "unknown key 'chunk'"),
         ("compressor: bit", "compressor: zip", "compressor is 'zip'"),
         ("segments:\n", "segments: 3\nx:\n", "unknown key 'x'"),

@@ -27,7 +27,13 @@ from memopt_cli.errors import Interrupted, MemoptError, UsageError
 
 
 class OutputError(MemoptError):
-    """Stdout or stderr takes no more: its reader has closed it, or its disk is full."""
+    """Stdout or stderr takes no more: its disk is full."""
+
+
+class NobodyReads(OutputError):
+    """The reader of the output, as ``head`` is one, has all that it wants: no failure, and nothing is said of it."""
+
+    exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -72,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failure = _as_memopt_error(err)
         if isinstance(failure, OutputError):
             _drop_stdout()
-        with suppress(OSError):
-            _print_failure(failure, err)
+        if not isinstance(failure, NobodyReads):
+            with suppress(OSError):
+                _print_failure(failure, err)
         return failure.exit_code
 
 
@@ -97,7 +104,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted("interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
-            return OutputError("the reader of the output went away before it was complete")
+            return NobodyReads("the reader of the output went away before it was complete")
         case OSError(errno=number, filename=None) if number in _FULL:  # files have an error of their own
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."

@@ -10,12 +10,14 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -306,7 +308,9 @@ def _resolve(wanted: Global) -> Allowed | Missing:
 
 
 def _installed(package: str) -> bool:
+    """Or in the current folder, which a model is loaded with: no folder has to be importable to be looked into."""
     try:
-        return package in sys.modules or importlib.util.find_spec(package) is not None
+        found = package in sys.modules or importlib.util.find_spec(package)
+        return bool(found or importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())]))
     except (ImportError, ValueError):
         return False

@@ -281,7 +281,7 @@ class _Job:
             rows = self._seek(search, original)
         except NothingFitsError as err:
             raise KeyboardInterrupt from err
-        if self.request.goal == SearchGoal() and _is_empty(applied_row([original, *rows]).plan):
+        if self.request.goal == SearchGoal() and applied_row([original, *rows]).plan.is_empty:
             raise KeyboardInterrupt
         return rows
 
@@ -515,10 +515,6 @@ def _why_none(found: BatchEstimate | NoBatchFits) -> str:
             return f"none could be run; about {batch} would fit (an estimate)"
         case NoBatchFits(batch=batch, reason=reason):
             return f"not even batch {batch} could be run: {reason}"
-
-
-def _is_empty(plan: Plan) -> bool:
-    return replace(plan, level=0) == Plan(level=0)
 
 
 def _has_chunks(row: LevelRow) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.batching.accumulation import accumulate
 from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
@@ -61,6 +62,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     check_inputs(request.dim_range, prepared.subject.spec)
     check_replicas(request, prepared.loaded.module)
+    if plan is not None:  # one that does not fit is told before anything runs
+        remove_plan(apply_plan(prepared.loaded.module, plan))
     if lengths:
         length_symbol(prepared.subject.spec)
     job = _Job(

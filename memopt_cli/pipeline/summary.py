@@ -129,7 +129,7 @@ def _recommendation(found: Findings) -> str:
     return recommend(
         found.resolved.options,
         found.selection,
-        measured=_measured_sentence(found.rows, found.plan.level),
+        measured=_measured_sentence(found.rows, found.plan),
         generic="" if found.by_goal else _generic(found.rows, found.plan),
     )
 
@@ -139,7 +139,7 @@ def _generic(rows: list[LevelRow], plan: Plan) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    if not plan.segments and not plan.packed:
+    if plan.is_empty:
         return f"No plan lowered the measured peak of this step.{_what_stays(rows)}"
     before, after = _measured(rows, 0), _measured(rows, plan.level)
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
@@ -157,10 +157,10 @@ def _what_stays(rows: list[LevelRow]) -> str:
     return f" What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
 
 
-def _measured_sentence(rows: list[LevelRow], level: int) -> str:
-    """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty where a number is missing."""
-    before, after = _measured(rows, 0), _measured(rows, level)
-    if before is None or after is None or level == 0:
+def _measured_sentence(rows: list[LevelRow], plan: Plan) -> str:
+    """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
+    before, after = _measured(rows, 0), _measured(rows, plan.level)
+    if before is None or after is None or plan.is_empty:
         return ""
     peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
     return f"Measured: {peaks}, step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}."

@@ -172,7 +172,10 @@ def _headline(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not _changes(summary) and summary.requested_level:
-            return f"no plan lowers the peak of {format_bytes(before.allocated_peak_bytes)}: the model stays as it is"
+            peak = format_bytes(before.allocated_peak_bytes)
+            if summary.budget_bytes or summary.frontier:
+                return f"the model stays as it is, with a peak of {peak}"
+            return f"no plan lowers the peak of {peak}: the model stays as it is"
         case Measurement(), Measurement():
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
@@ -185,7 +188,7 @@ def _headline(summary: MemOptSummary) -> str:
 
 
 def _changes(summary: MemOptSummary) -> bool:
-    return any(row.plan.segments or row.plan.packed for row in summary.levels if row.level == summary.applied_level)
+    return any(not row.plan.is_empty for row in summary.levels if row.level == summary.applied_level)
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -271,7 +274,8 @@ def _remarks(summary: MemOptSummary) -> Iterator[str]:
     if summary.frontier and summary.verification is None:
         yield "nothing is applied; choose a plan with --pick N"
         return
-    yield f"* level {summary.applied_level} is applied{_less_than(summary)}"
+    applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
+    yield f"* {applied} is applied{_less_than(summary)}"
     if summary.budget_bytes is not None:
         yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:

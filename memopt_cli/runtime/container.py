@@ -155,6 +155,10 @@ def refusal(module: nn.Module) -> str:
         return f"{kind.__name__} has no forward"
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return "its parameters are not initialized yet; run the model once"
+    if overwriting := _overwriting(module):
+        return (
+            f"{overwriting} writes over the input, which recomputation needs: begin after it, or set inplace to False"
+        )
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
     ways = {kind.__reduce_ex__, kind.__reduce__}
@@ -165,6 +169,14 @@ def refusal(module: nn.Module) -> str:
     except ValueError as reason:
         return str(reason)
     return ""
+
+
+def _overwriting(module: nn.Module) -> str:
+    """The layer that comes first, as text, if it is one of PyTorch's that work in place; else empty."""
+    while isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module):
+        module = next(iter(module.children()))
+    in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
+    return f"its first layer {module}" if in_place else ""
 
 
 def _misfit(module: nn.Module, config: SegmentConfig) -> str:
@@ -343,7 +355,7 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
-    chunks = _chunk_count(config, sequences)
+    chunks = _chunk_count(module, config, sequences)
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:
         return _run_passes(module, forward, pieces, states, kwargs)
@@ -422,7 +434,7 @@ def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
+def _chunk_count(module: nn.Module, config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
     cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
@@ -435,7 +447,12 @@ def _chunk_count(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
     if length == 0:
         raise ValueError(f"a segment in chunks got an empty sequence (axis {config.axis} has length 0)")
     if length < config.chunks:
-        warnings.warn(f"{config.chunks} chunks asked of a sequence of length {length}; running {length}", stacklevel=4)
+        # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
+        warnings.warn(
+            f"{type(module).__name__} is to run in {config.chunks} chunks and got a sequence of length {length} (axis "
+            f"{config.axis}): it runs in {length}",
+            stacklevel=1,
+        )
     return min(config.chunks, length)
 
 

@@ -21,11 +21,17 @@ _LEAST_LAYERS = 3
 
 
 class Run(nn.Sequential):
-    """Consecutive children of a Sequential, under the names that they have there."""
+    """Consecutive children of a Sequential, under the names that they have there.
+
+    Saved models refer to this class: a file format.
+    """
 
 
 class GroupedSequential(nn.Sequential):
-    """A Sequential with runs.  A child that was exchanged is exchanged in its run too."""
+    """A Sequential with runs.  A child that was exchanged is exchanged in its run too.
+
+    Saved models refer to this class, and have its runs in the attribute ``RUNS_KEY``: a file format.
+    """
 
     def forward(self, input: Any) -> Any:
         """As a Sequential's."""

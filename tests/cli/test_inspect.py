@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -124,6 +125,19 @@ def test_a_class_that_is_nowhere_to_be_found(memopt: Memopt, monkeypatch: pytest
     verdicts = {item["name"]: item["verdict"] for item in found["globals"]}
     assert verdicts["gone_models.Gone"] == "missing"
     assert verdicts["torch.nn.modules.linear.Linear"] == "allowed"
+
+
+def test_a_class_of_the_current_folder_is_not_missing(tmp_path: Path, spawn_memopt: Memopt) -> None:
+    """And not imported either: the installed program has that folder on no path."""
+    (tmp_path / "own_models.py").write_text("from torch import nn\nclass Own(nn.Tanh): pass\nopen('imported', 'a')\n")
+    code = "import torch, own_models; torch.save(own_models.Own(), 'model.pt')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    (tmp_path / "imported").unlink()
+    inspected = spawn_memopt(tmp_path, "inspect", "model.pt")
+    loaded = spawn_memopt(tmp_path, "optimize", "model.pt")
+    assert (loaded.code, inspected.changed | loaded.changed) == (4, set())
+    assert "--allow-package own_models" in inspected.out
+    assert "--allow-package own_models" in loaded.err
 
 
 def test_verdicts_come_with_the_flag_that_changes_them(memopt: Memopt, user_code: str) -> None:

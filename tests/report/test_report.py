@@ -169,6 +169,20 @@ def test_text_in_a_pipe(summary: MemOptSummary) -> None:
     assert lines == EXPECTED.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (None, "no plan lowers the peak of 617.9 MiB: the model stays as it is"),
+        (2**30, "the model stays as it is, with a peak of 617.9 MiB"),
+    ],
+)
+def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, said: str, summary: MemOptSummary) -> None:
+    rows = [row(0, measured(617.9, 1.09)), row(3, measured(617.9, 1.09))]
+    lines = shown(TextReport(), result(replace(summary, levels=rows, budget_bytes=budget))).splitlines()
+    assert lines[0] == said
+    assert "* no plan is applied; 4 was asked for" in lines
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

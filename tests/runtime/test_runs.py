@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import pickle
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -118,6 +121,30 @@ def test_saved_and_loaded_without_trust(tmp_path: Path) -> None:
     assert type(remove_plan(loaded)) is nn.Sequential
 
 
+SAVED_BY_VERSION_1 = (
+    "c-pm8OHUgy5Kais<sDv9sd^@dMy0=@QV&Q}3O($lvK+6Iv9fEgUqBBll|w7?uR9(>110T^)2_eoo0n(CKbAx#D^mw1O4WB!2UW@R_1R}<Vl9"
+    "g+X`@7#ms#(wIm_2utyXYcX{E=ub)RqInbq9!N(Sk?Z8s!g!#EnH^HP(arn5Gh)d(mb(A^`=ybQJ@7@k!blx8eLB(uxkeh%^j^25dChP#5*P"
+    "BJiN;_ZqMrYxlh%3z*fTp^t-J}H5AtGz+K`^@aYWDOE?oEYWVD3;}Og<ZeQcM>}??upq3nZ0>Iup1SCCG)Yj8HwJ$6!G$gfA>sqOt!F_B<nt"
+    "v%}d%M^4&u6S+H#q?kAxSJV;hx-7_aU#2x*`&4cXDt0@gH7K`>sbh=Pv{9~wnQc<HTQ^Znw+r{B%Bk;i<h+v$6zSjL2+2`1-Yn~dGedQW5d)"
+    "T|PN6i_u?xEelQUe`GJ%^R#7^q#aehJh7pc@9dK%kofx(1+vfyx5P8z?X6HgQO~oZI97=5nRRl~Dywwmo_EWIn=S+Mw5q67wx;$iqUXC2sOg"
+    ">d5=^MO!Y64!FnCWlnm$C5g*8u5dZCf4&KWs55MHhE9d4aA>?YE?>r@#+Axf6An>N{6(8keyjXNi}YSvrgR-c;x=c1iD8CpC#2@-ongK%RhZ"
+    "@*2sxSJ#31j<-$cr~m+#@<kOu)YocN$9;ipu40DQE@fRpPHSwjTtyTyi2$>@)_hpG0{_-pWb4LO4YID%t1iE-%Tu>TtZt*aI"
+)
+"""A Sequential of three with a segment on its first two, as pickle wrote it, compressed."""
+
+
+def test_a_file_of_version_1_still_loads() -> None:
+    written = zlib.decompress(base64.b85decode(SAVED_BY_VERSION_1))
+    model = pickle.loads(written)
+    assert plan_of(model) == Plan(level=0, segments=(SegmentPlan(path="0-1"),))
+    x = torch.randn(3, requires_grad=True)
+    assert torch.equal(model(x), x.tanh().sigmoid().tanh())
+    names = ("GroupedSequential", "Run", "restore_segment", "_memopt_runs")  # by which what is written today is found
+    for name in names:
+        assert (name.encode() in pickle.dumps(model, protocol=2)) is (name.encode() in written) is True
+    assert type(remove_plan(model)) is nn.Sequential
+
+
 def test_compiled() -> None:
     model = flat()
     for module in model:
@@ -139,6 +166,7 @@ def test_compiled() -> None:
         (("4-4",), "the plan names module '4-4'"),
         (("0-3", "0-3"), "the plan names module '0-3' twice"),
         (("0-3", "0-3.4"), "the plan names module '0-3.4'"),
+        (("2-5",), "module '2-5' cannot be a segment: its first layer ReLU(inplace=True) writes over the input"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_no_run(paths: tuple[str, ...], message: str) -> None:

@@ -69,7 +69,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def _before_and_after(steps: RecordedSteps, plan: Plan) -> dict[str, StepTrace]:
-    if not plan.segments and not plan.packed:
+    if plan.is_empty:
         return {"": steps.original}
     return {"before": steps.original, "after": steps.optimized}
 
@@ -101,7 +101,8 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         times = (base.step_s if base else None, after.step_s)
         yield "step", _change(*map(_seconds_or_dash, times)), _ratio(*times)
     if summary.verification:
-        yield "level applied", str(summary.applied_level), f"{summary.requested_level} asked for"
+        applied = str(summary.applied_level) if summary.plan and not summary.plan.is_empty else "none"
+        yield "level applied", applied, f"{summary.requested_level} asked for"
         yield _verified(summary.verification)
     else:
         yield "applied", "nothing", "choose a plan with --pick N"
