@@ -214,6 +214,7 @@ class _Start:
         self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
         self._generators = AllGenerators()
 
+    @torch.no_grad()
     def enter_again(self) -> None:
         """Raises :class:`RuntimeError` if random numbers were drawn, or a tensor with a graph was modified in place."""
         if self._generators.moved():
@@ -228,7 +229,8 @@ class _Start:
                     f"{self._name} modifies its state in place before a batch norm, which cannot be undone for a "
                     "second pass; set batch_statistics to false and chunks to 1 in the plan"
                 )
-            tensor.data.copy_(copy)
+            # Where forward has raised the version, this does too: chunks may count on the values in between.
+            (tensor.data if tensor._version == version else tensor).copy_(copy)
 
 
 def _check_inner_segments(module: nn.Module) -> None:

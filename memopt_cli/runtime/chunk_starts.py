@@ -13,8 +13,8 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.state import AllGenerators, ModuleState, StartingState
 
@@ -77,7 +77,9 @@ class ChunkStarts:
         following = self._chunks[place + 1].needs_gradient
         if not following:  # it started where the module stood anyway
             return []
-        with torch.no_grad(), self._chunks[place].start.replay(tensors if self._chunks[place].needs_gradient else ()):
+        # With a graph, for which a module may ask, but with nothing in it.
+        nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with nothing_saved, self._chunks[place].start.replay(tensors if self._chunks[place].needs_gradient else ()):
             self._chunks[place].run()
             made = ModuleState(self._module).large_tensors()
         return [t.detach().requires_grad_(needed) for t, needed in zip(made, following, strict=True)]

@@ -481,7 +481,8 @@ def _checkpoint(
         return checkpoint(run, *tensors, *start.lend(), use_reentrant=False)
     inputs = _Packed(codec)
     if starts is not None:
-        run.lent = starts.add(start, functools.partial(_run_again, forward, inputs, len(tensors), skeleton))
+        needs_gradient = [t.requires_grad for t in tensors]
+        run.lent = starts.add(start, functools.partial(_run_again, run, inputs, needs_gradient))
     with inputs.hooks():
         return checkpoint(run, *tensors, use_reentrant=False)
 
@@ -514,8 +515,9 @@ def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -
     return forward(*args, **kwargs)
 
 
-def _run_again(forward: Callable[..., Any], inputs: _Packed, count: int, skeleton: Any) -> Any:
-    return _call(forward, inputs.last(count), skeleton)
+def _run_again(run: _Run, inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
+    given = zip(inputs.last(len(needs_gradient)), needs_gradient, strict=True)
+    run.call([t.detach().requires_grad_(needed) for t, needed in given])
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -580,7 +582,7 @@ class _Run:
     def _run(self, given: Sequence[Tensor]) -> Any:
         try:
             with self._kept.recording():
-                return self._call(given)
+                return self.call(given)
         finally:
             self._start.settle()
 
@@ -591,7 +593,7 @@ class _Run:
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
             with self._start.replay(lent), self._kept.replaying():
-                return self._call(given)
+                return self.call(given)
         except RuntimeError as error:
             # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.
             if "TorchScript interpreter" in str(error):
@@ -600,7 +602,8 @@ class _Run:
         finally:
             _thread.recomputing = outer
 
-    def _call(self, given: Sequence[Tensor]) -> Any:
+    def call(self, given: Sequence[Tensor]) -> Any:
+        """Forward, as every run calls it."""
         # TorchScript as it is written: its executor would save other tensors in one run than in the next.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return _call(self._forward, given, self._skeleton)

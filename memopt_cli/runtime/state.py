@@ -10,15 +10,16 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
@@ -185,12 +186,17 @@ def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return parameter is not None and type(parameter) in (Tensor, nn.Parameter)
 
 
+_readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
+"""Who needs the values that a tensor has now and holds no copy of it."""
+
+
 class StartingState:
     """The state in which a forward started, kept as long as its recomputation may need it.
 
     Tensors are copied at the start; :meth:`settle`, called when forward has ended, drops the copies of those that did
-    not change.  What the attributes refer to is kept in any case: whoever calls the module may change it between two
-    calls (a time step's number, say), or before backward (``eval()``).
+    not change.  Whoever changes one of these later, in a forward that has a starting state as well, hands over a copy.
+    What the attributes refer to is kept in any case: whoever calls the module may change it between two calls (a time
+    step's number, say), or before backward (``eval()``).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -198,9 +204,11 @@ class StartingState:
         self._state = ModuleState(module)
         self._parameters = _Parameters(module)
         self._generators: GlobalGenerators | None = GlobalGenerators()
-        self._versions = {id(t): (t, t._version) for t in self._state.tensors()}
-        self._copies = {key: t.detach().clone() for key, (t, _) in self._versions.items()}
+        self._taken = {id(t): (t, t._version, t.requires_grad) for t in self._state.tensors()}
+        self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
+        self._read: dict[int, int] = {}
+        """The id of a tensor that is not copied -> its version."""
 
     def lend(self) -> list[Tensor]:
         """Hand the tensors over: their values come back in :meth:`enter`, and are not held here meanwhile.
@@ -212,14 +220,35 @@ class StartingState:
         return tensors
 
     def settle(self) -> None:
-        """Forward has ended: keep what it changed."""
-        changed = {k for k, (t, version) in self._versions.items() if _differs(t, version, self._copies[k])}
-        self._copies = {key: copy for key, copy in self._copies.items() if key in changed}
-        self._versions.clear()
+        """Forward has ended: keep what it changed, for those who only read it before, too."""
+        for key, (tensor, version, needs_gradient) in self._taken.items():
+            if tensor._version != version:
+                self._copies[key].requires_grad_(needs_gradient)
+                self._hand_over(tensor, version)
+            elif tensor.dim() > 1:  # vectors stay: batch norm writes its statistics without raising their version
+                del self._copies[key]
+                self._read[key] = version
+                _readers.setdefault(tensor, WeakSet()).add(self)
+        self._taken.clear()
         self._state.forget(self._lent)
         self._parameters.settle()
         if self._generators is not None and not self._generators.moved():
             self._generators = None
+
+    def _hand_over(self, tensor: Tensor, version: int) -> None:
+        for reader in _readers.pop(tensor, ()):
+            if reader._read[id(tensor)] == version:
+                reader._copies[id(tensor)] = self._copies[id(tensor)]
+
+    def _check(self) -> None:
+        for tensor in self._state.tensors():
+            key = id(tensor)
+            if key not in self._copies and tensor._version != self._read.get(key, tensor._version):
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that {type(self._module).__name__} reads was modified in "
+                    f"place between forward and backward (version {self._read[key]} -> {tensor._version}); recomputing "
+                    "with it would be wrong. Call backward before, or assign a new tensor."
+                )
 
     def enter(self, lent: Sequence[Tensor] = ()) -> None:
         """Put the module, and the generators if they have moved, into the starting state."""
@@ -232,9 +261,10 @@ class StartingState:
     def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[None]:
         """The starting state within, the present one again afterwards.
 
-        Raises :class:`RuntimeError` if a parameter has changed, which cannot be undone.
+        Raises :class:`RuntimeError` if a parameter, or a tensor of the state, has changed, which cannot be undone.
         """
         self._parameters.check()
+        self._check()
         current = ModuleState(self._module)
         generators = GlobalGenerators() if self._generators is not None else None
         present = self._parameters.exchange()
@@ -314,13 +344,3 @@ def _tensors(values: list[Any]) -> Iterator[Tensor]:
             yield from _tensors(value.items)
         elif isinstance(value, tuple):
             yield from _tensors(list(value))
-
-
-def _differs(tensor: Tensor, version: int, copy: Tensor) -> bool:
-    if tensor._version != version:
-        return True
-    if tensor.dim() > 1:
-        return False
-    # Batch norm writes its running statistics without raising their version; they are vectors and small.
-    # Asking a GPU would stall it, and a fake tensor cannot answer: there the copy is kept unasked.
-    return tensor.device.type != "cpu" or isinstance(tensor, FakeTensor) or not torch.equal(tensor, copy)

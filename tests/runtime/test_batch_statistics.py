@@ -241,7 +241,7 @@ def test_autocast_keeps_dtypes_and_the_precision_of_statistics(dtype: torch.dtyp
 
 
 def test_less_memory_than_a_plain_segment() -> None:
-    """A dry run counts what a real step does, a few vectors of statistics apart."""
+    """And a dry run counts what a real step does."""
     peaks = []
     x = (torch.rand(8, 2, 2, 24, 24) < 0.3).float()
     for config in (None, SegmentConfig(), SegmentConfig(chunks=4, batch_statistics=True)):
@@ -251,7 +251,7 @@ def test_less_memory_than_a_plain_segment() -> None:
         step = Step(model=net, args=(x,), kwargs={}, settings=StepSettings())
         dry = FakeStep(step).count().tensor_peak_bytes
         peaks.append(count(step).tensor_peak_bytes)
-        assert abs(dry - peaks[-1]) <= 0.005 * peaks[-1]
+        assert dry == peaks[-1]
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
 
 
@@ -395,3 +395,36 @@ def test_one_value_per_channel() -> None:
     block(torch.randn(6, 4)).sum().backward()
     assert block[1].num_batches_tracked == 1
     assert block[0].weight.grad is not None
+
+
+class Drifting(nn.Module):
+    """Before its norm it reads a state, which it modifies in place in its second chunk alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.state, self.calls = torch.ones(2, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.state.add_(1)
+        y: Tensor = self.norm((x * self.state[0].clone()).sin())
+        return y
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_state_that_one_chunk_modifies_in_place(chunks: int) -> None:
+    net = Drifting()
+    install_segment(net, SegmentConfig(chunks=chunks, batch_statistics=True))
+    x = leaf(6, 4)
+    output = net(x).square().sum()
+    if chunks == 2:
+        output.backward()
+        whole = x.detach().requires_grad_()
+        scale = torch.tensor([1.0] * 3 + [2.0] * 3).unsqueeze(1)
+        nn.BatchNorm1d(4)((whole * scale).sin()).square().sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad)
+    else:  # the third reads in the first pass what nobody has any more
+        with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
+            output.backward()

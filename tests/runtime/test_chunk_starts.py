@@ -68,6 +68,26 @@ class Starting(nn.Module):
         return y
 
 
+class Asking(Membrane):
+    """Its membrane decays otherwise while it learns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self._of_one(frame) for frame in x.split(1)])
+
+    def _of_one(self, frame: Tensor) -> Tensor:
+        y = super().forward(frame)
+        assert self.v is not None
+        self.v = self.v * (0.5 if torch.is_grad_enabled() and frame.requires_grad and self.v.requires_grad else 0.9)
+        return y
+
+
+class Silent(Membrane):
+    """Its membrane stays the same tensor while nothing comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super(Silent, self).forward(f) if f.any() else self.v[None] * 1 for f in x.split(1)])
+
+
 def frames() -> Tensor:
     return torch.randn(LENGTH, 2, 3).requires_grad_()
 
@@ -78,6 +98,21 @@ def test_it_is_the_same(exactly: Any, chunks: int, in_place: bool) -> None:
     config = SegmentConfig(chunks=chunks, recompute_states=True)
     exactly(Starting(nn.Sequential(Membrane(in_place=in_place), nn.Linear(3, 3))), {"block": config}, frames(), steps=3)
     assert exactly.recomputations == 3 * chunks
+
+
+def test_in_the_mode_of_the_forward_it_repeats(exactly: Any) -> None:
+    config = SegmentConfig(chunks=4, recompute_states=True)
+    exactly(Starting(nn.Sequential(Asking(), nn.Linear(3, 3))), {"block": config}, frames())
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_a_state_that_has_not_moved_is_not_made_again(exactly: Any, first: int) -> None:
+    """The membrane is the one from before up to frame ``first``, and moves, or is at rest again, later."""
+    x = frames().detach()
+    x[:first], x[first + 1 : first + 3] = 0, 0
+    net = nn.Sequential(nn.Identity(), Silent())
+    net[1].v = torch.ones(2, 3)
+    exactly(net, {"1": SegmentConfig(chunks=LENGTH, recompute_states=True)}, x.requires_grad_(), steps=3)
 
 
 @pytest.mark.parametrize("codec", ["null", "bit"])

@@ -102,6 +102,19 @@ def in_place_in_tuple(m: Keeper, y: Tensor) -> Tensor:
     return m.kept[0].clone()
 
 
+def read_then_in_place(m: Keeper, y: Tensor) -> Tensor:
+    if m.seen % 3:  # of three calls, the first only reads it
+        with torch.no_grad():
+            m.kept.mul_(0.5).add_(y.mean())
+    return m.kept.clone()
+
+
+def in_place_with_a_graph(m: Keeper, y: Tensor) -> Tensor:
+    m.kept = y * 0 if m.kept is None else m.kept
+    m.kept.mul_(y.sin()).add_(y)
+    return m.kept.clone()
+
+
 def buffer(m: Keeper, y: Tensor) -> Tensor:
     return m.seen + 1
 
@@ -137,6 +150,8 @@ KEPT: list[tuple[Any, Callable[[Keeper, Tensor], Any]]] = [
     (torch.ones(4), in_place),
     (torch.ones(5, 4), in_place),
     ((torch.ones(5, 4),), in_place_in_tuple),
+    (torch.ones(5, 4), read_then_in_place),
+    (None, in_place_with_a_graph),
     (None, buffer),
     (torch.Generator().manual_seed(1), own_generator),
     (None, new_attribute),
@@ -204,6 +219,15 @@ class Scheduling(nn.Module):
 def test_an_attribute_that_the_caller_changes_between_calls(judge: Any) -> None:
     judge(Scheduling(), {"block": PLAIN}, torch.randn(5, 4))
     assert judge.recomputations == 2 * 3
+
+
+def test_what_another_changes_in_place_before_backward_is_told() -> None:
+    block = Keeper(torch.ones(5, 4), lambda m, y: m.kept)
+    install_segment(block, PLAIN)
+    output = block(torch.randn(5, 4)).sum()
+    block.kept.add_(1)
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(5, 4\) that Keeper reads was modified in place"):
+        output.backward()
 
 
 def test_lists_that_others_hold_too_stay_the_same_object() -> None:
