@@ -306,7 +306,7 @@ def test_spatial_split_of_a_module_s_own_into_modules_of_the_model() -> None:
     a = module("a", 100, 10, spatial_split=True, spatial_parts=("a.drive", "a.cell"))
     parts = module("a.drive", 40, 10), module("a.drive.conv", 40, 10), module("a.cell", 60, 10)
     tree = tree_of(a, *parts)
-    machine = Machine(tree, rules={"a.drive": NO_RULE, "a.drive.conv": NO_RULE})
+    machine = Machine(tree, rules={"a": NO_RULE, "a.drive": NO_RULE, "a.drive.conv": NO_RULE})
     start = machine.start(segment("a"))
     split = SpatialSplit().improve(start, tree, SearchOptions(), machine.probes()).best
     assert split.plan.segments == (segment("a.drive"), segment("a.cell"))
@@ -369,6 +369,29 @@ def test_temporal_split_of_the_parts_that_can() -> None:
     chunks = {s.path: s.chunks for s in best.plan.segments}
     assert chunks["a.linear"] > 1
     assert chunks.get("a", 1) == chunks.get("a.norm", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "cut"),
+    [
+        (SearchOptions(), {}, ["a"]),
+        (SearchOptions(targets=("a",)), {}, ["a"]),
+        (SearchOptions(targets=("a.x", "a.y")), {}, ["a.x", "a.y"]),
+        (SearchOptions(), {"a": NO_RULE}, ["a.x", "a.y"]),
+    ],
+)
+def test_a_split_module_runs_in_chunks_as_a_whole_where_that_is_less(
+    options: SearchOptions, rules: dict[str, ChunkRule | Refused], cut: list[str]
+) -> None:
+    """Level 2 split it: as a whole it holds more.  In chunks it holds less, for its parts each store their input."""
+    tree = tree_of(module("a", 120, 10), module("a.x", 60, 10), module("a.y", 60, 10))
+    machine = Machine(tree, rules=rules)
+    split = SpatialSplit().improve(machine.start(segment("a")), tree, SearchOptions(), machine.probes()).best
+    assert paths(split.plan) == ["a.x", "a.y"]
+    best = TemporalSplit().improve(split, tree, options, machine.probes()).best
+    assert [s.path for s in best.plan.segments if s.chunks > 1] == cut
+    assert paths(best.plan) == cut
+    assert best.peak_bytes < split.peak_bytes
 
 
 def test_what_cannot_be_cut_is_left_alone() -> None:

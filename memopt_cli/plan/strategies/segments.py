@@ -29,11 +29,12 @@ class Segments:
 
     def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
         """Probe the sets of targets and keep the best; ``start`` if none lowers the peak (targets asked for stay)."""
-        asked = bool(options.targets) or options.modules is not None
+        targets = asked_for(tree, options)
+        asked = targets is not None
         best, tried, notes = start, 0, left_out(tree, options)
         usable = sum(not module.refusal for module in tree)
         chosen = least_predicted_peak(usable, [])
-        for candidates in _candidate_sets(tree, options):
+        for candidates in choose_targets(tree) if targets is None else [targets]:
             limited = asked or is_limited(options)
             selection = select(candidates, options) if limited else least_predicted_peak(usable, candidates)
             if asked or not selection.selected:
@@ -80,12 +81,13 @@ def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
-def _candidate_sets(tree: ModuleTree, options: SearchOptions) -> list[list[ModuleTrace]]:
+def asked_for(tree: ModuleTree, options: SearchOptions) -> list[ModuleTrace] | None:
+    """The outermost modules that may be segments; ``None``: whichever memopt chooses."""
     if options.targets:
-        return [matching_targets(tree, options.targets)]
+        return matching_targets(tree, options.targets)
     if options.modules is not None:
-        return [outermost([m for m in tree if m.path in options.modules and not m.refusal])]
-    return choose_targets(tree)
+        return outermost([m for m in tree if m.path in options.modules and not m.refusal])
+    return None
 
 
 def left_out(modules: Iterable[ModuleTrace], options: SearchOptions) -> list[str]:

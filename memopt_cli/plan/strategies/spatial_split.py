@@ -25,7 +25,7 @@ class SpatialSplit:
             parts = split(current, tree, compress=options.compress_x)
             return [parts] if parts else []
 
-        return improve_in_rounds(start, self.level, change, options, probes, "split")
+        return improve_in_rounds(start, self.level, [change], options, probes, "split")
 
 
 def split(current: SegmentPlan, tree: ModuleTree, *, compress: bool) -> tuple[SegmentPlan, ...]:

@@ -6,19 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.plan.cost_model import chunk_counts
-from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.strategies.rounds import LEAST_SHARE, improve_in_rounds
+from memopt_cli.plan.strategies.segments import asked_for, segment
 from memopt_cli.plan.strategies.spatial_split import split
-from memopt_cli.records import Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import ModuleTrace, Refused, SearchOptions, SegmentPlan
 
 
 class TemporalSplit:
     """Multiplies the number of chunks of the segment that holds most at the peak.
 
     A segment that cannot be cut as a whole, or only in two passes because of batch statistics, may have parts that can:
-    they run in chunks inside it, or it is split and the parts that can are cut.  First of all the heads of a
-    language model run in chunks through their loss: that takes no time.
+    they run in chunks inside it, or it is split and the parts that can are cut.  And the other way round: where no cut
+    of a segment lowers the peak, the module around it may run in chunks, which stores no input of its parts.  First of
+    all the heads of a language model run in chunks through their loss: that takes no time.
     """
 
     level = 3
@@ -40,12 +42,28 @@ class TemporalSplit:
             inside = tuple(piece for _, piece in pieces if piece)
             return [*cuts, (current, *inside), (current, *instead), instead]
 
+        asked = asked_for(tree, options)
+
+        def regroup(current: SegmentPlan) -> list[tuple[SegmentPlan, ...]]:
+            module = _around(current.path, tree)
+            if module is None or not (asked is None or any(is_within(module.path, a.path) for a in asked)):
+                return []
+            cuts = iterate_cuts(segment(module, options.compress_x), tree, options.temporal_split_factor, probes)
+            return [(cut,) for cut in cuts if cut.chunks >= current.chunks]
+
         if options.max_split_rounds == 0:
             return Improvement(best=start, tried=0)
-        any_module = options.modules is None and not options.targets
-        heads = with_heads(start, tree, probes) if any_module else Improvement(best=start, tried=0)
-        found = improve_in_rounds(heads.best, self.level, change, options, probes, "chunk")
+        heads = with_heads(start, tree, probes) if asked is None else Improvement(best=start, tried=0)
+        found = improve_in_rounds(heads.best, self.level, [change, regroup], options, probes, "chunk")
         return replace(found, tried=found.tried + heads.tried)
+
+
+def _around(path: str, tree: ModuleTree) -> ModuleTrace | None:
+    """The nearest called module around one that can be a segment, the root left out."""
+    while path := path.rpartition(".")[0]:
+        if path in tree and not tree[path].refusal:
+            return tree[path]
+    return None
 
 
 def iterate_cuts(current: SegmentPlan, tree: ModuleTree, factor: int, probes: Probes) -> Iterator[SegmentPlan]:
