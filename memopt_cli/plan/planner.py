@@ -197,11 +197,13 @@ class Planner:
         """
         best = self._smallest_counted()
         while best is not None and best.peak_bytes > budget_bytes and not self._over:
+            asked = self._questions
             plans = {plan: self._model.predict(plan) for plan in self._rearranged(best.candidate.plan)}
             ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
             tried = [self._count(p) for p in ranked[:_REARRANGEMENTS] if not self._over and self._confirm_chunks(p)]
             better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
-            if better.peak_bytes >= best.peak_bytes:
+            learned = asked < self._questions < _MOST_QUESTIONS  # of modules that go by a rule of their own
+            if better.peak_bytes >= best.peak_bytes and not learned:
                 break
             best = better
 

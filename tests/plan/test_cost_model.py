@@ -396,6 +396,43 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
 
 
+def rule_along(axis: int) -> ChunkRule:
+    return ChunkRule(axis=axis, seq_inputs=1, seq_outputs=1, inexact=True)
+
+
+def test_only_targets_are_put_in_chunks() -> None:
+    plans = planner(SUBJECTS["chain"](), lambda path: rule_along(0))
+    plans._allow_chunks({f"blocks.{i}": (rule_along(0), 4) for i in range(3)})
+
+    def put_in_chunks() -> set[str]:
+        return {segment.path for plan in plans._rearranged(Plan(level=4)) for segment in plan.segments}
+
+    assert put_in_chunks() == {"blocks.0", "blocks.1", "blocks.2"}
+    plans._allowed = replace(plans._allowed, targets=lambda path: path != "blocks.1")
+    assert put_in_chunks() == {"blocks.0", "blocks.2"}
+
+
+def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
+    plans = planner(SUBJECTS["chain"](), lambda path: rule_along(0))
+    plans._allow_chunks({"blocks.1": (rule_along(0), 4)})
+    around = segments("", "blocks.0", "blocks.1.0")
+    found = [[(s.path, s.chunks) for s in plan.segments] for plan in plans._rearranged(around)]
+    assert found
+    assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
+
+
+def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class() -> None:
+    """Of the first block asked the answer is taken for all, until a plan relies on it."""
+    subject = SUBJECTS["chain"]()
+    plans = planner(subject, lambda path: rule_along(0 if path == "blocks.0" else 2))
+    plans._allow_chunks({f"blocks.{i}": (rule_along(0), 4) for i in range(3)})
+    assert plans._count(segments("blocks.0")) is not None
+    plans._rearrange(0)
+    cut = [s for plan in plans._counted for s in plan.segments if s.chunks > 1]
+    assert {s.path for s in cut} > {"blocks.0"}
+    assert all(s.axis == (0 if s.path == "blocks.0" else 2) for s in cut)
+
+
 def test_level_4_keeps_no_single_call_in_chunks() -> None:
     """A number counts the calls of one run, and there is a run for every chunk."""
     subject = Subject(nn.Sequential(Chain(blocks=2)), torch.randn(4, 16, 24, 24))
