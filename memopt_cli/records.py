@@ -1509,9 +1509,10 @@ def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
         except OverflowError as err:
             raise UsageError(f"{where} is too large a number") from err
     if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
-        quoted = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
-        raise UsageError(
-            f"{where} must be {'text' if annotation is str else annotation.__name__}, not {data!r}",
-            hint=quoted if annotation is str else "",
-        )
+        wanted, hint = annotation.__name__, ""
+        if annotation is str:
+            wanted = "text"
+            if not isinstance(data, Mapping | list):
+                hint = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
+        raise UsageError(f"{where} must be {wanted}, not {data!r}", hint=hint)
     return data

@@ -238,6 +238,8 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         return from_data(Baseline, {"header": to_data(header), **parts}, where="the file")
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise BaselineError(f"{path} is no baseline: it is not JSON", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or first_line(err)
         raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err

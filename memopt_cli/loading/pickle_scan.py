@@ -116,7 +116,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Any:
             machine.step(opcode, argument, position or 0)
         return machine.result
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-        raise ValueError(f"broken pickle: {err!r}") from err
+        raise ValueError("its bytes are no pickle, or a broken one") from err
 
 
 def pairs(value: Any) -> Iterator[tuple[Any, Any]]:
