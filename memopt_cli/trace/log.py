@@ -279,12 +279,14 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
 def _adds_gradients(func: Any, args: Any) -> bool:
     """Whether autograd itself, and no function of a node, calls this operator: to add up the gradients of a tensor.
 
-    It adds in place only to one that is dense and overlaps nothing.
+    It adds in place only to one that is dense, overlaps nothing and is no view, whose base holds it; a sparse one only
+    to one that is contiguous.
     """
-    if (
-        func is not torch.ops.aten.add.Tensor
-        or torch.is_grad_enabled()
-        or not is_non_overlapping_and_dense_or_false(args[0])
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    first, other = args
+    if first._is_view() or not (
+        is_non_overlapping_and_dense_or_false(first) and (other.layout is torch.strided or first.is_contiguous())
     ):
         return False
     frame: FrameType | None = sys._getframe(2)
