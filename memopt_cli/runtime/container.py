@@ -449,8 +449,8 @@ def _chunk_count(module: nn.Module, config: SegmentConfig, sequences: tuple[Any,
     if length < config.chunks:
         # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
         warnings.warn(
-            f"{type(module).__name__} is to run in {config.chunks} chunks and got a sequence of length {length} (axis "
-            f"{config.axis}): it runs in {length}",
+            f"{type(module).__name__}: {config.chunks} chunks asked of a sequence of length {length} "
+            f"(axis {config.axis}); running {length}",
             stacklevel=1,
         )
     return min(config.chunks, length)

@@ -518,7 +518,7 @@ def test_chunks_are_checkpointed_one_by_one(judge: Any) -> None:
 def test_more_chunks_than_the_sequence_is_long() -> None:
     plain, optimized = _pair(mlp(), chunks=9)
     x = torch.randn(2, 4)
-    said = rf"{type(plain).__name__} is to run in 9 chunks and got a sequence of length 2 \(axis 0\): it runs in 2"
+    said = rf"{type(plain).__name__}: 9 chunks asked of a sequence of length 2 \(axis 0\); running 2"
     with pytest.warns(UserWarning, match=said) as warned:
         assert optimized(x).shape == plain(x).shape
     assert "memopt_cli" in warned[0].filename
