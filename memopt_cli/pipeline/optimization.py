@@ -400,7 +400,11 @@ class _Job:
             return traced.trace if isinstance(traced, Traced) else traced
 
         return Probes(
-            count=reporter.watching(probes.count), chunking=probes.chunking, report=reporter.report, trace=trace
+            count=reporter.watching(probes.count),
+            chunking=probes.chunking,
+            report=reporter.report,
+            trace=trace,
+            late=probes.late,
         )
 
     def measure(self, plan: Plan) -> Measurement | Failure:

@@ -34,6 +34,7 @@ class SearchProbes:
         self._allow_inexact = allow_inexact
         self._started = time.monotonic()
         self._over = ""
+        self._ended = False
         self._counted: dict[Plan, Counted | Failure] = {replace(original.plan, level=0): original.counted}
         self._traced: dict[Plan, Traced | Failure] = {}
         self._rules: dict[str, ChunkRule | Refused] = {}
@@ -41,9 +42,13 @@ class SearchProbes:
     @property
     def over(self) -> str:
         """Why nothing more is tried; empty if it is."""
-        if not self._over and self._limit_s is not None and time.monotonic() - self._started >= self._limit_s:
+        if not self._over and self.late():
             self._over = f"the search was ended after {self._limit_s:g} s (--search-time)"
         return self._over
+
+    def late(self) -> bool:
+        """Whether the time limit has passed; not of a search that was ended, which is gone through again."""
+        return not self._ended and self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
 
     @property
     def improved(self) -> bool:
@@ -58,7 +63,7 @@ class SearchProbes:
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
-        self._over = reason
+        self._over, self._ended = reason, True
 
     def count(self, plan: Plan) -> Counted | Failure | NotTried:
         """The peaks of one step under a plan."""

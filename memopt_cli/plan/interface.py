@@ -42,6 +42,8 @@ class Probes:
     """Progress, one line."""
     trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
     """A step under a plan, recorded."""
+    late: Callable[[], bool] = lambda: False
+    """Whether the time of the search is over: long sums ask this too, for they count nothing meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from memopt_cli.plan.cost_model import CostModel, chunk_counts
 from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
 from memopt_cli.plan.search import Allowed, Solver, Way
 from memopt_cli.plan.strategies.segments import segment as plain_segment
-from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan, StepTrace
+from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Prediction, Refused, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget."""
@@ -41,6 +41,10 @@ class Priced:
     def peak_bytes(self) -> int:
         """Allocated peak of the dry run."""
         return self.candidate.peak_bytes
+
+
+class _TimeIsUp(Exception):
+    """Raised within the sums of a search; what was counted before is its answer."""
 
 
 class Planner:
@@ -83,12 +87,47 @@ class Planner:
         return len(self._counted)
 
     def within(self, budget_bytes: int) -> Priced | None:
-        """The fastest plan found whose dry run stays within the budget; ``None`` if none does.
+        """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
+        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
+            return original
+        try:
+            self._approach(budget_bytes)
+        except _TimeIsUp:
+            self._over = True
+        best = self._fastest_counted(budget_bytes)
+        return best if best is None or self._over else self._unwrapped(best, budget_bytes)
+
+    def least(self, start_bytes: int) -> Priced | None:
+        """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
+        try:
+            self._descend(start_bytes)
+        except _TimeIsUp:
+            self._over = True
+        return self._smallest_counted()
+
+    def frontier(self, start: Priced) -> list[Priced]:
+        """From the original to the lowest peak: plans of which no other is both smaller and faster."""
+        least = self.least(start.peak_bytes)
+        found = [start, *([least] if least else [])]
+        low = least.peak_bytes if least else start.peak_bytes
+        for step in range(1, _FRONTIER_POINTS):
+            if self._over:
+                found += self._all_counted()
+                break
+            budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
+            self._probes.report(f"fastest plan within {budget >> 20} MiB")
+            within = self.within(budget)
+            if within is not None:
+                found.append(within)
+        return list(nondominated(found))
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def _approach(self, budget_bytes: int) -> None:
+        """Count plans that come ever closer to the budget from below.
 
         The solver's sums are a little off, so its budget is corrected by what the dry run says, a few times.
         """
-        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
-            return original
         target = budget_bytes
         for _ in range(_DRY_RUNS):
             if self._over:
@@ -110,11 +149,9 @@ class Planner:
             target += unused * 3 // 4
         if self._fastest_counted(budget_bytes) is None:
             self._rearrange(budget_bytes)
-        best = self._fastest_counted(budget_bytes)
-        return best if best is None or self._over else self._unwrapped(best, budget_bytes)
 
-    def least(self, start_bytes: int) -> Priced | None:
-        """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
+    def _descend(self, start_bytes: int) -> None:
+        """Count plans of ever lower peaks."""
         while not self._over:
             plan = self._least_plan(start_bytes)
             if plan is None:
@@ -123,30 +160,19 @@ class Planner:
             if not self._learn_chunks(plan):
                 break
         self._rearrange(0)
-        return self._smallest_counted()
 
-    def frontier(self, start: Priced) -> list[Priced]:
-        """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        least = self.least(start.peak_bytes)
-        found = [start, *([least] if least else [])]
-        low = least.peak_bytes if least else start.peak_bytes
-        for step in range(1, _FRONTIER_POINTS):
-            if self._over:
-                found += self._all_counted()
-                break
-            budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
-            self._probes.report(f"fastest plan within {budget >> 20} MiB")
-            within = self.within(budget)
-            if within is not None:
-                found.append(within)
-        return list(nondominated(found))
+    def _tick(self) -> None:
+        if self._probes.late():
+            raise _TimeIsUp
 
-    # ------------------------------------------------------------------------------------------ steps
+    def _predict(self, plan: Plan) -> Prediction:
+        self._tick()
+        return self._model.predict(plan)
 
     def _make_solvers(self) -> dict[bool, Solver]:
         """With packing (``True``) and without."""
         choices = (False, True) if self._may_pack else (False,)
-        return {packed: Solver(self._root, replace(self._allowed, packed=packed)) for packed in choices}
+        return {packed: Solver(self._root, replace(self._allowed, packed=packed), self._tick) for packed in choices}
 
     def _fastest(self, target: int) -> Plan | None:
         """A plan within the target; where there is none, modules are put in chunks until there is."""
@@ -198,7 +224,7 @@ class Planner:
         best = self._smallest_counted()
         while best is not None and best.peak_bytes > budget_bytes and not self._over:
             asked = self._questions
-            plans = {plan: self._model.predict(plan) for plan in self._rearranged(best.candidate.plan)}
+            plans = {plan: self._predict(plan) for plan in self._rearranged(best.candidate.plan)}
             ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
             tried = [self._count(p) for p in ranked[:_REARRANGEMENTS] if not self._over and self._confirm_chunks(p)]
             better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
@@ -323,6 +349,8 @@ class Planner:
         plan = best.candidate.plan
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
+            if self._probes.late():
+                break
             rest = replace(plan, segments=tuple(s for s in plan.segments if s is not segment))
             if self._model.predict(rest).allocated_peak_bytes + bias <= budget_bytes:
                 plan = rest

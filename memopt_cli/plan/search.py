@@ -108,8 +108,10 @@ class _Around:
 class Solver:
     """Finds plans for one recorded step."""
 
-    def __init__(self, root: Block, allowed: Allowed) -> None:
+    def __init__(self, root: Block, allowed: Allowed, tick: Callable[[], None] = lambda: None) -> None:
+        """``tick`` is called for every block that is gone through; what it raises ends the search."""
         self._root = root
+        self._tick = tick
         self._allowed = allowed
         self._alike = Counter(block.signature for block in root)
         self._repeated = repeated(root)
@@ -151,6 +153,7 @@ class Solver:
 
     def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
+        self._tick()
         if self._alike[block.signature] > 1 or not block.children:
             after = [way.then(own) for own in self._ways(block, self._outside) for way in before]
         else:
@@ -175,6 +178,7 @@ class Solver:
         return [replace(w, peak_bytes=w.peak_bytes + more, segment=None, parts=(w,), moved=moved) for w in ways]
 
     def _solve(self, block: Block, around: _Around) -> list[Way]:
+        self._tick()
         segments = self._as_segment(block, around)
         if block.path in self._segmented:
             return segments

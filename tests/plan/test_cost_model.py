@@ -378,6 +378,33 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
     assert len(refused) == (0 if (search, dry_runs) == ("least", 1) else 1)
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("asked", [0, 3, 40])
+def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
+    """Within the solver and the cost model, too; what was counted before is kept."""
+    subject = SUBJECTS["chain"]()
+    first, plans = start(subject), planner(subject)
+    answers: list[bool] = []
+    counted: list[int] = []
+
+    def late() -> bool:
+        answers.append(len(answers) >= asked)
+        return answers[-1]
+
+    def count(plan: Plan) -> Any:
+        if any(answers):
+            return NotTried(reason="time is up")
+        counted.append(subject.count(plan).allocated_peak_bytes)
+        return subject.count(plan)
+
+    plans._probes = replace(plans._probes, count=count, late=late)
+    SEARCHES[search](plans, first)
+    assert answers.count(True) == 1
+    assert plans.tried == len(counted)
+    smallest = plans.least(first.peak_bytes)
+    assert (smallest.peak_bytes if smallest else None) == min(counted, default=None)
+
+
 def test_chunks_go_below_what_segments_reach() -> None:
     subject = SUBJECTS["chain"]()
     plain = planner(subject).least(start(subject).peak_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.errors import PlanError
@@ -34,7 +34,7 @@ class Segments:
         best, tried, notes = start, 0, left_out(tree, options)
         usable = sum(not module.refusal for module in tree)
         chosen = least_predicted_peak(usable, [])
-        for candidates in choose_targets(tree) if targets is None else [targets]:
+        for candidates in choose_targets(tree, probes.late) if targets is None else [targets]:
             limited = asked or is_limited(options)
             selection = select(candidates, options) if limited else least_predicted_peak(usable, candidates)
             if asked or not selection.selected:
@@ -117,17 +117,20 @@ def matching_targets(tree: ModuleTree, targets: Iterable[str]) -> list[ModuleTra
     return outermost(chosen)
 
 
-def choose_targets(tree: ModuleTree) -> list[list[ModuleTrace]]:
+def choose_targets(tree: ModuleTree, late: Callable[[], bool] = lambda: False) -> list[list[ModuleTrace]]:
     """Sets of targets, most promising first.
 
     By the classic trade-off of checkpointing: what stays is the packed inputs of the segments and whatever is saved
     outside of them; on top comes, one at a time, what a segment recomputes.  For every bound on the latter the best
     set is found exactly, by recursion over the tree: a module is a segment, or its children are decided on their own.
+    When it is ``late`` the bounds looked at so far have to do.
     """
     usable = [m for m in tree if m.path and not m.refusal]
     bounds = sorted({tree.saved_at_once(m.path) for m in usable})
     options: dict[tuple[str, ...], float] = {}
     for bound in bounds:
+        if late():
+            break
         saving, targets = _best_below(tree, "", bound)
         if targets:
             largest = max(tree.saved_at_once(m.path) for m in targets)
