@@ -242,6 +242,14 @@ def test_sums_of_gradients_are_counted_however_the_first_lies_in_memory(first: s
     counted_as_allocated(step)
 
 
+def test_a_number_added_to_a_gradient_is_no_sum_of_gradients() -> None:
+    dense, more = (
+        count(step_of(TwoGradients(first, GRADIENTS["dense"]).train(), (torch.randn(1, 64),))).tensor_peak_bytes
+        for first in (GRADIENTS["dense"], lambda n: torch.ones(n, n) + 1)
+    )
+    assert more == dense
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_gradient_of_a_tied_head_is_not_summed_in_place(sparse: bool) -> None:
     counted_as_allocated(step_of(TiedHead(sparse=sparse).train(), (torch.arange(4),)))

@@ -285,9 +285,9 @@ def _adds_gradients(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     first, other = args
-    if first._is_view() or not (
-        is_non_overlapping_and_dense_or_false(first) and (other.layout is torch.strided or first.is_contiguous())
-    ):
+    if not isinstance(other, Tensor) or first._is_view() or not is_non_overlapping_and_dense_or_false(first):
+        return False
+    if other.layout is not torch.strided and not first.is_contiguous():
         return False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _AROUND:
