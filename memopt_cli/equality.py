@@ -17,7 +17,7 @@ from memopt_cli.runtime.state import GlobalGenerators, ModuleState, StartingStat
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
-_ROUNDING_SCALE = 1e-4
+_ROUNDING_SCALE = 1e-3
 """A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
 or of a bias before batch norm is: its difference is related to this share of the largest instead."""
 

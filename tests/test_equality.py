@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import Difference, bit_equal, difference, effects, generator_state, generators_kept
+from memopt_cli.equality import TOLERANCE, Difference, bit_equal, difference, effects, generator_state, generators_kept
 from memopt_cli.records import StepSettings
 from memopt_cli.step import Step
 
@@ -171,9 +171,16 @@ def test_a_gradient_of_rounding_alone_is_measured_by_the_others() -> None:
     other = {"gradient of weight": torch.tensor([100.0]), "gradient of key.bias": torch.tensor([-2e-17])}
     assert difference(reference, other).relative < 1e-14
     other["gradient of key.bias"] = torch.tensor([1e-6])
-    assert difference(reference, other).relative > 1e-5
+    assert difference(reference, other).relative > 1e-6
     other["gradient of key.bias"] = torch.tensor([float("nan")])
     assert difference(reference, other).relative == math.inf
+
+
+def test_a_bias_before_batch_norm_may_differ_by_what_rounding_makes_of_it() -> None:
+    # As seen in a convolution of 128 to 256 channels over 23040 positions: the exact gradient of its bias is zero.
+    weight = torch.tensor([1239.0], dtype=torch.float64)
+    reference = {"gradient of weight": weight, "gradient of bias": torch.tensor([7e-10], dtype=torch.float64)}
+    assert difference(reference, reference | {"gradient of bias": torch.zeros(1).double()}).relative < TOLERANCE
 
 
 def test_infinite_gradients_do_not_hide_a_difference() -> None:
