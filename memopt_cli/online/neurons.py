@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,32 +21,36 @@ DECAY = math.exp(-1 / 5)
 
 
 class _Spike(torch.autograd.Function):
-    """Heaviside step; ``max(0, 0.3 (1 - |u|))`` as its derivative."""
+    """Heaviside step at a threshold; ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return _heaviside(u)
+    def forward(ctx: Any, v: Tensor, threshold: float) -> Tensor:
+        ctx.save_for_backward(v)  # not what is above threshold: a state is there anyway
+        ctx.threshold = threshold
+        return _heaviside(v, threshold)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        u: Tensor = ctx.saved_tensors[0]
-        return u.abs().mul_(-0.3).add_(0.3).clamp_min_(0).mul_(gradients[0])
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        v: Tensor = ctx.saved_tensors[0]
+        slope = (v - ctx.threshold).abs_().mul_(-0.3).add_(0.3).clamp_min_(0)
+        return slope.mul_(gradients[0]), None
 
 
-def spike(u: Tensor) -> Tensor:
-    """1 where ``u >= 0``, else 0; its derivative is the triangle ``max(0, 0.3 (1 - |u|))``.  Works under vmap."""
-
-    spikes: Tensor = with_batch_axis(_spike, u)[0] if is_batchedtensor(u) else _spike(u)[0]
+def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
+    """1 where ``v`` reaches the threshold, else 0, with a triangle for its derivative: ``max(0, 0.3 (1 - |u|))``, where
+    ``u = v - threshold``.  Works under vmap.
+    """
+    fire = functools.partial(_spike, threshold=threshold)
+    spikes: Tensor = with_batch_axis(fire, v)[0] if is_batchedtensor(v) else fire(v)[0]
     return spikes
 
 
-def _spike(u: Tensor) -> tuple[Tensor]:
-    return (_Spike.apply(u) if u.requires_grad else _heaviside(u),)  # type: ignore[no-untyped-call]
+def _spike(v: Tensor, threshold: float) -> tuple[Tensor]:
+    return (_Spike.apply(v, threshold) if v.requires_grad else _heaviside(v, threshold),)  # type: ignore[no-untyped-call]
 
 
-def _heaviside(u: Tensor) -> Tensor:
-    return torch.ge(u, 0, out=torch.empty_like(u))  # on the CPU much faster than a comparison and a cast
+def _heaviside(v: Tensor, threshold: float) -> Tensor:
+    return torch.ge(v, threshold, out=torch.empty_like(v))  # on the CPU much faster than a comparison and a cast
 
 
 class LIF(nn.Module):
@@ -60,7 +65,7 @@ class LIF(nn.Module):
 
     def get_spike(self) -> Tensor:
         """Of the potential as it is now."""
-        return spike(self.v - 1)
+        return spike(self.v, threshold=1.0)
 
     def forward(self, y: Tensor) -> Tensor:
         """Currents ``[B, *size]`` -> spikes of the same shape."""
@@ -93,7 +98,7 @@ class AdaptiveLIF(nn.Module):
 
     def get_spike(self) -> Tensor:
         """Of potential and adaptation as they are now."""
-        return spike(self.v - 1 - self.beta * self.a)
+        return spike(self.v - self.beta * self.a, threshold=1.0)
 
     def forward(self, y: Tensor) -> Tensor:
         """Currents ``[B, *size]`` -> spikes of the same shape."""
