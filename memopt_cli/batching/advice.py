@@ -110,7 +110,10 @@ class BatchSearch:
                 self.run(batch)
 
     def seek_faster(self, batches: Sequence[int], most_runs: int) -> None:
-        """Run these batches, each smaller than the one before, until a larger one is faster; not what about ran."""
+        """Run these batches, each smaller than the one before, until a larger one is faster.
+
+        Where one of about that size has run, it stands for it.
+        """
         last_run = len(self.runs) + most_runs
         for batch in batches:
             if not any(abs(run - batch) < _ABOUT * batch for run in self.runs) and len(self.runs) < last_run:
@@ -208,7 +211,7 @@ class BatchSearch:
         )
 
     def _fastest(self) -> BatchProbe:
-        return max(self.fitting, key=lambda run: run.batch / run.step_s)
+        return max(self.fitting, key=lambda run: run.samples_per_s)
 
     def _limit(self, best: int, estimate: int) -> tuple[str, bool]:
         """What bounds the largest batch that ran, and whether a larger one would fit by the model."""

@@ -34,7 +34,6 @@ class SearchProbes:
         self._allow_inexact = allow_inexact
         self._started = time.monotonic()
         self._over = ""
-        self._ended = False
         self._counted: dict[Plan, Counted | Failure] = {replace(original.plan, level=0): original.counted}
         self._traced: dict[Plan, Traced | Failure] = {}
         self._rules: dict[str, ChunkRule | Refused] = {}
@@ -48,7 +47,7 @@ class SearchProbes:
 
     def late(self) -> bool:
         """Whether the time limit has passed; not of a search that was ended, which is gone through again."""
-        return not self._ended and self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
+        return self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
 
     @property
     def improved(self) -> bool:
@@ -63,7 +62,7 @@ class SearchProbes:
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
-        self._over, self._ended = reason, True
+        self._over, self._limit_s = reason, None
 
     def count(self, plan: Plan) -> Counted | Failure | NotTried:
         """The peaks of one step under a plan."""
