@@ -478,13 +478,18 @@ def _checkpoint(
     run = _Run(module, forward, skeleton, start, len(tensors), keep)
     if _is_nested():
         # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-        return checkpoint(run, *tensors, *start.lend(), use_reentrant=False)
+        return _recomputed(run, *tensors, *start.lend())
     inputs = _Packed(codec)
     if starts is not None:
         needs_gradient = [t.requires_grad for t in tensors]
         run.lent = starts.add(start, functools.partial(_run_again, run, inputs, needs_gradient))
     with inputs.hooks():
-        return checkpoint(run, *tensors, use_reentrant=False)
+        return _recomputed(run, *tensors)
+
+
+def _recomputed(run: _Run, *given: Tensor) -> Any:
+    """PyTorch's checkpoint; a run's starting state keeps where the generators stand, and only if they move."""
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def _is_nested() -> bool:

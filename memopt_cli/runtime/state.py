@@ -60,7 +60,7 @@ class _Drawing:
 
 
 class GlobalGenerators:
-    """Where Python's and NumPy's global generators stand; PyTorch's checkpoint sees to its own."""
+    """Where Python's and NumPy's global generators stand."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -88,18 +88,33 @@ class AllGenerators:
 
     def __init__(self) -> None:
         self._others = GlobalGenerators()
-        self._torch = self._positions()
+        with _disable_current_modes():  # a dry run's tensors have no values
+            self._cpu = torch.get_rng_state()
+            self._devices = [
+                (device, device.get_rng_state_all()) for device in (torch.cuda, torch.xpu) if device.is_initialized()
+            ]
+
+    def restore(self) -> None:
+        """Put them back there."""
+        self._others.restore()
+        with _disable_current_modes():
+            torch.set_rng_state(self._cpu)
+            for device, states in self._devices:
+                device.set_rng_state_all(states)
 
     def moved(self) -> bool:
-        """Whether one of them has been drawn from since."""
-        return self._others.moved() or self._torch != self._positions()
+        """Whether one of them has been drawn from since.
 
-    @staticmethod
-    def _positions() -> list[bytes]:
-        with _disable_current_modes():  # a dry run's tensors have no values
-            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
-            return [bytes(state.tolist()) for state in states]
+        Raises :class:`RuntimeError` if a device has been started since: where its generators stood is not known.
+        """
+        then, now = self._positions(), AllGenerators()._positions()
+        if len(then) != len(now):
+            raise RuntimeError("a segment's forward is the first to use a device; move the model there before")
+        with _disable_current_modes():
+            return self._others.moved() or not all(map(torch.equal, then, now))
+
+    def _positions(self) -> list[Tensor]:
+        return [self._cpu, *(position for _, positions in self._devices for position in positions)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +218,7 @@ class StartingState:
         self._module = module
         self._state = ModuleState(module)
         self._parameters = _Parameters(module)
-        self._generators: GlobalGenerators | None = GlobalGenerators()
+        self._generators: AllGenerators | None = AllGenerators()
         self._taken = {id(t): (t, t._version, t.requires_grad) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
@@ -266,7 +281,7 @@ class StartingState:
         self._parameters.check()
         self._check()
         current = ModuleState(self._module)
-        generators = GlobalGenerators() if self._generators is not None else None
+        generators = AllGenerators() if self._generators is not None else None
         present = self._parameters.exchange()
         self.enter(lent)
         try:

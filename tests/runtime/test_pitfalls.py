@@ -12,6 +12,7 @@ import random
 import re
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,11 @@ def test_pitfall_19_two_tensors_that_had_one_address_in_turn() -> None:
 
 
 def test_pitfall_19_a_storage_at_the_address_of_one_whose_packed_copy_lives() -> None:
+    with ThreadPoolExecutor(1) as fresh:  # a thread's allocator gives at once what it got back
+        fresh.submit(_pack_two_at_one_address).result()
+
+
+def _pack_two_at_one_address() -> None:
     saves = PackedSaves([])
     for _ in range(100):
         first = (torch.rand(64, 64) < 0.5).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable
@@ -268,6 +269,20 @@ def test_copies_of_unchanged_tensors_are_dropped() -> None:
         block(torch.randn(3, 4, 2, 2))
     start.settle()
     assert len(start._copies) == 3  # the statistics and the counter
+
+
+@pytest.mark.parametrize(("layer", "kept"), [(nn.Tanh(), 0), (nn.Dropout(0.5), 5)])
+def test_where_the_generators_stand_is_kept_of_a_forward_that_draws(layer: nn.Module, kept: int) -> None:
+    def positions() -> int:
+        shape = torch.get_rng_state().shape
+        return sum(isinstance(held, Tensor) and held.shape == shape for held in gc.get_objects())
+
+    block = nn.Sequential(nn.Linear(4, 4), layer)
+    install_segment(block, SegmentConfig(chunks=5))
+    before = positions()
+    output = block(torch.randn(5, 4))
+    assert positions() - before == kept
+    output.sum().backward()
 
 
 def test_restore_undoes_everything() -> None:
