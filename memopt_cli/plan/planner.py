@@ -134,9 +134,6 @@ class Planner:
                 break
             plan = self._fastest(target)
             if plan is None:
-                least = self._least_plan(2 * self._model.peak_bytes)
-                if least is not None:  # by sums that are a little off it does not fit
-                    self._count(least)
                 break
             found = self._count(plan)
             if found is None or found.peak_bytes > budget_bytes:
@@ -147,19 +144,18 @@ class Planner:
             if unused < _CLOSE * budget_bytes:
                 break
             target += unused * 3 // 4
-        if self._fastest_counted(budget_bytes) is None:
-            self._rearrange(budget_bytes)
+        self._descend(2 * self._model.peak_bytes, budget_bytes)  # sums that are a little off find nothing that fits
 
-    def _descend(self, start_bytes: int) -> None:
-        """Count plans of ever lower peaks."""
-        while not self._over:
+    def _descend(self, start_bytes: int, budget_bytes: int = 0) -> None:
+        """Count plans of ever lower peaks, until one is within the budget."""
+        while not self._over and self._fastest_counted(budget_bytes) is None:
             plan = self._least_plan(start_bytes)
             if plan is None:
                 break
             self._count(plan)
             if not self._learn_chunks(plan):
                 break
-        self._rearrange(0)
+        self._rearrange(budget_bytes)
 
     def _tick(self) -> None:
         if self._probes.late():

@@ -274,7 +274,8 @@ class Solver:
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
     """The Pareto set of those that hold the same bytes; of more than ``most``, one for every cell of a grid.
 
-    Peaks up to ``indifferent_bytes`` are as good as each other.
+    The grid is the finest of no more cells; beside the fastest of each, that of the lowest peak stays.  Peaks up to
+    ``indifferent_bytes`` are as good as each other.
     """
     groups: dict[int, list[Way]] = defaultdict(list)
     for way in ways:
@@ -282,14 +283,17 @@ def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list
     best = [way for group in groups.values() for way in _pareto(group, indifferent_bytes)]
     if len(best) <= most:
         return best
-    steps = most if indifferent_bytes else max(4, int(most**0.5))
-    kept_step = max(1, max(way.kept_bytes for way in best) // steps)
-    peak_step = max(1, max(way.peak_bytes for way in best) // steps)
+    fastest_first = sorted(best, key=lambda way: way.added_s)
+    kept, peak = max(way.kept_bytes for way in best), max(way.peak_bytes for way in best)
+    steps = 2 * most
     cells: dict[tuple[int, int], Way] = {}
-    for way in sorted(best, key=lambda way: way.added_s):
-        cell = way.kept_bytes // kept_step, 0 if indifferent_bytes else way.peak_bytes // peak_step
-        cells.setdefault(cell, way)
-    return list(cells.values())
+    while not cells or len(cells) > most:
+        steps //= 2
+        kept_step, peak_step = max(1, kept // steps), max(indifferent_bytes, peak // steps, 1)
+        cells = {}
+        for way in fastest_first:
+            cells.setdefault((way.kept_bytes // kept_step, way.peak_bytes // peak_step), way)
+    return [*cells.values(), min(best, key=lambda way: (way.peak_bytes, way.kept_bytes, way.added_s))]
 
 
 def _pareto(ways: Sequence[Way], indifferent_bytes: int) -> Iterator[Way]:

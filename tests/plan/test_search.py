@@ -15,7 +15,7 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.cost_model import KEEP_OP_S
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
-from memopt_cli.plan.search import Allowed, Solver, Way, _Around, _pareto
+from memopt_cli.plan.search import Allowed, Solver, Way, _Around, _pareto, _thinned
 from memopt_cli.records import ChunkRule
 
 BYTES = st.integers(0, 50)
@@ -207,6 +207,15 @@ def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
     kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Way(*n) for n in numbers], 0)}
     best = {n for n in numbers if not any(o != n and all(a <= b for a, b in zip(o, n, strict=True)) for o in numbers)}
     assert kept == best
+
+
+def test_a_thinned_set_is_spread_out() -> None:
+    incomparable = [Way(kept, peak, 400.0 - kept - peak) for kept in range(100, 200) for peak in range(100, 200)]
+    most = 32
+    thinned = _thinned(incomparable, most)
+    assert most // 4 <= len(thinned) <= most + 1
+    assert min(way.peak_bytes for way in thinned) == 100
+    assert max(way.added_s for way in thinned) > 2 * min(way.added_s for way in thinned)
 
 
 def layers(count: int) -> Block:
