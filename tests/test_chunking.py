@@ -222,6 +222,15 @@ def test_refused(module: nn.Module, reason: str) -> None:
     assert reason in found.reason
 
 
+def test_what_reaches_further_than_a_short_sequence_is_refused() -> None:
+    def delayed(y: Tensor) -> Tensor:
+        return y + torch.cat([torch.zeros_like(y[:8]), y[:-8]])
+
+    found = find_rule(Mapped(delayed), (x(20, 1, 6),), {})
+    assert isinstance(found, Refused)
+    assert "axis 0: in 2 chunks output[0] differs" in found.reason
+
+
 NORMED = {
     "two norms": nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)),
     "norms of all processes": nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)),
