@@ -29,7 +29,8 @@ _MOST_NORMS = 1
 """Batch norms in a module that is worth running in chunks: each costs one more pass, there and back."""
 _AXES = (0, 1)
 _SHORT = 5
-"""Length to which a sequence is cut for trials with gradients: what can run in chunks can run on a part of it."""
+"""Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
+happens after some steps only, a state detached say."""
 
 
 class _Reached(Exception):
@@ -129,17 +130,18 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     module = copy.deepcopy(module).double().train()
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
-    length = min(args[0].shape[rule.axis], _SHORT)
+    length = args[0].shape[rule.axis]
+    short = min(length, _SHORT)
     try:
         if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
             return reason
-        short = *(a.narrow(rule.axis, 0, length) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
-        for seed, (drawn_args, drawn_kwargs) in enumerate(_draws(in_double((short, kwargs)))):
-            whole = _effects_of(copy.deepcopy(module), drawn_args, drawn_kwargs, seed)
-            for chunks in sorted({2, min(3, length)} if seed == 0 else {min(3 + 2 * seed, length)}):
-                worst = difference(whole, _effects_of(_chunked(module, rule, chunks), drawn_args, drawn_kwargs, seed))
-                if worst.relative > TOLERANCE:
-                    return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
+        cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
+        draws = _draws(in_double((args, kwargs)), in_double((cut, kwargs)))
+        for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
+            whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
+            worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
+            if worst.relative > TOLERANCE:
+                return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return first_line(error)
     return None
@@ -166,16 +168,22 @@ def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     return subject
 
 
-def _effects_of(module: nn.Module, args: Any, kwargs: Any, seed: int) -> dict[str, Tensor]:
+def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+    args, kwargs = inputs
     return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
 
 
-def _draws(inputs: Any) -> Iterator[Any]:
-    """The captured inputs, and others like them but smaller and larger: what holds for one draw only must not pass."""
-    yield inputs
+def _uneven(length: int) -> int:
+    """The fewest chunks, of three or more if there can be, that are not of one length."""
+    return next((chunks for chunks in range(3, length) if length % chunks), 2)
+
+
+def _draws(captured: Any, cut: Any) -> Iterator[Any]:
+    """Those captured, and others like ``cut`` but smaller and larger: what holds for one draw only must not pass."""
+    yield captured
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
-        yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), inputs)
+        yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), cut)
 
 
 def _redrawn(x: Any, generator: torch.Generator, scale: float) -> Any:

@@ -231,6 +231,33 @@ def test_what_reaches_further_than_a_short_sequence_is_refused() -> None:
     assert "axis 0: in 2 chunks output[0] differs" in found.reason
 
 
+class Truncated(nn.Module):
+    """Its gradient reaches eight steps back; the steps are counted from the start of a call.  Axis 0 is time."""
+
+    def __init__(self, hands_over: bool) -> None:
+        super().__init__()
+        self.inner, self.hands_over = nn.Linear(6, 6), hands_over
+        self.mem: Tensor | None = None
+
+    def forward(self, x: Tensor, mem: Tensor | None = None) -> Any:
+        mem, outputs = mem if self.hands_over else self.mem, []
+        for i, step in enumerate(self.inner(x)):
+            mem = step if mem is None else 0.9 * mem + step
+            outputs.append(mem.tanh())
+            mem = mem.detach() if i % 8 == 7 else mem
+        if self.hands_over:
+            return torch.stack(outputs), mem
+        self.mem = mem
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_gradients_that_end_further_back_than_a_short_sequence_is_long_are_refused(hands_over: bool) -> None:
+    found = find_rule(Truncated(hands_over), (x(20, 1, 6),), {})
+    assert isinstance(found, Refused)
+    assert "axis 0: in 3 chunks gradient of" in found.reason
+
+
 NORMED = {
     "two norms": nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)),
     "norms of all processes": nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)),
