@@ -373,6 +373,11 @@ def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
     return isinstance(flat, FakeTensor) or torch.equal(expected, _bits(flat))
 
 
+def _all_zero(x: Tensor) -> bool:
+    least, most = x.aminmax()  # made in a dry run too
+    return isinstance(x, FakeTensor) or not (least or most)
+
+
 def _piece(flat: Tensor) -> int:
     """How many elements, a multiple of 8, are looked at at a time.
 
@@ -410,10 +415,10 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
         found, other = flags[: piece.numel()], others[: piece.numel()]
         found.copy_(piece)  # whether it is not zero: conversions are faster by far than comparisons
         other.copy_(found).mul_(wanted).sub_(piece)
+        if not _all_zero(other):
+            return None
         if isinstance(flat, FakeTensor):  # a dry run takes the claim for granted, and the memory of one piece
             break
-        if any(other.aminmax()):
-            return None
         flags[piece.numel() :].zero_()
         torch.mul(words, _PACK_MAGIC, out=gathered)
         target = packed[start // 8 : (start + size) // 8]
