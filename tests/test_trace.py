@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,7 +16,7 @@ from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import Counted, ModuleTrace, OptimizerName, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step, make_optimizer
-from memopt_cli.trace import FakeStep, count, fake_mode, record, resident_bytes
+from memopt_cli.trace import FakeStep, count, fake_mode, log, record, resident_bytes
 
 FLOAT = 4
 
@@ -253,6 +254,11 @@ def test_a_number_added_to_a_gradient_is_no_sum_of_gradients() -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_gradient_of_a_tied_head_is_not_summed_in_place(sparse: bool) -> None:
     counted_as_allocated(step_of(TiedHead(sparse=sparse).train(), (torch.arange(4),)))
+
+
+def test_it_loads_with_versions_of_pytorch_that_name_density_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._prims_common.is_non_overlapping_and_dense_or_false", raising=False)
+    assert runpy.run_path(log.__file__)["StorageLog"]
 
 
 def test_a_sparse_gradient_is_added_in_place_only_to_a_contiguous_one() -> None:

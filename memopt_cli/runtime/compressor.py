@@ -61,8 +61,7 @@ class SpikeCompressor:
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
-        plain = x.layout is torch.strided and not (x.is_quantized or x.is_neg() or x.dtype.is_complex)
-        if not plain or not is_dense(x):
+        if not is_dense(x) or x.is_quantized or x.is_neg() or x.dtype.is_complex:
             return _store_raw(x)
         data = self._encode(_in_storage_order(x))
         if data is None or sum(t.nbytes for t in data) > x.nbytes:
@@ -259,7 +258,7 @@ class OwnCompressor(SpikeCompressor):
     def compress(self, x: Tensor) -> Packed:
         """As the base class does; what is stored is restored at once and compared, which takes that time."""
         x = x.detach()
-        if x.layout is not torch.strided or not is_dense(x):
+        if not is_dense(x):
             return _store_raw(x)
         try:
             payload = self._codec.compress(x)
@@ -449,7 +448,12 @@ def _octets(device: torch.device) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether no two elements share memory and there are no gaps, in whatever order the dimensions lie."""
+    """Whether no two elements share memory and there are no gaps, in whatever order the dimensions lie.
+
+    One of another layout than the strided one, a sparse one say, is not.
+    """
+    if x.layout is not torch.strided:
+        return False
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size == 0:

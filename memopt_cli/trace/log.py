@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_packing, recorded_shares
+from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
@@ -285,7 +284,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     first, other = args
-    if not isinstance(other, Tensor) or first._is_view() or not is_non_overlapping_and_dense_or_false(first):
+    if not isinstance(other, Tensor) or first._is_view() or not is_dense(first):
         return False
     if other.layout is not torch.strided and not first.is_contiguous():
         return False
