@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed
+from memopt_cli.trace import StorageLog
 
 CODECS = list(COMPRESSORS)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -217,6 +218,15 @@ def test_a_packed_tensor_is_independent_of_the_original(name: str) -> None:
     packed = COMPRESSORS[name].compress(x)
     x.fill_(7)
     assert octets(COMPRESSORS[name].decompress(packed)) == before
+
+
+@pytest.mark.parametrize("name", ["bit", "two-valued"])
+def test_packing_on_a_gpu_takes_little_beside_what_it_makes(name: str) -> None:
+    with FakeTensorMode():
+        spikes = torch.empty(2**28, dtype=torch.float64, device="meta")  # as one on a GPU, which needs none here
+        with StorageLog(str) as log:
+            packed = COMPRESSORS[name].compress(spikes)
+    assert log.peak_bytes - spikes.nbytes - packed.nbytes <= 41 * 2**20
 
 
 @pytest.mark.parametrize("name", ["boolean", "uint8", "bit"])
