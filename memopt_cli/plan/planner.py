@@ -222,7 +222,8 @@ class Planner:
             asked = self._questions
             plans = {plan: self._predict(plan) for plan in self._rearranged(best.candidate.plan)}
             ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
-            tried = [self._count(p) for p in ranked[:_REARRANGEMENTS] if not self._over and self._confirm_chunks(p)]
+            asked_for = (p for p in ranked[:_REARRANGEMENTS] if not self._over and self._follows_answers(p))
+            tried = [self._count(plan) for plan in asked_for if self._confirm_chunks(plan)]
             better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
             learned = asked < self._questions < _MOST_QUESTIONS  # of modules that go by a rule of their own
             if better.peak_bytes >= best.peak_bytes and not learned:
@@ -296,13 +297,11 @@ class Planner:
         self._solvers = self._make_solvers()
 
     def _confirm_chunks(self, plan: Plan) -> bool:
-        """Ask for the modules that the plan runs in chunks because others of their class can; ``False``: one cannot."""
-        for segment in plan.segments:
-            if segment.chunks == 1 or segment.through_loss:
-                continue
-            known = self._allowed.chunks.get(segment.path)
-            if known is None or known[0].applied(segment, segment.chunks) != segment:
-                return False  # the plan was made before an answer that it does not follow
+        """Ask for the modules that the plan runs in chunks because others of their class can.
+
+        ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
+        """
+        for segment in self._cut(plan):
             if segment.path in self._certain:
                 continue
             self._certain.add(segment.path)
@@ -315,6 +314,16 @@ class Planner:
                 self._allow_chunks(others)
                 return False
         return True
+
+    def _follows_answers(self, plan: Plan) -> bool:
+        """Whether the plan, made before an answer, is one that could be made after it."""
+        rules = ((segment, self._allowed.chunks.get(segment.path)) for segment in self._cut(plan))
+        return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
+
+    @staticmethod
+    def _cut(plan: Plan) -> Iterator[SegmentPlan]:
+        """What the plan runs in chunks by a rule that was asked for."""
+        return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)
 
     def _chunking(self, path: str) -> ChunkRule | None:
         self._probes.report(f"chunk {path}")

@@ -12,7 +12,8 @@ fourth number is added, the bytes so held, and to the segment's own kept bytes t
 All of this keeps the order of each number, so a way that is worse in all than another is part of no best plan: what
 remains is a Pareto set for every block, built from those of its children (dynamic programming as in Herrmann et al.,
 "Optimal checkpointing for heterogeneous chains", 2019, over a tree of modules instead of a chain, segments nested).
-Blocks that are alike are solved once.  Sets that grow beyond a cap are thinned, on the safe side.
+Blocks that are alike, and in which a plan may do the same, are solved once.  Sets that grow beyond a cap are thinned,
+on the safe side.
 """
 
 from __future__ import annotations
@@ -105,6 +106,18 @@ class _Around:
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is decided before the blocks are gone through, and what that makes of them."""
+
+    segmented: frozenset[str]
+    """Of the modules that are called several times, those that are segments in every call."""
+    kinds: Mapping[Block, int]
+    """Equal for blocks that are alike and in which a plan may do the same, by the paths that lie in them."""
+    counts: Counter[int]
+    """Blocks of each kind."""
+
+
 class Solver:
     """Finds plans for one recorded step."""
 
@@ -113,19 +126,18 @@ class Solver:
         self._root = root
         self._tick = tick
         self._allowed = allowed
-        self._alike = Counter(block.signature for block in root)
         self._repeated = repeated(root)
-        self._solved: dict[tuple[int, frozenset[str], _Around], tuple[Block, list[Way]]] = {}
-        self._segment_ways: dict[tuple[Block, frozenset[str], bool], list[Way]] = {}
+        self._solved: dict[tuple[int, _Around], tuple[Block, list[Way]]] = {}
+        self._segment_ways: dict[tuple[Block, int, bool], list[Way]] = {}
         self._outside = _Around(packed=allowed.packed)
-        self._segmented: frozenset[str] = frozenset()
-        """Of the modules that are called several times, those that are segments in every call."""
+        self._choices = [self._choice(segmented) for segmented in self._choices_of_repeated()]
+        self._chosen = self._choices[0]
 
     def fastest(self, budget_bytes: int) -> Way | None:
         """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
         best: Way | None = None
-        for segmented in self._choices_of_repeated():
-            self._segmented = segmented
+        for choice in self._choices:
+            self._chosen = choice
             found = self._through([Way()], self._root, budget_bytes)
             fastest = min(found, key=lambda way: way.added_s, default=None)
             if fastest is not None and (best is None or fastest.added_s < best.added_s):
@@ -147,14 +159,25 @@ class Solver:
 
     def _choices_of_repeated(self) -> Iterable[frozenset[str]]:
         """None of them; one of the outermost; all of the outermost."""
-        usable = {b.path for b in self._root if b.path in self._repeated and self._may_be_segment(b)}
+        usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
         return dict.fromkeys([frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)])
+
+    def _choice(self, segmented: frozenset[str]) -> _Choice:
+        kinds: dict[Block, int] = {}
+
+        def kind(block: Block) -> int:
+            own = self._may_be_segment(block, segmented), block.path in segmented, self._allowed.chunks.get(block.path)
+            kinds[block] = hash((block.signature, own, *map(kind, block.children)))
+            return kinds[block]
+
+        kind(self._root)
+        return _Choice(segmented, kinds, Counter(kinds.values()))
 
     def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
-        if self._alike[block.signature] > 1 or not block.children:
+        if self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children:
             after = [way.then(own) for own in self._ways(block, self._outside) for way in before]
         else:
             plain = before
@@ -165,9 +188,9 @@ class Solver:
         return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
-        """The Pareto set of a block by itself; of blocks that are alike the first is solved."""
+        """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
         around = around.of(block)
-        key = block.signature, self._segmented, around
+        key = self._chosen.kinds[block], around
         if key not in self._solved:
             self._solved[key] = block, self._solve(block, around)
         solved, ways = self._solved[key]
@@ -180,7 +203,7 @@ class Solver:
     def _solve(self, block: Block, around: _Around) -> list[Way]:
         self._tick()
         segments = self._as_segment(block, around)
-        if block.path in self._segmented:
+        if block.path in self._chosen.segmented:
             return segments
         return _thinned([*self._inside(block, around), *segments], _MOST_INNER_WAYS)
 
@@ -205,9 +228,9 @@ class Solver:
         return replace(way, peak_bytes=peak) if around.packed and peak > way.peak_bytes else way
 
     def _as_segment(self, block: Block, around: _Around) -> list[Way]:
-        if not self._may_be_segment(block) or (block.path in self._repeated and block.path not in self._segmented):
+        if not self._may_be_segment(block, self._chosen.segmented):
             return []
-        key = block, self._segmented, around.recomputed
+        key = block, self._chosen.kinds[block], around.recomputed
         if key not in self._segment_ways:
             choices = [frozenset[int](), *self._keeps(block, around)]
             ways = [way for kept in choices for way in self._keeping(block, kept, around)]
@@ -267,7 +290,10 @@ class Solver:
             between + 2 * block.output_bytes,
         )
 
-    def _may_be_segment(self, block: Block) -> bool:
+    def _may_be_segment(self, block: Block, segmented: frozenset[str]) -> bool:
+        return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
+
+    def _is_target(self, block: Block) -> bool:
         return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable
@@ -458,6 +459,31 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class() -> N
     cut = [s for plan in plans._counted for s in plan.segments if s.chunks > 1]
     assert {s.path for s in cut} > {"blocks.0"}
     assert all(s.axis == (0 if s.path == "blocks.0" else 2) for s in cut)
+
+
+@pytest.mark.parametrize(("other", "rule"), [("blocks.3", None), ("blocks.5", rule_along(2))])
+def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: ChunkRule | None) -> None:
+    """The solver takes blocks for alike no longer once their answers differ: each plan it makes follows them."""
+    subject = SUBJECTS["chain"]()
+    asked: list[str] = []
+    ticks = itertools.count()
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        asked.append(path)
+        return rule_along(0) if path != other else rule or Refused(reason="no")
+
+    def late() -> bool:
+        assert next(ticks) < 50_000, "the search does not end"
+        return False
+
+    plans = planner(subject, chunking)
+    plans._probes = replace(plans._probes, late=late)
+    plans.least(start(subject).peak_bytes)
+    assert other in asked
+    assert len(asked) == len(set(asked))
+    cut = [segment for plan in plans._counted for segment in plan.segments if segment.chunks > 1]
+    assert {segment.axis for segment in cut if segment.path == other} <= ({rule.axis} if rule else set())
+    assert {segment.axis for segment in cut if segment.path != other} == {0}
 
 
 def test_level_4_keeps_no_single_call_in_chunks() -> None:

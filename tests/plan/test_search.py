@@ -247,6 +247,39 @@ def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
     assert added == pytest.approx(way.added_s)
 
 
+@pytest.mark.parametrize("path", ["layers.0.mlp", "layers.3", "layers.5.attention"])
+def test_of_blocks_that_are_alike_only_the_targets_become_segments(path: str) -> None:
+    _, peak, added = step(layers(6), frozenset({path}))
+    way = Solver(layers(6), Allowed(targets=path.__eq__)).fastest(peak)
+    assert way is not None
+    assert [segment.path for segment in way.segments()] == [path]
+    assert way.added_s == pytest.approx(added)
+
+
+def test_of_blocks_that_are_alike_each_runs_in_chunks_by_its_own_rule() -> None:
+    rules = {f"layers.{i}": (ChunkRule(axis=i % 2, seq_inputs=1, seq_outputs=1), 4 + i) for i in (0, 1, 2, 4)}
+    solver = Solver(layers(6), Allowed(chunks=rules))
+    least = solver.least_peak_bytes(10_000)
+    assert least is not None
+    way = solver.fastest(least)
+    assert way is not None
+    cut = [segment for segment in way.segments() if segment.chunks > 1]
+    assert len({segment.axis for segment in cut}) == 2
+    assert all(segment == rules[segment.path][0].applied(segment, segment.chunks) for segment in cut)
+
+
+def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() -> None:
+    def call(path: str) -> Block:
+        made = block(path, kept=50, peak=5, input=1, seconds=1)
+        made.signature = 1
+        return made
+
+    root = block("", (call("a"), call("b"), call("a")))
+    way = Solver(root, Allowed()).fastest(110)
+    assert way is not None
+    assert [segment.path for segment in way.segments()] == ["b"]
+
+
 def test_search_grows_about_linearly_with_blocks_that_are_alike() -> None:
     def seconds(count: int) -> float:
         started = time.process_time()
