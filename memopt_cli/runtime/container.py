@@ -474,7 +474,7 @@ def _checkpoint(
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
-    start = StartingState(module)
+    start = StartingState(module, tensors)
     run = _Run(module, forward, skeleton, start, len(tensors), keep)
     if _is_nested():
         # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
@@ -488,7 +488,7 @@ def _checkpoint(
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
-    """PyTorch's checkpoint; a run's starting state keeps where the generators stand, and only if they move."""
+    """PyTorch's checkpoint; where the generators stand is in a run's starting state, which shares it with others."""
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -509,7 +509,7 @@ def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep:
         if torch.compiler.is_compiling():
             return _call(forward, given, skeleton)
         if not runs:
-            runs.append(_Run(module, forward, skeleton, StartingState(module), len(given), keep))
+            runs.append(_Run(module, forward, skeleton, StartingState(module, given), len(given), keep))
         return runs[0](*given)
 
     return call

@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -63,20 +63,20 @@ class GlobalGenerators:
     """Where Python's and NumPy's global generators stand."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
+        self._python = _shared("Python", random.getstate())
         numpy = sys.modules.get("numpy.random")
-        self._numpy = numpy.get_state(legacy=False) if numpy else None
+        self._numpy = _shared("NumPy", pickle.dumps(numpy.get_state(legacy=False))) if numpy else None
 
     def restore(self) -> None:
         """Put them back there."""
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            sys.modules["numpy.random"].set_state(pickle.loads(self._numpy))
 
     def moved(self) -> bool:
-        """Whether somebody has drawn from them since."""
+        """Whether one of them stands elsewhere now."""
         now = GlobalGenerators()
-        return self._python != now._python or pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
+        return self._python != now._python or self._numpy != now._numpy
 
     def to_bytes(self) -> bytes:
         """The positions in a form to compare."""
@@ -84,37 +84,69 @@ class GlobalGenerators:
 
 
 class AllGenerators:
-    """Where PyTorch's, Python's and NumPy's global generators stand."""
+    """Where PyTorch's global generators, on the CPU and on devices, Python's and NumPy's stand."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
+        """``devices``: those to look at, besides the CPU; ``None``: every one in use."""
         self._others = GlobalGenerators()
+        looked_at = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
         with _disable_current_modes():  # a dry run's tensors have no values
-            self._cpu = torch.get_rng_state()
-            self._devices = [
-                (device, device.get_rng_state_all()) for device in (torch.cuda, torch.xpu) if device.is_initialized()
-            ]
+            self._torch = {device: _shared(str(device), _position(device)) for device in looked_at}
 
     def restore(self) -> None:
         """Put them back there."""
         self._others.restore()
         with _disable_current_modes():
-            torch.set_rng_state(self._cpu)
-            for device, states in self._devices:
-                device.set_rng_state_all(states)
+            for device, position in self._torch.items():
+                _put(device, position)
 
     def moved(self) -> bool:
-        """Whether one of them has been drawn from since.
+        """Whether one of them stands elsewhere now."""
+        now = AllGenerators(self._torch)
+        return self._others.moved() or not all(_same_position(self._torch[d], now._torch[d]) for d in self._torch)
 
-        Raises :class:`RuntimeError` if a device has been started since: where its generators stood is not known.
-        """
-        then, now = self._positions(), AllGenerators()._positions()
-        if len(then) != len(now):
-            raise RuntimeError("a segment's forward is the first to use a device; move the model there before")
-        with _disable_current_modes():
-            return self._others.moved() or not all(map(torch.equal, then, now))
 
-    def _positions(self) -> list[Tensor]:
-        return [self._cpu, *(position for _, positions in self._devices for position in positions)]
+def _position(device: torch.device) -> Tensor:
+    position: Tensor
+    position = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return position
+
+
+def _put(device: torch.device, position: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(position)
+    else:
+        torch.get_device_module(device).set_rng_state(position, device)
+
+
+def _every_device() -> list[torch.device]:
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not _is_started(kind):
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _is_started(device: torch.device) -> bool:
+    """Whether one may have been drawn from there, as PyTorch's checkpoint asks it."""
+    return device.type not in ("cpu", "meta") and getattr(torch.get_device_module(device), "_initialized", False)
+
+
+_latest: dict[str, Any] = {}
+"""The position of a generator that was asked for last: most stand there still when they are asked for next."""
+
+
+def _shared(generator: str, position: Any) -> Any:
+    """``position``, or what is held of the same already."""
+    if generator not in _latest or not _same_position(_latest[generator], position):
+        _latest[generator] = position
+    return _latest[generator]
+
+
+def _same_position(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    with _disable_current_modes():
+        return torch.equal(one, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +201,13 @@ class _Parameters:
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._versions: dict[int, int] = {}
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that there are."""
+        return (p for _, used in self._used for p in used.values() if p is not None)
+
     def settle(self) -> None:
         """Forward has ended: from now on they stay as they are."""
-        self._versions = {id(p): p._version for _, used in self._used for p in used.values() if p is not None}
+        self._versions = {id(p): p._version for p in self.tensors()}
 
     def check(self) -> None:
         """Raises :class:`RuntimeError` if one was modified in place since."""
@@ -214,11 +250,13 @@ class StartingState:
     step's number, say), or before backward (``eval()``).
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         self._module = module
         self._state = ModuleState(module)
         self._parameters = _Parameters(module)
-        self._generators: AllGenerators | None = AllGenerators()
+        tensors = (*inputs, *self._parameters.tensors(), *self._state.tensors())
+        self._devices = {tensor.device for tensor in tensors}
+        self._generators = AllGenerators(self._devices)
         self._taken = {id(t): (t, t._version, t.requires_grad) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
@@ -237,18 +275,18 @@ class StartingState:
     def settle(self) -> None:
         """Forward has ended: keep what it changed, for those who only read it before, too."""
         for key, (tensor, version, needs_gradient) in self._taken.items():
-            if tensor._version != version:
-                self._copies[key].requires_grad_(needs_gradient)
-                self._hand_over(tensor, version)
-            elif tensor.dim() > 1:  # vectors stay: batch norm writes its statistics without raising their version
+            if tensor._version == version and tensor.dim() > 1:
+                # Vectors stay: batch norm writes its statistics without raising their version.
                 del self._copies[key]
                 self._read[key] = version
                 _readers.setdefault(tensor, WeakSet()).add(self)
+                continue
+            self._copies[key].requires_grad_(needs_gradient)
+            if tensor._version != version:
+                self._hand_over(tensor, version)
         self._taken.clear()
         self._state.forget(self._lent)
         self._parameters.settle()
-        if self._generators is not None and not self._generators.moved():
-            self._generators = None
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
         for reader in _readers.pop(tensor, ()):
@@ -266,11 +304,10 @@ class StartingState:
                 )
 
     def enter(self, lent: Sequence[Tensor] = ()) -> None:
-        """Put the module, and the generators if they have moved, into the starting state."""
+        """Put the module and the generators into the starting state."""
         replaced = dict(zip(self._lent, lent, strict=True))
         self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
-        if self._generators is not None:
-            self._generators.restore()
+        self._generators.restore()
 
     @contextmanager
     def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -281,7 +318,7 @@ class StartingState:
         self._parameters.check()
         self._check()
         current = ModuleState(self._module)
-        generators = AllGenerators() if self._generators is not None else None
+        generators = AllGenerators(self._devices)
         present = self._parameters.exchange()
         self.enter(lent)
         try:
@@ -290,8 +327,7 @@ class StartingState:
             current.restore()
             for parameters, name, p in present:
                 parameters[name] = p
-            if generators is not None:
-                generators.restore()
+            generators.restore()
 
 
 def reset_hidden_state(module: nn.Module) -> None:
