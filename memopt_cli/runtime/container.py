@@ -475,14 +475,16 @@ def _checkpoint(
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
     start = StartingState(module, tensors)
-    run = _Run(module, forward, skeleton, start, len(tensors), keep)
+    call = functools.partial(_call_as_written, forward, skeleton)
+    run = _Run(module, call, start, len(tensors), keep)
     if _is_nested():
         # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
         return _recomputed(run, *tensors, *start.lend())
     inputs = _Packed(codec)
     if starts is not None:
         needs_gradient = [t.requires_grad for t in tensors]
-        run.lent = starts.add(start, functools.partial(_run_again, run, inputs, needs_gradient))
+        # Not with the run, which holds the chunks before it: a cycle would outlive backward.
+        run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
     with inputs.hooks():
         return _recomputed(run, *tensors)
 
@@ -509,7 +511,8 @@ def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep:
         if torch.compiler.is_compiling():
             return _call(forward, given, skeleton)
         if not runs:
-            runs.append(_Run(module, forward, skeleton, StartingState(module, given), len(given), keep))
+            as_written = functools.partial(_call_as_written, forward, skeleton)
+            runs.append(_Run(module, as_written, StartingState(module, given), len(given), keep))
         return runs[0](*given)
 
     return call
@@ -520,9 +523,15 @@ def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -
     return forward(*args, **kwargs)
 
 
-def _run_again(run: _Run, inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
+def _call_as_written(forward: Callable[..., Any], skeleton: Any, given: Sequence[Tensor]) -> Any:
+    # TorchScript as it is written: its executor would save other tensors in one run than in the next.
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        return _call(forward, given, skeleton)
+
+
+def _run_again(call: Callable[[Sequence[Tensor]], Any], inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
     given = zip(inputs.last(len(needs_gradient)), needs_gradient, strict=True)
-    run.call([t.detach().requires_grad_(needed) for t, needed in given])
+    call([t.detach().requires_grad_(needed) for t, needed in given])
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -558,15 +567,14 @@ class _Run:
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
-        skeleton: Any,
+        call: Callable[[Sequence[Tensor]], Any],
         start: StartingState,
         inputs: int,
         keep: tuple[str, ...],
     ) -> None:
+        """``call``: forward, as every run calls it, of the tensors among its arguments; ``inputs``: how many."""
         self._module = module
-        self._forward = forward
-        self._skeleton = skeleton
+        self._call = call
         self._start = start
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
@@ -587,7 +595,7 @@ class _Run:
     def _run(self, given: Sequence[Tensor]) -> Any:
         try:
             with self._kept.recording():
-                return self.call(given)
+                return self._call(given)
         finally:
             self._start.settle()
 
@@ -598,7 +606,7 @@ class _Run:
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
             with self._start.replay(lent), self._kept.replaying():
-                return self.call(given)
+                return self._call(given)
         except RuntimeError as error:
             # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.
             if "TorchScript interpreter" in str(error):
@@ -606,9 +614,3 @@ class _Run:
             raise
         finally:
             _thread.recomputing = outer
-
-    def call(self, given: Sequence[Tensor]) -> Any:
-        """Forward, as every run calls it."""
-        # TorchScript as it is written: its executor would save other tensors in one run than in the next.
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return _call(self._forward, given, self._skeleton)

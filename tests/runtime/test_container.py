@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -714,8 +714,14 @@ def test_whatever_can_be_a_segment_is_not_refused() -> None:
 
 def _nets() -> Iterator[tuple[str, nn.Module, Tensor]]:
     stateful = Net(Leaky())
-    for name, net in (("plain", Net(mlp())), ("stateful", stateful), ("chunks", Net(mlp()))):
-        install_segment(net.block, SegmentConfig(chunks=2) if name == "chunks" else SegmentConfig(compressor="bit"))
+    chunks = SegmentConfig(chunks=2)
+    for name, net, config in (
+        ("plain", Net(mlp()), SegmentConfig(compressor="bit")),
+        ("stateful", stateful, SegmentConfig(compressor="bit")),
+        ("chunks", Net(mlp()), chunks),
+        ("stateful chunks", Net(Leaky()), replace(chunks, recompute_states=True)),
+    ):
+        install_segment(net.block, config)
         yield name, net, torch.randn(6, 3, 4)
 
 
@@ -739,7 +745,7 @@ def test_no_reference_cycle(name: str, net: nn.Module, x: Tensor) -> None:
             assert inputs[-1]() is not None
             if backward:
                 loss.backward()
-            if name == "stateful":
+            if "stateful" in name:
                 net.block.mem = None
             del loss
             assert inputs[-1]() is None
@@ -755,7 +761,7 @@ def test_memory_stays_flat(name: str, net: nn.Module, x: Tensor) -> None:
             loss = net(x).square().sum()
             if step % 3:
                 loss.backward()
-            if name == "stateful":
+            if "stateful" in name:
                 net.block.mem = net.block.mem.detach()
             net.zero_grad()
             del loss
