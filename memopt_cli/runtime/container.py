@@ -208,12 +208,21 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
     if config.batch_statistics:
         return statistics_refusal(module, config.chunks)
-    if config.chunks > 1 and not config.inexact and any(norm.training for norm in batch_norms(module)):
-        return (
-            f"its batch norms would normalize each of {config.chunks} chunks by statistics of its own: set "
-            "batch_statistics to true, or inexact to true if that is wanted"
-        )
-    return ""
+    return _mixing_norms(module, config, config.chunks)
+
+
+def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why the batch norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    if chunks < 2 or config.batch_statistics or config.inexact:
+        return ""
+    mixing = next((norm for norm in batch_norms(module) if norm.training), None)
+    if mixing is None:
+        return ""
+    name = next(name for name, inner in module.named_modules() if inner is mixing)
+    return (
+        f"its {name or 'norm'}, a batch norm in training mode, would normalize each of {chunks} chunks by statistics "
+        "of its own: set batch_statistics to true, or inexact to true if that is wanted"
+    )
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
@@ -356,6 +365,8 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(module, config, sequences)
+    if reason := _mixing_norms(module, config, chunks):  # it became a segment in eval mode
+        raise ValueError(f"{type(module).__name__} cannot run in {chunks} chunks: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:
         return _run_passes(module, forward, pieces, states, kwargs)

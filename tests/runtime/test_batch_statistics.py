@@ -341,6 +341,19 @@ def test_chunks_with_statistics_of_their_own_must_be_asked_for(frozen: bool) -> 
     apply_plan(block, Plan(level=3, segments=(SegmentPlan(path="", chunks=2, inexact=True),)))
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_chunks_allowed_in_eval_mode_are_refused_in_training_mode(restored: bool) -> None:
+    block: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    x = torch.randn(6, 4)
+    expected = block(x)
+    install_segment(block, SegmentConfig(chunks=2))
+    block = pickle.loads(pickle.dumps(block)) if restored else block
+    torch.testing.assert_close(block(x), expected)
+    block.train()
+    with pytest.raises(ValueError, match=r"Sequential cannot run in 2 chunks: its 1, a batch norm .* or call eval\(\)"):
+        block(x)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_script_modules_are_refused() -> None:
     block = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4)))
