@@ -38,6 +38,7 @@ from memopt_cli.runtime.compressor import (
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.packing import PackedSaves
+from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
@@ -173,7 +174,7 @@ def refusal(module: nn.Module) -> str:
 
 def _overwriting(module: nn.Module) -> str:
     """The layer that comes first, as text, if it is one of PyTorch's that work in place; else empty."""
-    while isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module):
+    while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
     return f"its first layer {module}" if in_place else ""

@@ -79,6 +79,11 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
             vars(module)[RUNS_KEY] = left
 
 
+def calls_in_turn(module: nn.Module) -> bool:
+    """Whether its forward is a Sequential's, with runs or without, as a segment too."""
+    return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward)
+
+
 def find_part(model: nn.Module, path: str) -> nn.Module:
     """The module at ``path``; a run that the model does not have is made, and stays no part of it.
 
@@ -134,8 +139,7 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
     """The run of the children from the one before a hyphen in ``name`` to the one after it."""
-    plain = inspect.unwrap(type(parent).forward) in (nn.Sequential.forward, GroupedSequential.forward)
-    names = list(parent._modules) if plain else []
+    names = list(parent._modules) if calls_in_turn(parent) else []
     words = name.split("-")
     for cut in range(1, len(words)):
         first, last = "-".join(words[:cut]), "-".join(words[cut:])

@@ -23,6 +23,7 @@ from memopt_cli.runtime import (
     GCContainer,
     SegmentConfig,
     TCGCContainer,
+    group_layers,
     install_segment,
     is_recomputing,
     refusal,
@@ -692,6 +693,15 @@ def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         install_segment(module, PLAIN)
     assert type(module) is kind
+
+
+def test_what_writes_over_its_input_first_is_refused_with_runs_too() -> None:
+    block = nn.Sequential(nn.ReLU(inplace=True), *(nn.Linear(4, 4) for _ in range(3)), nn.Tanh())
+    plain = refusal(block)
+    assert "its first layer ReLU(inplace=True) writes over the input" in plain
+    group_layers(block)
+    assert type(block) is not nn.Sequential
+    assert refusal(block) == plain
 
 
 def test_an_unknown_compressor() -> None:
