@@ -6,10 +6,11 @@ Everything that runs a model (recording, measuring, verifying) runs it through h
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ def seeds_of_backward(
     return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
 
 
+def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
+    try:
+        return loss(output)
+    except Exception as error:  # the user's code may raise anything
+        if is_out_of_memory(error):
+            raise
+        raise StepError(
+            f"the loss failed: {first_line(error)}", hint="It is called with the model's output, and nothing else."
+        ) from error
+
+
 def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer | None:
     """The optimizer whose state the measured step carries; its rate is zero, so that steps stay alike."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -128,8 +140,9 @@ def run_checked(step: Step) -> Any:
                 raise
             raise StepError(_rejection(error, watched, step.model), hint=_FORWARD_HINT) from error
     check_finite(output)
+    loss = functools.partial(_loss_of, loss=step.loss) if step.loss else None
     try:
-        step.backward(output)
+        replace(step, loss=loss).backward(output)
     except StepError:
         raise
     except Exception as error:

@@ -172,6 +172,14 @@ Timeout = Annotated[
     typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=_STEP, help="Time limit of one measurement."),
 ]
 
+RecommendBatch = Annotated[
+    bool,
+    typer.Option(
+        "--recommend-batch/--no-recommend-batch",
+        rich_help_panel=_STEP,
+        help="Go on, with the plan, to the largest batch that fits.",
+    ),
+]
 LongestStep = Annotated[
     float,
     typer.Option(

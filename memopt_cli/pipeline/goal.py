@@ -116,7 +116,7 @@ def picked(points: Sequence[ParetoPoint], number: int) -> ParetoPoint:
     """The point of that number, from 1.  Raises :class:`UsageError` if there is none."""
     if not 1 <= number <= len(points):
         raise UsageError(
-            f"--pick {number}: the frontier has {len(points)} plans", hint=f"Pick one from 1 to {len(points)}."
+            f"--pick {number}: plans on the frontier: {len(points)}", hint=f"Pick one from 1 to {len(points)}."
         )
     return points[number - 1]
 

@@ -36,7 +36,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--no-warmup-in-profile-workers".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
-        *"-o out.pt --search-time 40 --force --dry-run -q".split(),
+        *"-o out.pt --search-time 40 --force --dry-run --no-recommend-batch -q".split(),
     )
     assert request == OptimizeRequest(
         source=ModelSource(
@@ -73,6 +73,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         output="out.pt",
         force=True,
         dry_run=True,
+        recommend_batch=False,
         timeout_s=12.5,
         search_limit_s=40,
         interruptible=True,

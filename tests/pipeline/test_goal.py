@@ -136,7 +136,7 @@ def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> Non
     assert peaks == sorted(set(peaks), reverse=True)
     assert picked(points, 1) is points[0]
     for number in (0, len(points) + 1):
-        with pytest.raises(UsageError, match=f"the frontier has {len(points)} plans"):
+        with pytest.raises(UsageError, match=f"plans on the frontier: {len(points)}"):
             picked(points, number)
 
 
