@@ -216,12 +216,13 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
     """Why the batch norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
     if chunks < 2 or config.batch_statistics or config.inexact:
         return ""
-    mixing = next((norm for norm in batch_norms(module) if norm.training), None)
+    # One that keeps no running statistics has none to normalize by in eval mode either.
+    mixing = next((n for n in batch_norms(module) if n.training or getattr(n, "running_mean", n) is None), None)
     if mixing is None:
         return ""
     name = next(name for name, inner in module.named_modules() if inner is mixing)
     return (
-        f"its {name or 'norm'}, a batch norm in training mode, would normalize each of {chunks} chunks by statistics "
+        f"its {name or 'norm'}, a batch norm, would normalize each of {chunks} chunks by statistics "
         "of its own: set batch_statistics to true, or inexact to true if that is wanted"
     )
 
@@ -367,7 +368,7 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(module, config, sequences)
     if reason := _mixing_norms(module, config, chunks):  # it became a segment in eval mode
-        raise ValueError(f"{type(module).__name__} cannot run in {chunks} chunks: {reason} in the plan, or call eval()")
+        raise ValueError(f"{type(module).__name__} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:
         return _run_passes(module, forward, pieces, states, kwargs)

@@ -341,6 +341,16 @@ def test_chunks_with_statistics_of_their_own_must_be_asked_for(frozen: bool) -> 
     apply_plan(block, Plan(level=3, segments=(SegmentPlan(path="", chunks=2, inexact=True),)))
 
 
+def test_norms_without_running_statistics_mix_in_eval_mode_too() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    x = torch.randn(6, 4)
+    expected = block(x)
+    with pytest.raises(ValueError, match="its 1, a batch norm, would normalize each of 2 chunks by statistics of its"):
+        install_segment(block, SegmentConfig(chunks=2))
+    install_segment(block, SegmentConfig(chunks=2, batch_statistics=True))
+    torch.testing.assert_close(block(x), expected)
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_chunks_allowed_in_eval_mode_are_refused_in_training_mode(restored: bool) -> None:
     block: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
@@ -350,7 +360,9 @@ def test_chunks_allowed_in_eval_mode_are_refused_in_training_mode(restored: bool
     block = pickle.loads(pickle.dumps(block)) if restored else block
     torch.testing.assert_close(block(x), expected)
     block.train()
-    with pytest.raises(ValueError, match=r"Sequential cannot run in 2 chunks: its 1, a batch norm .* or call eval\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Sequential cannot run in training mode: its 1, a batch norm, .* or call eval\(\)"
+    ):
         block(x)
 
 
