@@ -298,10 +298,10 @@ class Solver:
 
 
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
-    """The Pareto set of those that hold the same bytes; of more than ``most``, one for every cell of a grid.
+    """The Pareto set of those that hold the same bytes; of more than ``most``, the fastest of every cell of a grid.
 
-    The grid is the finest of no more cells; beside the fastest of each, that of the lowest peak stays.  Peaks up to
-    ``indifferent_bytes`` are as good as each other.
+    Both sides of the grid, kept bytes and peaks, go from the least to the most in up to ``most`` steps, fewer until all
+    that stays is no more than that; the lowest peak stays too.  Peaks up to ``indifferent_bytes`` are equally good.
     """
     groups: dict[int, list[Way]] = defaultdict(list)
     for way in ways:
@@ -309,17 +309,25 @@ def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list
     best = [way for group in groups.values() for way in _pareto(group, indifferent_bytes)]
     if len(best) <= most:
         return best
-    fastest_first = sorted(best, key=lambda way: way.added_s)
-    kept, peak = max(way.kept_bytes for way in best), max(way.peak_bytes for way in best)
-    steps = 2 * most
-    cells: dict[tuple[int, int], Way] = {}
-    while not cells or len(cells) > most:
-        steps //= 2
-        kept_step, peak_step = max(1, kept // steps), max(indifferent_bytes, peak // steps, 1)
-        cells = {}
-        for way in fastest_first:
-            cells.setdefault((way.kept_bytes // kept_step, way.peak_bytes // peak_step), way)
-    return [*cells.values(), min(best, key=lambda way: (way.peak_bytes, way.kept_bytes, way.added_s))]
+    lowest = min(best, key=lambda way: (way.peak_bytes, way.kept_bytes, way.added_s))
+    best.sort(key=lambda way: way.added_s)
+    kept = _from_least([way.kept_bytes for way in best])
+    peaks = _from_least([max(indifferent_bytes, way.peak_bytes) for way in best])
+    steps = most
+    while True:
+        kept_step, peak_step = max(kept) // steps + 1, max(peaks) // steps + 1
+        cells: dict[tuple[int, int], Way] = {}
+        for over_kept, over_peak, way in zip(kept, peaks, best, strict=True):
+            cells.setdefault((over_kept // kept_step, over_peak // peak_step), way)
+        chosen = list(dict.fromkeys((*cells.values(), lowest)))
+        if len(chosen) <= most:
+            return chosen
+        steps = steps * 4 // 5
+
+
+def _from_least(numbers: Sequence[int]) -> list[int]:
+    least = min(numbers)
+    return [number - least for number in numbers]
 
 
 def _pareto(ways: Sequence[Way], indifferent_bytes: int) -> Iterator[Way]:

@@ -209,13 +209,28 @@ def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
     assert kept == best
 
 
-def test_a_thinned_set_is_spread_out() -> None:
-    incomparable = [Way(kept, peak, 400.0 - kept - peak) for kept in range(100, 200) for peak in range(100, 200)]
+@pytest.mark.parametrize("resident", [0, 10**9])
+def test_a_thinned_set_is_spread_out(resident: int) -> None:
+    """Whatever all of them contain."""
+    incomparable = [
+        Way(resident + kept, resident + peak, 400.0 - kept - peak)
+        for kept in range(100, 200)
+        for peak in range(100, 200)
+    ]
     most = 32
     thinned = _thinned(incomparable, most)
-    assert most // 4 <= len(thinned) <= most + 1
-    assert min(way.peak_bytes for way in thinned) == 100
+    assert most * 3 // 4 <= len(thinned) <= most
+    assert min(way.peak_bytes for way in thinned) == resident + 100
     assert max(way.added_s for way in thinned) > 2 * min(way.added_s for way in thinned)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), max_size=60), st.integers(2, 8))
+def test_a_thinned_set_has_no_more_ways_and_none_twice(numbers: list[tuple[int, int, int]], most: int) -> None:
+    ways = [Way(*n) for n in numbers]
+    thinned = _thinned(ways, most)
+    assert len(thinned) == len(set(thinned)) <= most
+    assert min((w.peak_bytes for w in thinned), default=0) == min((w.peak_bytes for w in ways), default=0)
+    assert min((w.added_s for w in thinned), default=0) == min((w.added_s for w in ways), default=0)
 
 
 def layers(count: int) -> Block:
