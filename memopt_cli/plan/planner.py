@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class Priced:
 
 
 class _TimeIsUp(Exception):
-    """Raised within the sums of a search; what was counted before is its answer."""
+    """Raised where the search goes on no longer, within sums too; the best of what was counted is its answer."""
 
 
 class Planner:
@@ -78,8 +79,6 @@ class Planner:
         """Modules whose own answer is known; of the others that of their class is taken, until a plan relies on it."""
         self._level = level
         self._counted: dict[Plan, Priced | None] = {}
-        self._over = False
-        """Nothing more is counted: the best of what was is the answer."""
 
     @property
     def tried(self) -> int:
@@ -88,40 +87,40 @@ class Planner:
 
     def within(self, budget_bytes: int) -> Priced | None:
         """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
-        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
-            return original
         try:
-            self._approach(budget_bytes)
+            return self._search(budget_bytes)
         except _TimeIsUp:
-            self._over = True
-        best = self._fastest_counted(budget_bytes)
-        return best if best is None or self._over else self._unwrapped(best, budget_bytes)
+            return self._fastest_counted(budget_bytes)
 
     def least(self, start_bytes: int) -> Priced | None:
         """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
-        try:
+        with contextlib.suppress(_TimeIsUp):
             self._descend(start_bytes)
-        except _TimeIsUp:
-            self._over = True
         return self._smallest_counted()
 
     def frontier(self, start: Priced) -> list[Priced]:
         """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        least = self.least(start.peak_bytes)
-        found = [start, *([least] if least else [])]
-        low = least.peak_bytes if least else start.peak_bytes
-        for step in range(1, _FRONTIER_POINTS):
-            if self._over:
-                found += self._all_counted()
-                break
-            budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
-            self._probes.report(f"fastest plan within {budget >> 20} MiB")
-            within = self.within(budget)
-            if within is not None:
-                found.append(within)
-        return list(nondominated(found))
+        found: list[Priced | None] = [start]
+        try:
+            self._descend(start.peak_bytes)
+            found.append(least := self._smallest_counted())
+            low = least.peak_bytes if least else start.peak_bytes
+            for step in range(1, _FRONTIER_POINTS):
+                budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
+                self._probes.report(f"fastest plan within {budget >> 20} MiB")
+                found.append(self._search(budget))
+        except _TimeIsUp:
+            found += self._all_counted()
+        return list(nondominated([priced for priced in found if priced]))
 
     # ------------------------------------------------------------------------------------------ steps
+
+    def _search(self, budget_bytes: int) -> Priced | None:
+        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
+            return original
+        self._approach(budget_bytes)
+        best = self._fastest_counted(budget_bytes)
+        return self._unwrapped(best, budget_bytes) if best else None
 
     def _approach(self, budget_bytes: int) -> None:
         """Count plans that come ever closer to the budget from below.
@@ -130,8 +129,6 @@ class Planner:
         """
         target = budget_bytes
         for _ in range(_DRY_RUNS):
-            if self._over:
-                break
             plan = self._fastest(target)
             if plan is None:
                 break
@@ -148,7 +145,7 @@ class Planner:
 
     def _descend(self, start_bytes: int, budget_bytes: int = 0) -> None:
         """Count plans of ever lower peaks, until one is within the budget."""
-        while not self._over and self._fastest_counted(budget_bytes) is None:
+        while self._fastest_counted(budget_bytes) is None:
             plan = self._least_plan(start_bytes)
             if plan is None:
                 break
@@ -203,8 +200,7 @@ class Planner:
             self._probes.report(f"{len(plan.segments)} segments")
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
-                self._over = True
-                return None
+                raise _TimeIsUp
             self._counted[plan] = (
                 Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self._slowdown(plan))
                 if isinstance(counted, Counted)
@@ -218,11 +214,11 @@ class Planner:
         The solver cannot see all that chunks hold, a state's graph for one; the cost model sees more of it.
         """
         best = self._smallest_counted()
-        while best is not None and best.peak_bytes > budget_bytes and not self._over:
+        while best is not None and best.peak_bytes > budget_bytes:
             asked = self._questions
             plans = {plan: self._predict(plan) for plan in self._rearranged(best.candidate.plan)}
             ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
-            asked_for = (p for p in ranked[:_REARRANGEMENTS] if not self._over and self._follows_answers(p))
+            asked_for = (plan for plan in ranked[:_REARRANGEMENTS] if self._follows_answers(plan))
             tried = [self._count(plan) for plan in asked_for if self._confirm_chunks(plan)]
             better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
             learned = asked < self._questions < _MOST_QUESTIONS  # of modules that go by a rule of their own
@@ -276,7 +272,7 @@ class Planner:
 
     def _learn_chunks(self, plan: Plan) -> bool:
         """Ask whether a module that stands at the peak may run in chunks; ``False`` if none is left to ask for."""
-        if self._over or not self._may_chunk or self._questions >= _MOST_QUESTIONS:
+        if not self._may_chunk or self._questions >= _MOST_QUESTIONS:
             return False
         at_peak = self._model.predict(plan).module
         for block in self._around(at_peak, plan):
@@ -354,10 +350,8 @@ class Planner:
         plan = best.candidate.plan
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
-            if self._probes.late():
-                break
             rest = replace(plan, segments=tuple(s for s in plan.segments if s is not segment))
-            if self._model.predict(rest).allocated_peak_bytes + bias <= budget_bytes:
+            if self._predict(rest).allocated_peak_bytes + bias <= budget_bytes:
                 plan = rest
         if plan == best.candidate.plan:
             return best
