@@ -171,6 +171,7 @@ class _Builder:
                 own.kept_bytes,
                 own.packed_input_bytes,
                 held,
+                own.output_bytes,
                 own.refusal,
                 module.class_name if module else "",
             )

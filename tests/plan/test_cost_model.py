@@ -307,6 +307,16 @@ def test_the_tree_adds_up_to_the_replay(name: str) -> None:
         assert in_tree(root, {path})[1] == pytest.approx(replayed, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_blocks_that_are_alike_have_tensors_of_the_same_sizes(name: str) -> None:
+    subject = SUBJECTS[name]()
+    sizes: dict[int, set[tuple[int, ...]]] = {}
+    for block in block_tree(subject.trace, subject.model.seconds):
+        own = block.kept_bytes, block.packed_bytes, block.input_bytes, block.output_bytes, block.forward_bytes
+        sizes.setdefault(block.signature, set()).add(own)
+    assert all(len(found) == 1 for found in sizes.values())
+
+
 # ---------------------------------------------------------------------------------------------- within a budget
 
 
