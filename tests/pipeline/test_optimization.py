@@ -205,7 +205,7 @@ def test_the_recommended_batch_was_run(run: Run) -> None:
 def test_the_optimized_model_trains(run: Run) -> None:
     model = run.optimized()
     assert any(isinstance(module, GCContainer) for module in model.modules())
-    assert losses(model) == losses(run.original())
+    assert losses(model) == equal_but_for_the_order_of_sums(losses(run.original()))
     assert losses(run.optimized())[-1] < losses(run.optimized())[0]
 
 
@@ -224,6 +224,11 @@ def losses(model: nn.Module, steps: int = 4) -> list[float]:
     return found
 
 
+def equal_but_for_the_order_of_sums(expected: list[float]) -> Any:
+    """Chunks sum the gradients of parameters, and statistics, piece by piece."""
+    return pytest.approx(expected, rel=1e-5)
+
+
 def test_names_are_as_they_were(run: Run) -> None:
     original, optimized = run.original(), run.optimized()
     assert list(optimized.state_dict()) == list(original.state_dict())
@@ -237,7 +242,7 @@ def test_names_are_as_they_were(run: Run) -> None:
 def test_it_loads_without_running_code(run: Run) -> None:
     loaded = memopt_cli.load(run.folder / "net.memopt.pt")
     assert segments(loaded) == segments(run.optimized())
-    assert losses(loaded) == losses(run.original())
+    assert losses(loaded) == equal_but_for_the_order_of_sums(losses(run.original()))
 
 
 def test_the_plan_goes_onto_a_live_model(run: Run) -> None:
@@ -246,7 +251,7 @@ def test_the_plan_goes_onto_a_live_model(run: Run) -> None:
     assert plan == from_data(MemOptSummary, run.summary()["summary"]).plan
     model = memopt_cli.apply_plan(conv_net(), plan)
     assert segments(model) == segments(run.optimized())
-    assert losses(model) == losses(conv_net())
+    assert losses(model) == equal_but_for_the_order_of_sums(losses(conv_net()))
 
 
 def test_apply_writes_the_same_model(run: Run, memopt: Memopt, tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ def segments(model: nn.Module) -> dict[str, Any]:
 def test_an_optimized_model_needs_only_torch_and_the_runtime(run: Run) -> None:
     code = (
         "import sys, torch; model = torch.load('net.memopt.pt', weights_only=False); "
-        "model(torch.randn(2, 1, 16, 16)).sum().backward(); "
+        "model(torch.randn(8, 1, 16, 16)).sum().backward(); "
         "print(*sorted(m for m in sys.modules if m.startswith('memopt_cli.') and '.runtime' not in m))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
