@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
-from memopt_cli.runtime.state import GlobalGenerators, ModuleState, StartingState
+from memopt_cli.runtime.state import Generators, ModuleState, StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -81,20 +81,17 @@ def generators_kept(cuda_devices: Sequence[int] | None = None) -> Iterator[None]
 
     ``cuda_devices``: their indices; ``None`` means every one.
     """
-    others = GlobalGenerators()
+    generators = Generators([])
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
-        others.restore()
+        generators.restore()
 
 
 def generator_state() -> dict[str, Tensor]:
-    """Where the global random generators stand: PyTorch's on the CPU and on every GPU in use, Python's and NumPy's."""
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
-    others = torch.frombuffer(bytearray(GlobalGenerators().to_bytes()), dtype=torch.uint8)
-    return {"the random generator's state": torch.cat([*of_torch, others])}
+    """Where the global random generators stand, on every device in use."""
+    return {"the random generator's state": torch.frombuffer(bytearray(Generators().to_bytes()), dtype=torch.uint8)}
 
 
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:

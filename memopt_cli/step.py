@@ -75,17 +75,6 @@ def seeds_of_backward(
     return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
-    try:
-        return loss(output)
-    except Exception as error:  # the user's code may raise anything
-        if is_out_of_memory(error):
-            raise
-        raise StepError(
-            f"the loss failed: {first_line(error)}", hint="It is called with the model's output, and nothing else."
-        ) from error
-
-
 def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer | None:
     """The optimizer whose state the measured step carries; its rate is zero, so that steps stay alike."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -153,6 +142,17 @@ def run_checked(step: Step) -> Any:
             hint="The same error appears in a plain loss.backward(); see the operation it names.",
         ) from error
     return output
+
+
+def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
+    try:
+        return loss(output)
+    except Exception as error:  # the user's code may raise anything
+        if is_out_of_memory(error):
+            raise
+        raise StepError(
+            f"the loss failed: {first_line(error)}", hint="It is called with the model's output, and nothing else."
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

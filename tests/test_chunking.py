@@ -20,6 +20,13 @@ def rule(axis: int, inputs: int = 1, outputs: int = 1) -> ChunkRule:
     return ChunkRule(axis=axis, seq_inputs=inputs, seq_outputs=outputs)
 
 
+def reason_against(module: nn.Module, *args: Any) -> str:
+    """Why it may not be run in chunks."""
+    found = find_rule(module, args, {})
+    assert isinstance(found, Refused)
+    return found.reason
+
+
 def x(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
@@ -141,9 +148,7 @@ def test_what_a_module_declares() -> None:
     assert find_rule(Declaring(), args, {}) == rule(0)
     wrong = Declaring()
     wrong.n_seq_inputs = wrong.n_outputs = 2
-    refused = find_rule(wrong, args, {})
-    assert isinstance(refused, Refused)
-    assert "axis 0" in refused.reason
+    assert "axis 0" in reason_against(wrong, *args)
 
 
 class Mapped(nn.Module):
@@ -217,18 +222,15 @@ REFUSED: list[tuple[str, nn.Module, str]] = [
 
 @pytest.mark.parametrize(("module", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_refused(module: nn.Module, reason: str) -> None:
-    found = find_rule(module, (x(4, 5, 6),), {})
-    assert isinstance(found, Refused)
-    assert reason in found.reason
+    assert reason in reason_against(module, x(4, 5, 6))
 
 
 def test_what_reaches_further_than_a_short_sequence_is_refused() -> None:
     def delayed(y: Tensor) -> Tensor:
         return y + torch.cat([torch.zeros_like(y[:8]), y[:-8]])
 
-    found = find_rule(Mapped(delayed), (x(20, 1, 6),), {})
-    assert isinstance(found, Refused)
-    assert "axis 0: in 2 chunks output[0] differs" in found.reason
+    reason = reason_against(Mapped(delayed), x(20, 1, 6))
+    assert "axis 0: in 2 chunks output[0] differs" in reason
 
 
 class Truncated(nn.Module):
@@ -253,9 +255,8 @@ class Truncated(nn.Module):
 
 @pytest.mark.parametrize("hands_over", [True, False])
 def test_gradients_that_end_further_back_than_a_short_sequence_is_long_are_refused(hands_over: bool) -> None:
-    found = find_rule(Truncated(hands_over), (x(20, 1, 6),), {})
-    assert isinstance(found, Refused)
-    assert "axis 0: in 3 chunks gradient of" in found.reason
+    reason = reason_against(Truncated(hands_over), x(20, 1, 6))
+    assert "axis 0: in 3 chunks gradient of" in reason
 
 
 NORMED = {
@@ -266,9 +267,8 @@ NORMED = {
 
 @pytest.mark.parametrize("name", NORMED)
 def test_chunks_with_statistics_of_their_own_must_be_asked_for(name: str) -> None:
-    refused = find_rule(NORMED[name], (x(4, 6),), {})
-    assert isinstance(refused, Refused)
-    assert {"two norms": "its 2 batch norms", "norms of all processes": "SyncBatchNorm"}[name] in refused.reason
+    named = {"two norms": "its 2 batch norms", "norms of all processes": "SyncBatchNorm"}[name]
+    assert named in reason_against(NORMED[name], x(4, 6))
     found = find_rule(NORMED[name], (x(4, 6),), {}, allow_inexact=True)
     assert found == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, inexact=True)
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.runs import named_parts
-from memopt_cli.runtime.state import SEGMENT_KEY, AllGenerators, ModuleState
+from memopt_cli.runtime.state import SEGMENT_KEY, Generators, ModuleState
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class _Start:
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
         self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
-        self._generators = AllGenerators()
+        self._generators = Generators()
 
     @torch.no_grad()
     def enter_again(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.state import AllGenerators, ModuleState, StartingState
+from memopt_cli.runtime.state import Generators, ModuleState, StartingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ChunkStarts:
         self._first: set[int] = set()
         self._known: dict[int, list[Tensor]] = {0: []}
         """The place of a chunk -> the tensors it starts from; the first one's are held by its own starting state."""
-        self._generators = AllGenerators()
+        self._generators = Generators()
 
     def add(self, start: StartingState, run: Callable[[], object]) -> Callable[[], list[Tensor]]:
         """The next chunk starts at ``start``, and ``run`` runs its forward again.

@@ -277,8 +277,10 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
         if not leaves or isinstance(leaves[0], FakeTensor):  # nothing is drawn without data
             return None
         device = leaves[0].device
-        on_cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        on_cpu = device.type == "cpu"
+        generator = (
+            torch.default_generator if on_cpu else torch.get_device_module(device).default_generators[device.index]
+        )
     return generator, generator.get_state()
 
 

@@ -60,50 +60,37 @@ class _Drawing:
         return self.generator
 
 
-class GlobalGenerators:
-    """Where Python's and NumPy's global generators stand."""
-
-    def __init__(self) -> None:
-        self._python = _shared("Python", random.getstate())
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = _shared("NumPy", pickle.dumps(numpy.get_state(legacy=False))) if numpy else None
-
-    def restore(self) -> None:
-        """Put them back there."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(pickle.loads(self._numpy))
-
-    def moved(self) -> bool:
-        """Whether one of them stands elsewhere now."""
-        now = GlobalGenerators()
-        return self._python != now._python or self._numpy != now._numpy
-
-    def to_bytes(self) -> bytes:
-        """The positions in a form to compare."""
-        return pickle.dumps((self._python, self._numpy))
-
-
-class AllGenerators:
-    """Where PyTorch's global generators, on the CPU and on devices, Python's and NumPy's stand."""
+class Generators:
+    """Where the global random generators stand: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
 
     def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
         """``devices``: those to look at, besides the CPU; ``None``: every one in use."""
-        self._others = GlobalGenerators()
-        looked_at = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
+        self._devices = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
+        positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
+        if "numpy.random" in sys.modules:
+            positions["NumPy"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
         with _disable_current_modes():  # a dry run's tensors have no values
-            self._torch = {device: _shared(str(device), _position(device)) for device in looked_at}
+            positions |= {device: _position(device) for device in self._devices}
+        self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
 
     def restore(self) -> None:
         """Put them back there."""
-        self._others.restore()
-        with _disable_current_modes():
-            for device, position in self._torch.items():
-                _put(device, position)
+        for generator, position in self._positions.items():
+            if isinstance(generator, torch.device):
+                with _disable_current_modes():
+                    _put(generator, position)
+            elif generator == "NumPy":
+                sys.modules["numpy.random"].set_state(pickle.loads(position))
+            else:
+                random.setstate(position)
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
-        return self._others.moved() or self._torch != AllGenerators(self._torch)._torch
+        return self._positions != Generators(self._devices)._positions
+
+    def to_bytes(self) -> bytes:
+        """The positions in a form to compare."""
+        return pickle.dumps(self._positions)
 
 
 def _position(device: torch.device) -> bytes:
@@ -133,11 +120,11 @@ def _is_started(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") and getattr(torch.get_device_module(device), "_initialized", False)
 
 
-_latest: dict[str, Any] = {}
+_latest: dict[str | torch.device, Any] = {}
 """The position of a generator that was asked for last: most stand there still when they are asked for next."""
 
 
-def _shared(generator: str, position: Any) -> Any:
+def _shared(generator: str | torch.device, position: Any) -> Any:
     """``position``, or what is held of the same already."""
     if _latest.get(generator) != position:
         _latest[generator] = position
@@ -251,7 +238,7 @@ class StartingState:
         self._parameters = _Parameters(module)
         tensors = (*inputs, *self._parameters.tensors(), *self._state.tensors())
         self._devices = {tensor.device for tensor in tensors}
-        self._generators = AllGenerators(self._devices)
+        self._generators = Generators(self._devices)
         self._taken = {id(t): (t, t._version, t.requires_grad) for t in self._state.tensors()}
         self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
@@ -313,7 +300,7 @@ class StartingState:
         self._parameters.check()
         self._check()
         current = ModuleState(self._module)
-        generators = AllGenerators(self._devices)
+        generators = Generators(self._devices)
         present = self._parameters.exchange()
         self.enter(lent)
         try:
