@@ -7,6 +7,7 @@ field; plans, summaries and the messages of profiling subprocesses all use this 
 from __future__ import annotations
 
 import functools
+import statistics
 import types
 import typing
 from collections import Counter
@@ -229,7 +230,8 @@ class ModuleTrace:
     """How often forward ran."""
     order: int
     """Rank of the first call among all modules."""
-    forward_s: float
+    forward_s: float = 0.0
+    """Measured time, of modules below it too; 0 where only tensors without data ran."""
     input_bytes: int
     """Bytes of the input tensors, each storage once."""
     packed_input_bytes: int
@@ -428,9 +430,15 @@ class Measurement:
     @property
     def step_s(self) -> float:
         """Median step time in seconds."""
-        ordered = sorted(self.step_times_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.step_times_s)
+
+    @property
+    def step_variation(self) -> float:
+        """Interquartile range of the step times over their median; 0 of a single step."""
+        if len(self.step_times_s) < 2:
+            return 0.0
+        first, median, third = statistics.quantiles(self.step_times_s, n=4, method="inclusive")
+        return (third - first) / median if median else 0.0
 
     @property
     def activation_peak_bytes(self) -> int:

@@ -52,11 +52,13 @@ def output_paths(location: str, output: str | None) -> OutputPaths:
     """``model.pt`` -> ``model.memopt.pt`` beside it; ``package.module:callable`` -> ``module.memopt.pt`` here.
 
     ``output`` names the model's file instead; the other three follow its stem.
-    Raises :class:`UsageError` if ``output`` names no file.
+    Raises :class:`UsageError` if ``output`` names no file, or that of the model.
     """
     model = _beside(location) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
+    if os.path.exists(model) and os.path.exists(location) and os.path.samefile(model, location):
+        raise UsageError(f"the output {model} is the model itself", hint="Name another file with -o.")
     stem = model.stem
     return OutputPaths(
         model=model,

@@ -240,6 +240,8 @@ def test_a_value_replaced_anywhere_reads_or_is_a_usage_error(place: tuple[Any, .
 def test_step_time_is_the_median() -> None:
     assert MEASUREMENT.step_s == 0.2
     assert dataclasses.replace(MEASUREMENT, step_times_s=(4.0, 1.0, 2.0, 100.0)).step_s == 3.0
+    assert dataclasses.replace(MEASUREMENT, step_times_s=(3.0,)).step_variation == 0.0
+    assert dataclasses.replace(MEASUREMENT, step_times_s=(3.0, 1.0, 2.0, 4.0, 5.0)).step_variation == 2 / 3
 
 
 def test_activation_peak_is_never_negative() -> None:

@@ -80,6 +80,15 @@ def test_an_output_that_names_no_file(output: str) -> None:
         output_paths("model.pt", output)
 
 
+def test_an_output_over_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "net.pt"
+    model.touch()
+    (tmp_path / "link.pt").symlink_to(model)
+    for output in (model, tmp_path / "link.pt"):
+        with pytest.raises(UsageError, match="is the model itself"):
+            output_paths(str(model), str(output))
+
+
 # ---------------------------------------------------------------------------------------------- to the disk
 
 

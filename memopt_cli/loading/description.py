@@ -88,12 +88,22 @@ def _pickle(file: ModelFile) -> _Found:
     scan = scan_file(file)
     contents = contents_of(scan.root)
     zipped = file.data.startswith(b"PK")
-    what = "module" if contents.modules else "state dict" if contents.tensors else "something else"
+    wrapped = bool(contents.modules) and contents.modules[0].path != ""
+    what = (
+        "container of a module"
+        if wrapped
+        else "module"
+        if contents.modules
+        else "state dict"
+        if contents.tensors
+        else "something else"
+    )
     return _Found(
         format=f"pickled {what} ({'zip' if zipped else 'legacy'})",
         contents=contents,
         versions=_versions(Archive(file.data, file.path)) if zipped else {},
         globals=tuple(_verdicts(scan)),
+        notes=("To run its module, save that by itself: torch.save(module, path).",) if wrapped else (),
     )
 
 

@@ -55,7 +55,15 @@ class ModulePickle:
         loaded = _load_trusted(file, trust) if trust.pickle else _load_checked(file, trust, ask)
         if isinstance(loaded, nn.Module):
             return Loaded(module=loaded)
-        tensors = _count_tensors(loaded)
+        items = list(_nested(loaded))
+        inside = next((item for item in items if isinstance(item, nn.Module)), None)
+        if inside is not None:
+            around, kind = type(loaded).__name__, type(inside).__name__
+            raise FileFormatError(
+                f"{file.path} holds a {around} with a {kind} in it, not a model by itself",
+                hint="Save the model by itself, with torch.save(model, path).",
+            )
+        tensors = sum(isinstance(item, Tensor) for item in items)
         if tensors:
             raise no_model(file, tensors)
         raise FileFormatError(
@@ -256,13 +264,12 @@ def _allowing(pairs: Iterable[tuple[Any, str]]) -> Iterator[None]:
         yield
 
 
-def _count_tensors(value: Any) -> int:
-    """How many there are in nested containers, each container visited once."""
-    pending, seen, count = [value], set[int](), 0
+def _nested(value: Any) -> Iterator[Any]:
+    """It, and what its containers hold, each container visited once."""
+    pending, seen = [value], set[int]()
     while pending:
         item = pending.pop()
-        count += isinstance(item, Tensor)
+        yield item
         if isinstance(item, Mapping | list | tuple) and id(item) not in seen:
             seen.add(id(item))
             pending.extend(item.values() if isinstance(item, Mapping) else item)
-    return count

@@ -166,7 +166,7 @@ class Worker:
         if self._small_step is None:
             return Traced(trace=recorded, fake=True, note="")
         with self._planned(self._model, job.plan):
-            small = trace.record(self._small_step, self._batch, contents=True)
+            small = trace.record(self._small_step, self._batch, contents=True, frees=False)
             recorded, no_contents = trace.with_contents(recorded, small)
             recorded, no_seconds = self._with_seconds(recorded)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
@@ -235,6 +235,8 @@ class Worker:
         self._start.enter()
         counted = trace.count(step)
         allocated = self._allocated(step)
+        if job.plan == ORIGINAL:
+            self._workspaces = allocated.workspaces
         return Measurement(
             tensor_peak_bytes=counted.tensor_peak_bytes,
             allocated_peak_bytes=allocated.peak_bytes,

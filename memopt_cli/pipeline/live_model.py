@@ -135,7 +135,6 @@ def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
             class_name=type(module).__name__,
             calls=0,
             order=order,
-            forward_s=0.0,
             input_bytes=0,
             packed_input_bytes=0,
             compressor=asked_compressor(module) or "null",

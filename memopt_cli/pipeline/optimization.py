@@ -23,7 +23,7 @@ from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import Findings, rough_times, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.planner import Planner, Priced
@@ -120,6 +120,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     best, verification = (rows[0], None) if nothing_chosen else job.verify(rows)
     wants_advice = request.recommend_batch and not job.interrupted
     advice = job.advise(best) if verification and verification.passed and wants_advice else None
+    job.notes.extend(rough_times([*(row.outcome for row in rows), *(point.outcome for point in job.frontier)]))
     summary = summarize(
         Findings(
             resolved=resolved,
@@ -220,15 +221,16 @@ class _Job:
         """Measure the original, then improve and measure level by level."""
         self.progress.stage("level 0")
         started = time.monotonic()
-        original = self.measure(Plan(level=0))
-        if not isinstance(original, Measurement | OutOfMemory):
-            raise_failure(original)
-        rows = [_row(Plan(level=0), original, None, 0, started)]
-        if self.options.level == 0:
-            return rows
         search: _Search | None = None
         try:
-            with replaceable(self.session, self._session_lost) as session:
+            # An original that does not fit ends its subprocess: nothing is lost by that.
+            with replaceable(self.session, lambda: self._session_lost() if search else None) as session:
+                original = self._measure_in(session(), Plan(level=0))
+                if not isinstance(original, Measurement | OutOfMemory):
+                    raise_failure(original)
+                rows = [_row(Plan(level=0), original, None, 0, started)]
+                if self.options.level == 0:
+                    return rows
                 search = self._start(session, original)
                 rows[0] = _row(rows[0].plan, original, search.first if search.traced.fake else None, 0, started)
                 rows += self._seek(search, rows[0])
@@ -409,11 +411,16 @@ class _Job:
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own; every plan once."""
-        key = replace(plan, level=0)
-        if key not in self.measured:
-            with self.session() as session:
-                self.measured[key] = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
-        return self.measured[key]
+        known = self.measured.get(replace(plan, level=0))
+        if known is not None:
+            return known
+        with self.session() as session:
+            return self._measure_in(session, plan)
+
+    def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
+        found = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
+        self.measured[replace(plan, level=0)] = found
+        return found
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified.

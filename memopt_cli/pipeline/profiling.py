@@ -44,20 +44,21 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     with fake_mode() if without_parameters else contextlib.nullcontext():
         prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     notes = list(prepared.notes)
-    measured = None if request.fake else _measure(prepared, plan, request.timeout_s, progress)
-    data: Data = "none" if without_parameters else "full size" if isinstance(measured, Measurement) else "small batch"
-    if isinstance(measured, OutOfMemory):
-        notes.append("The step does not fit here; what follows is predicted on tensors without data.")
-    progress.stage("recording a step")
-    with prepared.session(request.timeout_s, data) as session:
+    data: Data = "none" if without_parameters else "small batch" if request.fake else "full size"
+    with contextlib.ExitStack() as sessions:
+        session = sessions.enter_context(prepared.session(request.timeout_s, data))
+        measured = None if request.fake else _measure(session, plan, progress)
+        if isinstance(measured, OutOfMemory):
+            notes.append("The step does not fit here; what follows is predicted on tensors without data.")
+            session = sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
+        progress.stage("recording a step")
         traced = record_step(session, plan, measured, notes)
     return _profile(prepared, plan, measured, traced, notes)
 
 
-def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Measurement | OutOfMemory:
+def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:
     progress.stage("measuring a step")
-    with prepared.session(timeout_s) as session:
-        measured = session.measure(plan)
+    measured = session.measure(plan)
     return measured if isinstance(measured, Measurement | OutOfMemory) else raise_failure(measured)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt_cli.records import StepTrace
+from memopt_cli.records import OpTrace, StepTrace
 from memopt_cli.step import Step, seed_everything, synchronize
+from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
 
@@ -58,5 +60,17 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
             "step times are estimated from floating-point operations"
         )
-    ops = (replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
-    return replace(trace, ops=tuple(ops)), ""
+    ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
+    seconds = _forward_seconds(ops)
+    modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)
+    return replace(trace, ops=ops, modules=modules), ""
+
+
+def _forward_seconds(ops: Sequence[OpTrace]) -> dict[str, float]:
+    """The time of every module's forward, children included."""
+    seconds: dict[str, float] = defaultdict(float)
+    for op in ops:
+        if op.phase == "forward":
+            for path in ancestry(op.module):
+                seconds[path] += op.seconds
+    return seconds

@@ -61,7 +61,7 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
-    """The record of a step on fake tensors with the contents and times that a real step on a smaller batch has.
+    """The record of a step on fake tensors with the contents that a real step on a smaller batch has.
 
     And why, if so, what autograd saves is not told of: the small step ran other operators.
     """
@@ -97,7 +97,6 @@ def _module_with(module: ModuleTrace, seen: ModuleTrace | None) -> ModuleTrace:
         module,
         compressor=seen.compressor,
         packed_input_bytes=module.input_bytes * seen.packed_input_bytes // seen.input_bytes,
-        forward_s=seen.forward_s,
         refusal=module.refusal or seen.refusal,
     )
 

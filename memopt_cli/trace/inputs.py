@@ -15,7 +15,7 @@ from memopt_cli.trace.modules import ModuleNotes, taking_notes
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     """The modules that one forward calls, their inputs looked into for the codec that holds them exactly.
 
-    The model's state advances.  Nothing is kept for backward, so no bytes are saved, and nothing is timed.
+    The model's state advances.  Nothing is kept for backward, so no bytes are saved.
     """
     notes: dict[str, ModuleNotes] = {}
     with (
@@ -26,6 +26,6 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     ):
         step.forward()
     return tuple(
-        note.to_record(path, find_part(step.model, path), order, saved_bytes=0, forward_s=0.0)
+        note.to_record(path, find_part(step.model, path), order, saved_bytes=0)
         for order, (path, note) in enumerate(notes.items())
     )

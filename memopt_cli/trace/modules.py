@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks, seed_everything, synchronize
+from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import Storage, StorageLog, held_bytes
 
@@ -68,7 +66,7 @@ class ModuleNotes:
                 self.outputs.add(storage.index)
                 self.output_bytes += storage.nbytes
 
-    def to_record(self, path: str, module: nn.Module, order: int, saved_bytes: int, forward_s: float) -> ModuleTrace:
+    def to_record(self, path: str, module: nn.Module, order: int, saved_bytes: int) -> ModuleTrace:
         """The record of the module at ``path``, the ``order``-th to be called."""
         reason = refusal(module) or ("it modifies its input in place" if self.mutates_input else "")
         return ModuleTrace(
@@ -76,7 +74,6 @@ class ModuleNotes:
             class_name=type(module).__name__,
             calls=self.calls,
             order=order,
-            forward_s=forward_s,
             input_bytes=self.input_bytes,
             input_shape=self.input_shape,
             first_input_bytes=self.first_input_bytes,
@@ -126,25 +123,6 @@ def taking_notes(
 
     with module_hooks(model, enter, leave):
         yield
-
-
-def forward_seconds(step: Step) -> dict[str, float]:
-    """Wall time of every module's forward, without the counter; children included."""
-    seconds: dict[str, float] = defaultdict(float)
-    started: list[float] = []
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        synchronize(step.settings.device)
-        started.append(time.perf_counter())
-
-    def leave(path: str, module: nn.Module, output: Any) -> None:
-        synchronize(step.settings.device)
-        seconds[path] += time.perf_counter() - started.pop()
-
-    seed_everything(step.settings.seed)
-    with module_hooks(step.model, enter, leave):
-        step.forward()
-    return dict(seconds)
 
 
 def asked_compressor(module: nn.Module) -> CompressorName | None:

@@ -36,19 +36,25 @@ from memopt_cli.trace.log import (
     resident_bytes,
     run_step,
 )
-from memopt_cli.trace.modules import ModuleNotes, ancestry, forward_seconds, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, ancestry, taking_notes
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
 from memopt_cli.workspace import Workspaces
 
 
 def record(
-    step: Step, batch: int, *, contents: bool, workspaces: Workspaces | None = None, codecs: Codecs | None = None
+    step: Step,
+    batch: int,
+    *,
+    contents: bool,
+    frees: bool = True,
+    workspaces: Workspaces | None = None,
+    codecs: Codecs | None = None,
 ) -> StepTrace:
     """Record one step, and leave the model's state as it was.  Gradients are ``None`` before and after.
 
     ``contents``: look into the inputs of every module and into what autograd saves for the codec that holds them
-    exactly, and time the modules (not on fake tensors).  ``workspaces``: what the kernels were seen to take.
-    ``codecs``: what tensors without data are packed in.
+    exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself.
+    ``workspaces``: what the kernels were seen to take.  ``codecs``: what tensors without data are packed in.
     """
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # copies take the place of the tensors that are held here
@@ -66,13 +72,12 @@ def record(
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     start.enter()
-    freed = log.freed(_lives_without_autograd(step))
-    seconds = forward_seconds(step) if contents else {}
+    freed = log.freed(_lives_without_autograd(step) if frees else [])
     before.restore()
     saved = log.saved_bytes()
     return StepTrace(
         modules=tuple(
-            note.to_record(path, find_part(step.model, path), order, saved[path], seconds.get(path, 0.0))
+            note.to_record(path, find_part(step.model, path), order, saved[path])
             for order, (path, note) in enumerate(notes.items())
         ),
         tensor_peak_bytes=log.peak_bytes,

@@ -65,6 +65,14 @@ def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
     return found
 
 
+def test_a_model_in_a_container_is_told_with_what_to_do(memopt: Memopt) -> None:
+    torch.save({"model": Net(), "epoch": 3}, "model.pt")
+    found = inspected(memopt)
+    assert found["format"] == "pickled container of a module (zip)"
+    assert {item["path"].partition(".")[0] for item in found["modules"]} == {"model"}
+    assert "save that by itself" in found["notes"][0]
+
+
 @pytest.mark.parametrize(
     ("save", "name"),
     [

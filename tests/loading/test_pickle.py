@@ -519,6 +519,13 @@ def test_a_state_dict_says_what_it_lacks(tmp_path: Path) -> None:
     assert "package.module:callable --weights" in error.value.hint
 
 
+@pytest.mark.parametrize("wrap", [lambda model: {"model": model, "epoch": torch.tensor(3)}, lambda model: (1, [model])])
+def test_a_model_in_a_container_is_named(tmp_path: Path, wrap: Any) -> None:
+    torch.save(wrap(small_model()), tmp_path / "wrapped.pt")
+    with pytest.raises(FileFormatError, match=r"holds a (dict|tuple) with a Sequential in it, not a model by itself"):
+        load_model(source(tmp_path / "wrapped.pt"))
+
+
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"(c"]))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_give_one_of_our_errors(tmp_path: Path, data: bytes, start: bytes) -> None:

@@ -378,6 +378,9 @@ def test_times_come_to_their_operators() -> None:
     assert not unknown
     assert [op.seconds for op in timed.ops] == [t.seconds for t in times]
     assert all(t.seconds > 0 for t in times)
+    seconds = {m.path: m.forward_s for m in timed.modules}
+    assert seconds[""] == pytest.approx(sum(op.seconds for op in timed.ops if op.phase == "forward"))
+    assert all(seconds[""] >= seconds[path] > 0 for path in seconds)
     assert all(p.grad is None for p in step.model.parameters())
     same, unknown = with_seconds(fake, times[1:])
     assert same == fake
