@@ -3,7 +3,7 @@
     python benchmarks/plans.py [MODEL ...] [--case CASE] [--rounds 5] [--threads 2] [--seconds 60] [--level 4] ...
 
 Models: gpt, resnet, spiking_vgg, lif_rnn, char_rnn (``make samples``) and spikingjelly_vgg.  Cases, each a section of
-``benchmarks/RESULTS.md``:
+``benchmarks/RESULTS.md``, named by the models:
 
 contest    the model as it is, ``checkpoint`` on every block, ``torch.compile`` with an activation memory budget,
            memopt's levels and budgets; on SpikingJelly's VGG also SpikingJelly's levels.  All side by side.
@@ -189,7 +189,11 @@ def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
                 rows.append([name, _described(plan), *peaks, *off])
                 print(*rows[-1], flush=True)
         errors = f"{_spread('Dry run to measured', dry_errors)} {_spread('Cost model', model_errors)}"
-        write_section("Plans: accuracy of the predicted peak", this_command(), f"{table(header, rows)}\n\n{errors}")
+        write_section(
+            f"Plans: accuracy of the predicted peak, {', '.join(names)}",
+            this_command(),
+            f"{table(header, rows)}\n\n{errors}",
+        )
         print(errors)
 
 
@@ -227,7 +231,9 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
         mib = [f"{peak / 2**20:.1f} MiB" for peak in (best, six, own)]
         rows.append([name, str(len(found)), *mib, f"{six / best - 1:+.2%}", f"{own / best - 1:+.2%}"])
         print(*rows[-1], flush=True)
-        write_section("Plans: the cost model's shortlist", this_command(), text + table(header, rows))
+        write_section(
+            f"Plans: the cost model's shortlist, {', '.join(names)}", this_command(), text + table(header, rows)
+        )
 
 
 # ---------------------------------------------------------------------------------------------- budgets
@@ -261,7 +267,7 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
         between = f"{limits[0] / 2**20:.1f} … {limits[-1] / 2**20:.1f} MiB"
         rows.append([name, between, str(over), f"{max(used):.1%}", f"{statistics.median(used):.1%}", str(len(found))])
         print(*rows[-1], flush=True)
-        write_section("Plans: ten budgets", this_command(), text + table(header, rows))
+        write_section(f"Plans: ten budgets, {', '.join(names)}", this_command(), text + table(header, rows))
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -280,7 +286,9 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
         ratios = [times[plan] / min(times[p] for p in (plan, *rest)) for plan, rest in zip(own, others, strict=True)]
         rows.append([name, str(len(times)), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"])
         print(*rows[-1], " ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)
-        write_section("Plans: steps within ten budgets", this_command(), text + table(header, rows))
+        write_section(
+            f"Plans: steps within ten budgets, {', '.join(names)}", this_command(), text + table(header, rows)
+        )
 
 
 def _times(plans: Sequence[Plan], name: str, rounds: int) -> dict[Plan, float]:
