@@ -23,7 +23,7 @@ from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.summary import Findings, rough_times, summarize
+from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.planner import Planner, Priced
@@ -120,7 +120,6 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     best, verification = (rows[0], None) if nothing_chosen else job.verify(rows)
     wants_advice = request.recommend_batch and not job.interrupted
     advice = job.advise(best) if verification and verification.passed and wants_advice else None
-    job.notes.extend(rough_times([*(row.outcome for row in rows), *(point.outcome for point in job.frontier)]))
     summary = summarize(
         Findings(
             resolved=resolved,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
-from memopt_cli.records import Failure, LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, Verification, to_data
+from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, Verification, to_data
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.compressor import declared_compressor
 from memopt_cli.units import format_bytes, format_seconds
 
-_ROUGH = 0.15
-"""Step times that vary by so much, relative to their median, tell no ratio."""
 _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
 
@@ -89,16 +86,6 @@ def summarize(found: Findings) -> MemOptSummary:
         verification=found.verification,
         model_format=found.model_format,
     )
-
-
-def rough_times(outcomes: Iterable[Measurement | Failure]) -> Iterator[str]:
-    """A note if step times vary so much that they cannot be compared."""
-    worst = max((found.step_variation for found in outcomes if isinstance(found, Measurement)), default=0.0)
-    if worst > _ROUGH:
-        yield (
-            f"Step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
-            "as they do where something else runs beside them."
-        )
 
 
 def _measured(rows: list[LevelRow], level: int) -> Measurement | None:

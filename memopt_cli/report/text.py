@@ -41,6 +41,8 @@ _COLUMNS = (
 
 
 _PLOT_COLUMNS = 72
+_ROUGH = 0.15
+"""Step times that vary by so much, relative to their median, tell no ratio."""
 
 
 class TextReport:
@@ -273,7 +275,13 @@ def _what(plan: Plan) -> str:
 def _remarks(summary: MemOptSummary) -> Iterator[str]:
     if summary.frontier and summary.verification is None:
         yield "nothing is applied; choose a plan with --pick N"
-        return
+    else:
+        yield from _of_the_applied_plan(summary)
+    yield from _rough_times(summary)
+    yield from summary.notes
+
+
+def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
     yield f"* {applied} is applied{_less_than(summary)}"
     if summary.budget_bytes is not None:
@@ -288,7 +296,16 @@ def _remarks(summary: MemOptSummary) -> Iterator[str]:
         yield _batch(summary.advice)
     if summary.recommendation:
         yield summary.recommendation
-    yield from summary.notes
+
+
+def _rough_times(summary: MemOptSummary) -> Iterator[str]:
+    outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
+    worst = max((found.step_variation for found in outcomes if isinstance(found, Measurement)), default=0.0)
+    if worst > _ROUGH:
+        yield (
+            f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
+            "as they do where something else runs beside them"
+        )
 
 
 def _less_than(summary: MemOptSummary) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from memopt_cli.pipeline.summary import Findings, rough_times, summarize
+from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     Breakdown,
@@ -166,10 +166,3 @@ def test_a_recommendation_quotes_what_was_measured() -> None:
 def test_recommendations_without_a_choice_of_the_user(rows: list[LevelRow], said: str) -> None:
     text = summary(*rows, applied=rows[-1].level).recommendation
     assert text.startswith(said) if said else text == ""
-
-
-def test_step_times_that_vary_are_called_rough() -> None:
-    steady, busy = (replace(measured(100), step_times_s=times) for times in ((1.0, 1.1, 1.2), (1.0, 1.5, 2.0)))
-    assert list(rough_times([steady, OutOfMemory(detail="")])) == []
-    (note,) = rough_times([steady, busy])
-    assert "differ by 33% among themselves" in note

@@ -18,6 +18,7 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeResult,
     OutOfMemory,
+    ParetoPoint,
     Plan,
     SegmentPlan,
     Verification,
@@ -243,6 +244,24 @@ def test_an_untested_batch_is_called_an_estimate(summary: MemOptSummary) -> None
     summary.advice = replace(ADVICE, estimated_batch=52, limited_by="the time limit of a run")
     text = shown(TextReport(), result(summary))
     assert "limited by the time limit of a run; by the fit of 3 runs about 52 would fit (an estimate)\n" in text
+
+
+def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
+    steady, busy = (replace(measured(9, 1.0), step_times_s=times) for times in ((1.0, 1.1, 1.2), (1.0, 1.5, 2.0)))
+    summary.levels = [row(0, steady), row(3, steady)]
+    assert "rough" not in shown(TextReport(), result(summary))
+    summary.levels = [row(0, busy), row(3, steady)]
+    assert "the steps of one plan differ by 33% among themselves" in shown(TextReport(), result(summary))
+
+
+def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
+    point = ParetoPoint(
+        plan=Plan(level=4), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(617.9, 1.09)
+    )
+    summary.frontier, summary.verification = [point], None
+    text = shown(TextReport(), result(summary, files=()))
+    assert "nothing is applied; choose a plan with --pick N" in text
+    assert "inputs are a [guess] from conv1" in text
 
 
 def test_dry_run(summary: MemOptSummary) -> None:
