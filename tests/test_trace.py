@@ -465,11 +465,11 @@ def test_a_module_that_modifies_its_input_is_refused(modules: dict[str, ModuleTr
     assert all(not m.refusal for path, m in modules.items() if path != "mutating")
 
 
-def test_a_record_on_fake_tensors_knows_all_but_contents() -> None:
+def test_a_record_on_fake_tensors_knows_all_but_contents_and_times() -> None:
     step = step_of(*convolutional())
     real, fake = record(step, 2, contents=False), FakeStep(step).record(2)
     assert fake == real
-    assert all(m.compressor == "null" for m in fake.modules)
+    assert all(m.compressor == "null" and m.forward_s == 0 for m in fake.modules)
     with_contents = record(step, 2, contents=True)
     known = [replace(m, compressor="null", packed_input_bytes=m.input_bytes) for m in with_contents.modules]
     assert tuple(known) == real.modules

@@ -89,15 +89,10 @@ def _pickle(file: ModelFile) -> _Found:
     contents = contents_of(scan.root)
     zipped = file.data.startswith(b"PK")
     wrapped = bool(contents.modules) and contents.modules[0].path != ""
-    what = (
-        "container of a module"
-        if wrapped
-        else "module"
-        if contents.modules
-        else "state dict"
-        if contents.tensors
-        else "something else"
-    )
+    if contents.modules:
+        what = "container of a module" if wrapped else "module"
+    else:
+        what = "state dict" if contents.tensors else "something else"
     return _Found(
         format=f"pickled {what} ({'zip' if zipped else 'legacy'})",
         contents=contents,

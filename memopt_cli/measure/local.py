@@ -15,11 +15,11 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
+from memopt_cli.equality import generators_kept
 from memopt_cli.measure.jobs import Job, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
 from memopt_cli.records import Failure, from_data, to_data
-from memopt_cli.runtime.state import Generators
 
 Answer = TypeVar("Answer")
 
@@ -63,9 +63,5 @@ def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Random numbers and gradient mode are as in a process of its own, and the caller's as before."""
-    generators = Generators([])
-    try:
-        with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        generators.restore()
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -79,10 +79,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.settle()
-        if func is _DEVICE and isinstance(
-            args[0], FakeTensor
-        ):  # two calls of three; the mode below takes long to say so
-            return args[0].fake_device
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
         output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         self._tick += counts
