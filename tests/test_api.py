@@ -319,6 +319,12 @@ def test_apply_gc_changes_nothing_else() -> None:
     assert surroundings(net, x) == before
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a test leaves behind are told from those of tests beside it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def surroundings(net: nn.Module, x: Tensor) -> dict[str, Any]:
     """All that optimizing must leave as it is."""
     return {
