@@ -6,48 +6,97 @@ Recorded once from a real step, by operator and shapes, so that a dry run can te
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _LEAST_BYTES = 1 << 16
 """Operators that take less are left out."""
 
 Shapes = tuple[tuple[int, ...], ...]
+"""Of an operator's arguments, in order; empty for what is no tensor, see :func:`argument_shapes`."""
+
+
+def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
+    """As they are compared: without the empty ones at the end, as the dispatcher leaves out trailing defaults."""
+    kept = [tuple(shape) for shape in shapes]
+    while kept and not kept[-1]:
+        kept.pop()
+    return tuple(kept)
+
+
+@dataclass(slots=True)
+class _Run:
+    shapes: Shapes
+    nbytes: int
+    smaller: _Run | None = None
+    """The same run in a smaller step."""
+
+    def scaled(self, shapes: Shapes) -> int:
+        """Bytes for other shapes, along the line through this run and the smaller one.
+
+        The line is over the elements of the largest tensor that differs: a part does not grow with the batch, such as
+        weights that are laid out anew.  Where no smaller run differs in it: in proportion.
+        """
+        differ = [n for n, (mine, its) in enumerate(_in_both(self.shapes, shapes)) if mine != its]
+        if not differ:
+            return self.nbytes
+        largest = max(differ, key=lambda n: math.prod(self.shapes[n]))
+        here, there = math.prod(self.shapes[largest]), math.prod(shapes[largest])
+        elements, nbytes = 0, 0
+        if self.smaller and self.smaller.shapes[largest] != self.shapes[largest]:
+            elements, nbytes = math.prod(self.smaller.shapes[largest]), self.smaller.nbytes
+        return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // ((here - elements) or 1))
 
 
 @dataclass(slots=True)
 class Workspaces:
-    """Bytes that an operator holds, at most and only while it runs, beyond its inputs and outputs."""
+    """Bytes that an operator holds, at most and only while it runs, beyond its inputs and outputs.
 
-    _exact: dict[tuple[str, Shapes], int] = field(default_factory=dict)
-    _by_size: dict[str, list[tuple[int, Shapes, int]]] = field(default_factory=lambda: defaultdict(list))
+    First all of a step is recorded, then asked for.
+    """
+
+    _runs: dict[str, list[_Run]] = field(default_factory=lambda: defaultdict(list))
+    _known: dict[tuple[str, Shapes], int] = field(default_factory=dict)
 
     def record(self, operator: str, shapes: Shapes, nbytes: int) -> None:
         """Remember one run of ``operator`` (``aten::convolution``) on tensors of these shapes."""
-        if nbytes < _LEAST_BYTES:
-            return
-        key = operator, shapes
-        self._exact[key] = max(nbytes, self._exact.get(key, 0))
-        self._by_size[operator].append((_elements(shapes), shapes, nbytes))
+        self._runs[operator].append(_Run(shapes, nbytes))
+        counted = nbytes if nbytes >= _LEAST_BYTES else 0
+        self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
+
+    def compare(self, smaller: Workspaces) -> None:
+        """Learn how they grow from those of the same step at another batch size."""
+        for operator, runs in self._runs.items():
+            others = smaller._runs.get(operator, [])
+            if len(others) == len(runs):
+                for run, other in zip(runs, others, strict=True):
+                    run.smaller = other if len(other.shapes) == len(run.shapes) else None
 
     def of(self, operator: str, shapes: Shapes) -> int:
-        """Bytes for these shapes; for shapes never seen, in proportion to the nearest in size.
+        """Bytes for these shapes; for shapes never seen, from the run nearest in size.
 
-        Shapes that differ in the first dimension only, as those of chunks do, are nearer than any other.
+        Shapes that differ in the first dimension only, as those of chunks do, are nearer than any other; tensors that
+        only one of them has, such as a gradient that is not asked for, do not count.
         """
-        seen = self._by_size.get(operator)
+        if operator not in self._runs:
+            return 0
+        key = operator, shapes
+        if key not in self._known:
+            self._known[key] = self._scaled(operator, shapes)
+        return self._known[key]
+
+    def _scaled(self, operator: str, shapes: Shapes) -> int:
+        seen = [run for run in self._runs[operator] if run.nbytes >= _LEAST_BYTES]
         if not seen:
             return 0
-        exact = self._exact.get((operator, shapes))
-        if exact is not None:
-            return exact
         elements = _elements(shapes)
-        alike = [entry for entry in seen if _tails(entry[1]) == _tails(shapes)]
-        nearest, its_shapes, nbytes = min(alike or seen, key=lambda entry: abs(entry[0] - elements))
+        alike = [run for run in seen if _alike(run.shapes, shapes)]
+        nearest = min(alike or seen, key=lambda run: abs(_elements(run.shapes) - elements))
         if alike:
-            return nbytes * shapes[0][0] // max(1, its_shapes[0][0])
-        return nbytes * elements // max(1, nearest)
+            return nearest.scaled(shapes)
+        return nearest.nbytes * elements // max(1, _elements(nearest.shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +128,14 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     return found
 
 
-def _tails(shapes: Shapes) -> list[tuple[int, ...]]:
-    return [shape[1:] for shape in shapes]
+def _alike(one: Shapes, other: Shapes) -> bool:
+    return all(mine[1:] == its[1:] for mine, its in _in_both(one, other))
+
+
+def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes at the same positions; of a tensor that only one has, twice the same."""
+    return [(mine or its, its or mine) for mine, its in zip(one, other, strict=False)]
 
 
 def _elements(shapes: Shapes) -> int:
-    total = 0
-    for shape in shapes:
-        product = 1
-        for size in shape:
-            product *= size
-        total += product if shape else 0
-    return total
+    return sum(math.prod(shape) for shape in shapes if shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memopt_cli.workspace import OperatorRun, Shapes, Workspaces, find_workspaces
+from memopt_cli.workspace import OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 _MEMORY_EVENT = "[memory]"
 
@@ -50,7 +50,7 @@ def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
         live += change
         peak = max(peak, live)
     runs = (
-        OperatorRun(e.name(), _shapes(e.shapes()), e.start_ns(), e.start_ns() + e.duration_ns())
+        OperatorRun(e.name(), argument_shapes(e.shapes()), e.start_ns(), e.start_ns() + e.duration_ns())
         for e in events
         if e.name().startswith("aten::")
     )
@@ -101,8 +101,3 @@ def _seconds(step: Callable[[], object], wait: Callable[[], object] = lambda: No
     step()
     wait()
     return time.perf_counter() - started
-
-
-def _shapes(shapes: list[list[int]]) -> Shapes:
-    """Of tensor arguments; the profiler reports other arguments as empty."""
-    return tuple(tuple(shape) for shape in shapes if shape)

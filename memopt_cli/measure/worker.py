@@ -236,7 +236,7 @@ class Worker:
         counted = trace.count(step)
         allocated = self._allocated(step)
         if job.plan == ORIGINAL:
-            self._workspaces = allocated.workspaces
+            self._recorded_workspaces = allocated.workspaces
         return Measurement(
             tensor_peak_bytes=counted.tensor_peak_bytes,
             allocated_peak_bytes=allocated.peak_bytes,
@@ -358,14 +358,22 @@ class Worker:
 
     @functools.cached_property
     def _workspaces(self) -> Workspaces:
-        """Of the original at full size; where that does not fit, of a small batch, to be scaled."""
-        found = self._at_full_size(lambda step: self._allocated(step).workspaces)
-        if found is not None or self._small_step is None:
+        """Of the original at full size, compared with a small batch; where the former does not fit, of the latter."""
+        found = self._recorded_workspaces
+        if self._small_step is None:
             return found or Workspaces()
         try:
-            return self._allocated(self._small_step).workspaces
+            small = self._allocated(self._small_step).workspaces
         finally:
             self._reset()
+        if found is None:
+            return small
+        found.compare(small)
+        return found
+
+    @functools.cached_property
+    def _recorded_workspaces(self) -> Workspaces | None:
+        return self._at_full_size(lambda step: self._allocated(step).workspaces)
 
     def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit."""

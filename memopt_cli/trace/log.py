@@ -35,7 +35,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything
 from memopt_cli.trace.operators import is_bookkeeping
 from memopt_cli.trace.recurrent import as_on_real_tensors
-from memopt_cli.workspace import Workspaces
+from memopt_cli.workspace import Workspaces, argument_shapes
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +148,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _workspace_bytes(self, func: Any, args: Any) -> int:
         if self._workspaces is None:
             return 0
-        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim())
+        shapes = argument_shapes(arg.shape if isinstance(arg, Tensor) else () for arg in args)
         return self._workspaces.of(func.name().partition(".")[0], shapes)
 
     def _end(self, key: int, tick: int) -> None:
