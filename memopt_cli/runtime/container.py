@@ -41,7 +41,7 @@ from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
-from memopt_cli.runtime.tree import join_tensors, split_tensors
+from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,11 +319,11 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
     codec = _codec(module, config)
     if not config.spatial_split:
-        return _checkpoint(module, forward, args, kwargs, codec, config.keep)
+        return _checkpoint(module, forward, args, kwargs, _Packed(codec), config.keep)
     output: Any = args
     for stage in _stages(module):
         arguments = output if isinstance(output, tuple) else (output,)
-        output = _checkpoint(stage, stage, arguments, kwargs, codec, config.keep)
+        output = _checkpoint(stage, stage, arguments, kwargs, _Packed(codec), config.keep)
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
 
@@ -422,7 +422,8 @@ def _one_by_one(
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for piece, forward in zip(pieces, forwards, strict=True):
-        output = _checkpoint(module, forward, (*piece, *states), kwargs, codec, config.keep, starts)
+        inputs = _Packed(codec, raw=states)
+        output = _checkpoint(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
@@ -474,11 +475,11 @@ def _checkpoint(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    codec: SpikeCompressor,
+    inputs: _Packed,
     keep: tuple[str, ...],
     starts: ChunkStarts | None = None,
 ) -> Any:
-    """``forward(*args, **kwargs)``, keeping only its packed inputs and the outputs of ``keep`` for backward.
+    """``forward(*args, **kwargs)``, keeping only its ``inputs``, empty as yet, and outputs of ``keep`` for backward.
 
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
@@ -493,7 +494,6 @@ def _checkpoint(
     if _is_nested():
         # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
         return _recomputed(run, *tensors, *start.lend())
-    inputs = _Packed(codec)
     if starts is not None:
         needs_gradient = [t.requires_grad for t in tensors]
         # Not with the run, which holds the chunks before it: a cycle would outlive backward.
@@ -552,10 +552,14 @@ def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
 
 
 class _Packed:
-    """Tensors that a checkpoint saves, in a codec."""
+    """Tensors that a checkpoint saves, in a codec; those in ``raw`` as they are.
 
-    def __init__(self, codec: SpikeCompressor) -> None:
+    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.
+    """
+
+    def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
         self._codec = codec
+        self._raw = frozenset(map(id, tensors_of(raw)))
         self._stored: list[Any] = []
 
     def hooks(self) -> saved_tensors_hooks:
@@ -567,7 +571,8 @@ class _Packed:
         return [self._unpack(stored) for stored in self._stored[len(self._stored) - count :]]
 
     def _pack(self, tensor: Tensor) -> Any:
-        self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(self._codec, tensor))
+        codec = COMPRESSORS["null"] if id(tensor) in self._raw else self._codec
+        self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor))
         return self._stored[-1]
 
     def _unpack(self, stored: Any) -> Tensor:

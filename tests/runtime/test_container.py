@@ -23,6 +23,7 @@ from memopt_cli.runtime import (
     GCContainer,
     SegmentConfig,
     TCGCContainer,
+    container,
     group_layers,
     install_segment,
     is_recomputing,
@@ -30,6 +31,7 @@ from memopt_cli.runtime import (
     remove_segment,
     segment_of,
 )
+from memopt_cli.runtime.compressor import Packed, SpikeCompressor
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.trace import StorageLog
 
@@ -446,6 +448,21 @@ def test_chunks_start_from_the_state_that_is_given() -> None:
     x = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
     state = (torch.randn(1, 2, 5).double().requires_grad_(), torch.randn(1, 2, 5).double().requires_grad_())
     assert_close(plain, optimized, x, state)
+
+
+def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codec is the one that suits the inputs; a dry run would take for granted that it suits the state."""
+    stored: list[tuple[str, tuple[int, ...]]] = []
+
+    def store(codec: SpikeCompressor, x: Tensor) -> Packed:
+        stored.append((codec.name, tuple(x.shape)))
+        return codec.compress(x)
+
+    monkeypatch.setattr(container, "store", store)
+    layer = nn.LSTM(4, 5)
+    install_segment(layer, SegmentConfig(chunks=2, compressor="sparse"))
+    layer(torch.eye(4).expand(6, 4, 4).contiguous())[0].sum().backward()
+    assert stored == [("sparse", (3, 4, 4)), ("sparse", (3, 4, 4)), ("null", (1, 4, 5)), ("null", (1, 4, 5))]
 
 
 class Two(nn.Module):
