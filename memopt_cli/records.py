@@ -279,6 +279,8 @@ class OpTrace:
     flops: int = 0
     seconds: float = 0.0
     """Measured time; 0 where only tensors without data ran."""
+    recompute_s: float | None = None
+    """Measured time of it in a recomputation; ``None``: as long as the first time."""
     workspace_bytes: int = 0
     """What its kernel holds for itself while it runs."""
 

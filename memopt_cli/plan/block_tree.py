@@ -68,9 +68,9 @@ class Block:
             yield from child
 
 
-def block_tree(trace: StepTrace, forward_seconds: Sequence[float]) -> Block:
-    """The tree of a recorded step.  ``forward_seconds``: of every operator, measured or estimated."""
-    return _Builder(trace, forward_seconds).build()
+def block_tree(trace: StepTrace, recompute_s: Sequence[float]) -> Block:
+    """The tree of a recorded step.  ``recompute_s``: of every operator in a recomputation, measured or estimated."""
+    return _Builder(trace, recompute_s).build()
 
 
 @dataclass(slots=True)

@@ -132,20 +132,19 @@ class CostModel:
         """Of what autograd saves, the bytes that packing makes less of."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
-        self.seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
-        """Of every operator, measured or estimated from its flops."""
-        self._elapsed = [0.0, *accumulate(self.seconds)]
+        seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        self.step_s = sum(seconds)
+        """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
+        again = zip(trace.ops, seconds, strict=True)
+        self.recompute_s = [s if op.recompute_s is None else op.recompute_s for op, s in again]
+        """Of every operator in a recomputation."""
+        self._elapsed = [0.0, *accumulate(self.recompute_s)]
         self._original = _Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
         self._left_born = [s.born for s in left]
         """Births, in their order, of what is there when the step has ended."""
         self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
-
-    @property
-    def step_s(self) -> float:
-        """Time of the original step in seconds, the sum of its operators'."""
-        return self._elapsed[-1]
 
     def predict(self, plan: Plan) -> Prediction:
         """The step under ``plan``: allocated peak, when it happens, and time."""
@@ -163,7 +162,7 @@ class CostModel:
 
     def _added_s(self, block: _Block) -> float:
         forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
-        saved_s = sum(self.seconds[op] for op in block.kept if op < block.stop)
+        saved_s = sum(self.recompute_s[op] for op in block.kept if op < block.stop)
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
         ops = block.call.end - block.call.start
         return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops, packed_bytes=packed_bytes)

@@ -66,7 +66,7 @@ class Planner:
         self._modules = {module.path: module for module in trace.modules}
         self._probes = probes
         self._model = CostModel(trace)
-        self._root = block_tree(trace, self._model.seconds)
+        self._root = block_tree(trace, self._model.recompute_s)
         self._allowed = allowed
         self._may_pack = allowed.compress and self._model.packable_bytes > 0 and not self._modules[""].refusal
         self._solvers = self._make_solvers()

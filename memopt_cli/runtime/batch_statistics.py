@@ -128,7 +128,7 @@ class _Norms(TorchFunctionMode):
         self.broken_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = _ARGUMENTS.get(func)
+        arguments = BATCH_NORMS.get(func)
         if arguments is None:
             return func(*args, **(kwargs or {}))
         given = dict(zip(arguments, args, strict=False)) | (kwargs or {})
@@ -159,7 +159,7 @@ class _Norms(TorchFunctionMode):
 _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 _OF_MODULES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _OF_OPERATORS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-_ARGUMENTS = {
+BATCH_NORMS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: _OF_MODULES,
     torch.batch_norm: _OF_OPERATORS,
     torch.ops.aten.batch_norm: _OF_OPERATORS,

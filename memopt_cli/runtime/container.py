@@ -36,6 +36,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
@@ -596,6 +597,7 @@ class _Run:
         self._start = start
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
+        self._statistics = FoundStatistics(module, keep)
         self._has_run = False
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
@@ -612,7 +614,7 @@ class _Run:
 
     def _run(self, given: Sequence[Tensor]) -> Any:
         try:
-            with self._kept.recording():
+            with self._kept.recording(), self._statistics.recording():
                 return self._call(given)
         finally:
             self._start.settle()
@@ -623,7 +625,7 @@ class _Run:
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
-            with self._start.replay(lent), self._kept.replaying():
+            with self._start.replay(lent), self._kept.replaying(), self._statistics.replaying():
                 return self._call(given)
         except RuntimeError as error:
             # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import OpTrace, StepTrace
+from memopt_cli.runtime.found_statistics import known_norm
 from memopt_cli.step import Step, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
@@ -22,6 +23,8 @@ class OperatorTime:
 
     name: str
     seconds: float
+    recompute_s: float | None
+    """Of a norm in a recomputation, where its statistics are known."""
 
 
 class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,12 +38,18 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
+        output, seconds = self._timed(lambda: func(*args, **(kwargs or {})))
+        norm = known_norm(func, args, output)
+        recompute_s = self._timed(lambda: norm.again(args))[1] if norm else None
+        self.times.append(OperatorTime(name_of(func), seconds, recompute_s))
+        return output
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)
         started = time.perf_counter()
-        output = func(*args, **(kwargs or {}))
+        output = call()
         synchronize(self._device)
-        self.times.append(OperatorTime(name_of(func), time.perf_counter() - started))
-        return output
+        return output, time.perf_counter() - started
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
@@ -60,7 +69,10 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
             "step times are estimated from floating-point operations"
         )
-    ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
+    ops = tuple(
+        replace(op, seconds=timed.seconds, recompute_s=timed.recompute_s)
+        for op, timed in zip(trace.ops, times, strict=True)
+    )
     seconds = _forward_seconds(ops)
     modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)
     return replace(trace, ops=ops, modules=modules), ""

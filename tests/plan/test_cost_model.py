@@ -225,7 +225,7 @@ def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
 def test_what_segments_keep_is_close_to_the_dry_run(name: str) -> None:
     subject, chance = SUBJECTS[name](), random.Random(2)
-    root = block_tree(subject.trace, subject.model.seconds)
+    root = block_tree(subject.trace, subject.model.recompute_s)
     errors = [abs(subject.error(keeping(subject, root, chance))) for _ in range(10)]
     assert statistics.median(errors) <= 0.02
     assert max(errors) <= 0.05
@@ -240,6 +240,19 @@ def test_what_is_kept_takes_no_time_again() -> None:
     assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
 
 
+def test_what_runs_again_faster_takes_that_time() -> None:
+    subject = SUBJECTS["chain"]()
+    ops = tuple(replace(op, seconds=3.0, recompute_s=1.0 if op.name == CONV else None) for op in subject.trace.ops)
+    first, again = (
+        CostModel(replace(subject.trace, ops=o)) for o in (tuple(replace(op, recompute_s=None) for op in ops), ops)
+    )
+    plan = segments("blocks.2")
+    convolutions = sum(op.name == CONV and op.module.startswith("blocks.2") for op in ops)
+    assert convolutions > 0
+    assert first.step_s == again.step_s
+    assert first.predict(plan).step_s - again.predict(plan).step_s == pytest.approx(2 * convolutions)
+
+
 @pytest.mark.parametrize(
     "rule", [None, ChunkRule(axis=0, seq_inputs=1, seq_outputs=1, batch_statistics=True)], ids=["whole", "statistics"]
 )
@@ -247,7 +260,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None)
     subject = SUBJECTS["chain"]()
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
-    (block,) = (b for b in block_tree(subject.trace, subject.model.seconds) if b.path == "blocks.2")
+    (block,) = (b for b in block_tree(subject.trace, subject.model.recompute_s) if b.path == "blocks.2")
     ways = Solver(block, allowed)._as_segment(block, _Around())
     priced = {segment: way.added_s for way in ways for segment in way.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
@@ -300,7 +313,7 @@ def in_tree(block: Block, chosen: set[str]) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
 def test_the_tree_adds_up_to_the_replay(name: str) -> None:
     subject = SUBJECTS[name]()
-    root = block_tree(subject.trace, subject.model.seconds)
+    root = block_tree(subject.trace, subject.model.recompute_s)
     assert in_tree(root, set())[1] == pytest.approx(subject.trace.allocated_peak_bytes, rel=0.01)
     for path in subject.usable[::3]:
         replayed = subject.model.predict(segments(path)).allocated_peak_bytes
@@ -311,7 +324,7 @@ def test_the_tree_adds_up_to_the_replay(name: str) -> None:
 def test_blocks_that_are_alike_have_tensors_of_the_same_sizes(name: str) -> None:
     subject = SUBJECTS[name]()
     sizes: dict[int, set[tuple[int, ...]]] = {}
-    for block in block_tree(subject.trace, subject.model.seconds):
+    for block in block_tree(subject.trace, subject.model.recompute_s):
         own = block.kept_bytes, block.packed_bytes, block.input_bytes, block.output_bytes, block.forward_bytes
         sizes.setdefault(block.signature, set()).add(own)
     assert all(len(found) == 1 for found in sizes.values())

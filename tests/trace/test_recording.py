@@ -387,6 +387,14 @@ def test_times_come_to_their_operators() -> None:
     assert "other operators" in unknown
 
 
+def test_a_norm_is_timed_as_a_recomputation_runs_it_too() -> None:
+    step = step_of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU()), torch.randn(64, 40))
+    times = time_operators(step)
+    assert [t.name for t in times if t.recompute_s is not None] == ["aten::native_batch_norm"]
+    timed, _ = with_seconds(FakeStep(step).record(64), times)
+    assert [op.recompute_s for op in timed.ops] == [t.recompute_s for t in times]
+
+
 # ---------------------------------------------------------------------------------------------- under a plan
 
 

@@ -75,7 +75,7 @@ class _Ground:
     def __init__(self, trace: StepTrace) -> None:
         self._model = CostModel(trace)
         self._blocks: dict[str, Block] = {}
-        for block in block_tree(trace, self._model.seconds):
+        for block in block_tree(trace, self._model.recompute_s):
             self._blocks.setdefault(block.path, block)
 
     def keeping_more(self, plan: Plan, segment: SegmentPlan) -> list[Plan]:
