@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -56,6 +56,7 @@ from memopt_cli.records import (
     ChunkRule,
     Counted,
     Measurement,
+    ModuleTrace,
     OutOfMemory,
     Plan,
     Refused,
@@ -97,6 +98,20 @@ _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
 _LONG_S = 2.0
 """A probe takes a step of this length once, for its memory and its time: recording costs it little."""
+
+
+def _take(step: Step) -> None:
+    step.backward(step.forward())
+    step.update()
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A step of a few samples."""
+
+    step: Step
+    workspaces: Workspaces
+    """What its kernels took for themselves."""
 
 
 class Worker:
@@ -163,10 +178,10 @@ class Worker:
             if self._subject.data != "full size":
                 self._require_data(reason)
             return self._record_really(job.plan, workspaces, reason)
-        if self._small_step is None:
+        if self._small is None:
             return Traced(trace=recorded, fake=True, note="")
         with self._planned(self._model, job.plan):
-            small = trace.record(self._small_step, self._batch, contents=True, frees=False)
+            small = trace.record(self._small.step, self._batch, contents=True, frees=False)
             recorded, no_contents = trace.with_contents(recorded, small)
             recorded, no_seconds = self._with_seconds(recorded)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
@@ -218,14 +233,29 @@ class Worker:
         return replace(counted, allocated_peak_bytes=self._allocated(step).peak_bytes)
 
     def _chunking(self, job: ChunkingJob) -> ChunkingFound:
-        # Modules that are alike but for their widths are tried once; the whole plan is verified in the end.
-        alike = _description(find_part(self._model, job.path)), job.allow_inexact
-        if self._small_step is None:
+        # Of modules that are alike but for their widths one is tried; the whole plan is verified in the end.
+        description = _description(find_part(self._model, job.path))
+        alike = description, job.allow_inexact
+        if self._small is None:
             return ChunkingFound(rule=Refused(reason="no step of it may be run on data"))
         if alike not in self._rules:
-            module, args, kwargs = capture_call(self._small_step, job.path)
+            module, args, kwargs = capture_call(self._small.step, self._quickest(job.path, description))
             self._rules[alike] = find_rule(module, args, kwargs, allow_inexact=job.allow_inexact)
         return ChunkingFound(rule=self._rules[alike])
+
+    def _quickest(self, path: str, description: str) -> str:
+        """The path of the module of this description whose forward was the quickest when a step was recorded."""
+        modules = {m.path: m for m in self._recorded.trace.modules} if self._recorded else {}
+        if path not in modules:
+            return path
+        axes = _axes_to_cut(modules[path])
+        quicker = [m for m in modules.values() if 0 < m.forward_s < modules[path].forward_s and _axes_to_cut(m) == axes]
+        kind = type(find_part(self._model, path))
+        for module in sorted(quicker, key=lambda m: m.forward_s):
+            part = find_part(self._model, module.path)
+            if type(part) is kind and _description(part) == description:
+                return module.path
+        return path
 
     def _measure(self, job: MeasureJob) -> Measurement:
         started = time.monotonic()
@@ -359,17 +389,10 @@ class Worker:
     @functools.cached_property
     def _workspaces(self) -> Workspaces:
         """Of the original at full size, compared with a small batch; where the former does not fit, of the latter."""
-        found = self._recorded_workspaces
-        if self._small_step is None:
-            return found or Workspaces()
-        try:
-            small = self._allocated(self._small_step).workspaces
-        finally:
-            self._reset()
-        if found is None:
-            return small
-        found.compare(small)
-        return found
+        found, small = self._recorded_workspaces, self._small
+        if found and small:
+            found.compare(small.workspaces)
+        return found or (small.workspaces if small else Workspaces())
 
     @functools.cached_property
     def _recorded_workspaces(self) -> Workspaces | None:
@@ -395,20 +418,20 @@ class Worker:
         self._start.enter()
 
     @functools.cached_property
-    def _small_step(self) -> Step | None:
-        """A step that is quick to run; ``None`` if none may be run."""
+    def _small(self) -> _Small | None:
+        """``None`` if none may be run."""
         if self._subject.data == "none":
             return None
         try:
             step = self._step(min(_SMALL_BATCH, self._batch))
-            run_checked(step)
+            workspaces = self._allocated(step, run_checked).workspaces
         except MemoptError:  # inputs, or a model, of a size that cannot be changed
             if self._subject.data == "small batch":
                 return None
-            step = self._step()
+            step, workspaces = self._step(), Workspaces()
         finally:
             self._reset()
-        return replace(step, optimizer=None)
+        return _Small(replace(step, optimizer=None), workspaces)
 
     def _install(self, plan: Plan, step: Step) -> float:
         """Apply a plan and take the first step, with every segment seen to run; the seconds that the step took."""
@@ -452,10 +475,10 @@ class Worker:
             times.append(self._timed(step))
         return tuple(times)
 
-    def _allocated(self, step: Step) -> Allocated:
+    def _allocated(self, step: Step, take: Callable[[Step], object] = _take) -> Allocated:
         self._start.enter()
         seed_everything(self._settings.seed)
-        return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
+        return measure_allocated(lambda: take(step), self._settings.device, trace.resident_bytes(step))
 
 
 @contextlib.contextmanager
@@ -483,6 +506,10 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 """Attributes that do not tell along which axis a module is independent."""
 
 
+def _axes_to_cut(module: ModuleTrace) -> list[bool]:
+    return [size > 1 for size in module.input_shape]
+
+
 def _description(module: nn.Module) -> str:
     """What tells a module from another that runs in chunks in another way: classes and every plain value but widths."""
     plain = (int, float, bool, str, tuple)
@@ -496,11 +523,6 @@ def _description(module: nn.Module) -> str:
             for path, m in module.named_modules()
         ]
     )
-
-
-def _take(step: Step) -> None:
-    step.backward(step.forward())
-    step.update()
 
 
 # ---------------------------------------------------------------------------------------------- the wire

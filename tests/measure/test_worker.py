@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.worker import Worker
@@ -224,3 +225,27 @@ def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> 
         found = worker.do(ChunkingJob(path="0", allow_inexact=True)).rule
         assert isinstance(found, ChunkRule)
         assert found.inexact
+
+
+def wide_and_narrow() -> nn.Module:
+    heavy, light = (nn.Sequential(nn.Linear(400, 400), nn.Tanh()) for _ in range(2))
+    heavy.append(nn.Linear(400, 40))
+    light[0] = nn.Linear(40, 40)
+    return nn.Sequential(heavy[:2], heavy[2], light, nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
+
+
+def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 400)),), dims={"B": 64}, source="here")
+    subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings())
+    worker = Worker(subject, build=wide_and_narrow)
+    tried: list[str] = []
+
+    def capture(step: Any, path: str) -> Any:
+        tried.append(path)
+        return capture_call(step, path)
+
+    monkeypatch.setattr("memopt_cli.measure.worker.capture_call", capture)
+    worker.do(TraceJob(fake=True))
+    for path in ("0", "2", "0", "3"):
+        assert worker.do(ChunkingJob(path=path)).rule == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+    assert tried == ["2", "3"]
