@@ -61,12 +61,14 @@ class SpikeCompressor:
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
-        if not is_dense(x) or x.is_quantized or x.is_neg() or x.dtype.is_complex:
-            return _store_raw(x)
-        data = self._encode(_in_storage_order(x))
+        data = self._encode(_in_storage_order(x)) if _is_plain(x) else None
         if data is None or sum(t.nbytes for t in data) > x.nbytes:
             return _store_raw(x)
         return Packed(data, x.shape, x.stride(), x.dtype, None)
+
+    def packed_bytes(self, x: Tensor) -> int:
+        """Bytes that :meth:`compress` would hold."""
+        return self.compress(x).nbytes
 
     def decompress(self, packed: Packed) -> Tensor:
         """The tensor that was stored, equal to the bit.
@@ -159,6 +161,16 @@ class SparseSpikeCompressor(SpikeCompressor):
             data = (*data, values)
         held = sum(t.numel() * t.element_size() for t in data)
         return data if held < flat.numel() * flat.element_size() else None
+
+    def packed_bytes(self, x: Tensor) -> int:
+        """Counted, which is faster than to look up the positions."""
+        if not _is_plain(x):
+            return x.nbytes
+        flat = _bits(_in_storage_order(x.detach()))
+        nonzero = int(torch.count_nonzero(flat))
+        ones = int((flat == _bits(x.new_ones(1))).sum())
+        index_bytes = 4 if flat.numel() < 2**31 else 8
+        return min(x.nbytes, nonzero * (index_bytes if ones == nonzero else index_bytes + x.element_size()))
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(numel, dtype=dtype, device=data[0].device)
@@ -463,6 +475,10 @@ def is_dense(x: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _is_plain(x: Tensor) -> bool:
+    return is_dense(x) and not (x.is_quantized or x.is_neg() or x.dtype.is_complex)
 
 
 def _in_storage_order(x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Contents:
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
     with torch.no_grad(), _disable_current_modes():
-        return {name: COMPRESSORS[name].compress(tensor).nbytes for name in _CODECS}
+        return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _CODECS}
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:

@@ -39,6 +39,7 @@ def round_trip(name: str, x: Tensor) -> Packed:
     assert octets(x) == before, "the original was changed"
     assert not back.requires_grad
     assert packed.nbytes <= x.numel() * x.element_size(), "packing made it larger"
+    assert COMPRESSORS[name].packed_bytes(x) == packed.nbytes
     return packed
 
 
