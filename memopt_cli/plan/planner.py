@@ -16,6 +16,10 @@ from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Prediction
 
 _DRY_RUNS = 6
 """Dry runs for one budget."""
+_SOLUTIONS = 16
+"""Plans that the solver gives for one budget, most of them not dry-run."""
+_DOUBT = 0.05
+"""The cost model is off by no more: a plan that it puts further above the budget is not dry-run."""
 _CLOSE = 0.02
 """A plan that leaves less of the budget unused is good enough."""
 _LEAST_STEP = 0.002
@@ -125,14 +129,20 @@ class Planner:
     def _approach(self, budget_bytes: int) -> None:
         """Count plans that come ever closer to the budget from below.
 
-        The solver's sums are a little off, so its budget is corrected by what the dry run says, a few times.
+        The solver's sums are a little off, so its budget is corrected by what the cost model says, and a few times by
+        the dry run.
         """
-        target = budget_bytes
-        for _ in range(_DRY_RUNS):
+        target, dry_runs = budget_bytes, 0
+        for _ in range(_SOLUTIONS):
             plan = self._fastest(target)
-            if plan is None:
+            if plan is None or dry_runs == _DRY_RUNS:
                 break
+            over = self._predict(plan).allocated_peak_bytes - budget_bytes
+            if over > _DOUBT * budget_bytes:
+                target -= max(over, int(budget_bytes * _LEAST_STEP))
+                continue
             found = self._count(plan)
+            dry_runs += 1
             if found is None or found.peak_bytes > budget_bytes:
                 over = found.peak_bytes - budget_bytes if found else 0
                 target -= max(over, int(budget_bytes * _LEAST_STEP))
