@@ -28,7 +28,7 @@ from memopt_cli.step import Step, seed_everything
 _MOST_NORMS = 1
 """Batch norms in a module that is worth running in chunks: each costs one more pass, there and back."""
 _AXES = (0, 1)
-_SHORT = 5
+SHORT = 5
 """Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
 happens after some steps only, a state detached say."""
 
@@ -131,7 +131,7 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
     length = args[0].shape[rule.axis]
-    short = min(length, _SHORT)
+    short = min(length, SHORT)
     try:
         if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
             return reason

@@ -45,9 +45,9 @@ class _Run:
         largest = max(differ, key=lambda n: math.prod(self.shapes[n]))
         here, there = math.prod(self.shapes[largest]), math.prod(shapes[largest])
         elements, nbytes = 0, 0
-        if self.smaller and self.smaller.shapes[largest] != self.shapes[largest]:
-            elements, nbytes = math.prod(self.smaller.shapes[largest]), self.smaller.nbytes
-        return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // ((here - elements) or 1))
+        if self.smaller and (least := math.prod(self.smaller.shapes[largest])) < here:
+            elements, nbytes = least, self.smaller.nbytes
+        return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // max(1, here - elements))
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Workspaces:
             others = smaller._runs.get(operator, [])
             if len(others) == len(runs):
                 for run, other in zip(runs, others, strict=True):
-                    run.smaller = other if len(other.shapes) == len(run.shapes) else None
+                    run.smaller = other if _differ_in_size(run.shapes, other.shapes) else None
 
     def of(self, operator: str, shapes: Shapes) -> int:
         """Bytes for these shapes; for shapes never seen, from the run nearest in size.
@@ -130,6 +130,14 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
 
 def _alike(one: Shapes, other: Shapes) -> bool:
     return all(mine[1:] == its[1:] for mine, its in _in_both(one, other))
+
+
+def _differ_in_size(one: Shapes, other: Shapes) -> bool:
+    """Whether each tensor of the one is that of the other but for the length of one dimension."""
+    if list(map(len, one)) != list(map(len, other)):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(sum(a != b for a, b in zip(mine, its, strict=True)) <= 1 for mine, its in pairs)
 
 
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

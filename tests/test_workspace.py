@@ -94,6 +94,14 @@ def test_steps_of_other_operators_are_not_compared() -> None:
     assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 400 * KIB
 
 
+def test_runs_of_other_layers_are_not_compared() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    seen.record("aten::mm", ((8, 64), (64, 32)), 800 * KIB)
+    smaller.record("aten::mm", ((2, 32), (32, 64)), 700 * KIB)
+    seen.compare(smaller)
+    assert seen.of("aten::mm", ((4, 64), (64, 32))) == 400 * KIB
+
+
 def test_a_tensor_that_one_run_lacks_does_not_count() -> None:
     seen = Workspaces()
     seen.record("aten::backward", argument_shapes([(8, 64), (), (8, 64), ()]), 800 * KIB)

@@ -27,7 +27,7 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
-from memopt_cli.chunking import capture_call, find_rule
+from memopt_cli.chunking import SHORT, capture_call, find_rule
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
@@ -107,11 +107,11 @@ def _take(step: Step) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """A step of a few samples."""
+    """A step that is quick to run: of a few samples, or the full one where its size cannot be changed."""
 
     step: Step
     workspaces: Workspaces
-    """What its kernels took for themselves."""
+    """What its kernels took for themselves; none where it is the full one."""
 
 
 class Worker:
@@ -248,8 +248,8 @@ class Worker:
         modules = {m.path: m for m in self._recorded.trace.modules} if self._recorded else {}
         if path not in modules:
             return path
-        axes = _axes_to_cut(modules[path])
-        quicker = [m for m in modules.values() if 0 < m.forward_s < modules[path].forward_s and _axes_to_cut(m) == axes]
+        lengths = _lengths(modules[path])
+        quicker = [m for m in modules.values() if 0 < m.forward_s < modules[path].forward_s and _lengths(m) == lengths]
         kind = type(find_part(self._model, path))
         for module in sorted(quicker, key=lambda m: m.forward_s):
             part = find_part(self._model, module.path)
@@ -506,8 +506,9 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 """Attributes that do not tell along which axis a module is independent."""
 
 
-def _axes_to_cut(module: ModuleTrace) -> list[bool]:
-    return [size > 1 for size in module.input_shape]
+def _lengths(module: ModuleTrace) -> list[int]:
+    """Of its input along each axis, as far as trials in chunks can tell them apart."""
+    return [min(length, SHORT) for length in module.input_shape]
 
 
 def _description(module: nn.Module) -> str:

@@ -19,7 +19,8 @@ _DRY_RUNS = 6
 _SOLUTIONS = 16
 """Plans that the solver gives for one budget, most of them not dry-run."""
 _DOUBT = 0.05
-"""The cost model is off by no more: a plan that it puts further above the budget is not dry-run."""
+"""The cost model is taken to be off by no more from one plan to the next: one that it puts further above the budget is
+not dry-run."""
 _CLOSE = 0.02
 """A plan that leaves less of the budget unused is good enough."""
 _LEAST_STEP = 0.002
@@ -132,17 +133,19 @@ class Planner:
         The solver's sums are a little off, so its budget is corrected by what the cost model says, and a few times by
         the dry run.
         """
-        target, dry_runs = budget_bytes, 0
+        target, dry_runs, bias = budget_bytes, 0, 1.0
         for _ in range(_SOLUTIONS):
-            plan = self._fastest(target)
-            if plan is None or dry_runs == _DRY_RUNS:
+            plan = self._fastest(target) if dry_runs < _DRY_RUNS else None
+            if plan is None:
                 break
-            over = self._predict(plan).allocated_peak_bytes - budget_bytes
+            predicted_bytes = self._predict(plan).allocated_peak_bytes
+            over = int(predicted_bytes * bias) - budget_bytes
             if over > _DOUBT * budget_bytes:
                 target -= max(over, int(budget_bytes * _LEAST_STEP))
                 continue
             found = self._count(plan)
             dry_runs += 1
+            bias = found.peak_bytes / predicted_bytes if found else bias
             if found is None or found.peak_bytes > budget_bytes:
                 over = found.peak_bytes - budget_bytes if found else 0
                 target -= max(over, int(budget_bytes * _LEAST_STEP))

@@ -9,8 +9,8 @@ them.  Other kernels group the factors otherwise; there the statistics are found
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.batch_statistics import BATCH_NORMS, batch_norms
+from memopt_cli.runtime.selective import uncounted
 
 _thread = threading.local()
 
@@ -29,16 +30,16 @@ _LAYOUTS = {torch.contiguous_format: range(2, 6), torch.channels_last: (4,), tor
 
 
 @dataclass(frozen=True, slots=True)
-class KnownNorm:
-    """What one batch norm found in its input."""
+class RepeatableNorm:
+    """A call of batch norm that can be repeated without looking at its input again."""
 
     shape: torch.Size
     dtype: torch.dtype
     mean: Tensor
     invstd: Tensor
 
-    def again(self, args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """What ``native_batch_norm(*args)`` returned, to the bit.
+    def repeat(self, args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``native_batch_norm(*args)`` returned, to the bit; running statistics are not written.
 
         Raises :class:`RuntimeError` if the input is another.
         """
@@ -54,46 +55,71 @@ class KnownNorm:
         return output, self.mean.detach(), self.invstd.detach()
 
 
-def known_norm(func: Any, args: Sequence[Any], result: Any) -> KnownNorm | None:
-    """What the call found, if it is a batch norm that can be repeated to the bit with it."""
+def repeatable_norm(func: Any, args: Sequence[Any], result: Any) -> RepeatableNorm | None:
+    """The call, if it is a batch norm that can be repeated to the bit."""
     if func is not _NATIVE or not _is_repeatable(*args):
         return None
     x, (_, mean, invstd) = args[0], result
-    return KnownNorm(x.shape, x.dtype, mean.detach(), invstd.detach())
+    return RepeatableNorm(x.shape, x.dtype, mean.detach(), invstd.detach())
+
+
+def _is_repeatable(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *_: Any,
+) -> bool:
+    vectors = [t for t in (weight, bias, running_mean, running_var) if t is not None]
+    return (
+        training
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and x.numel() > 0
+        and any(x.is_contiguous(memory_format=layout) for layout, dims in _LAYOUTS.items() if x.dim() in dims)
+        and all(t.dtype == x.dtype and t.is_contiguous() for t in vectors)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    norm: RepeatableNorm | None
+    running: tuple[Tensor | None, ...]
+    """Running mean and variance after the call."""
 
 
 class FoundStatistics:
     """What the norms of one run of a segment found, in their order; not those of segments in it, which have theirs."""
 
     def __init__(self, module: nn.Module, keep: Sequence[str]) -> None:
-        """``keep``: the operators whose outputs are kept anyhow."""
-        is_kept = any(name.partition("#")[0] == _NAME for name in keep)
-        self._has_norms = not is_kept and bool(batch_norms(module))
-        self._found: list[KnownNorm | None] = []
+        """``keep``: the operators whose outputs are kept; if norms are among them, there is nothing to repeat."""
+        self._has_norms = bool(batch_norms(module))
+        self._are_kept = any(name.partition("#")[0] == _NAME for name in keep)
+        self._calls: list[_Call] = []
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[object]:
         """Forward runs within."""
-        if not self._has_norms:
-            yield
-            return
-        with _AroundNorms(_Recording(self._found)):
-            yield
+        return self._around(_Recording(self._calls))
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[object]:
         """A recomputation runs within."""
-        if not any(self._found):
-            yield
-            return
-        with _AroundNorms(_Replaying(self._found)):
-            yield
+        return self._around(_Replaying(self._calls))
+
+    def _around(self, mode: TorchDispatchMode) -> AbstractContextManager[object]:
+        if not self._has_norms:
+            return nullcontext()
+        return _InnermostNorms(nullcontext() if self._are_kept else mode)
 
 
-class _AroundNorms(TorchFunctionMode):
-    """Enters a mode for the time of each call of ``batch_norm``: no other operator passes through it."""
+class _InnermostNorms(TorchFunctionMode):
+    """Enters a mode for the time of each call of ``batch_norm``, unless a segment within has done so.
 
-    def __init__(self, mode: TorchDispatchMode) -> None:
+    Functions pass through this one, operators that are no part of a norm not through the other.
+    """
+
+    def __init__(self, mode: AbstractContextManager[object]) -> None:
         super().__init__()
         self._mode = mode
 
@@ -108,42 +134,38 @@ class _AroundNorms(TorchFunctionMode):
             _thread.in_norm = False
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: list[KnownNorm | None]) -> None:
+class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._calls = calls
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Recording(_Norms):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is _NATIVE:
-            self._found.append(known_norm(func, args, result))
+            with uncounted():
+                norm = repeatable_norm(func, args, result)
+                running = tuple(t.clone() if norm and t is not None else None for t in args[3:5])
+            self._calls.append(_Call(norm, running))
         return result
 
 
-class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: list[KnownNorm | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left = iter(found)
+class _Replaying(_Norms):  # type: ignore[no-untyped-call]
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__(calls)
+        self._left = iter(calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = next(self._left, None) if func is _NATIVE else None
-        return func(*args, **(kwargs or {})) if known is None else known.again(args)
-
-
-def _is_repeatable(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    *_: Any,
-) -> bool:
-    return (
-        training
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
-        and x.numel() > 0
-        and any(x.is_contiguous(memory_format=layout) for layout, dims in _LAYOUTS.items() if x.dim() in dims)
-        and all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in (weight, bias))
-    )
+        call = next(self._left, None) if func is _NATIVE else None
+        if call is None or call.norm is None:
+            return func(*args, **(kwargs or {}))
+        with uncounted():
+            for there, after in zip(args[3:5], call.running, strict=True):
+                if there is not None and after is not None:
+                    there.data.copy_(after)  # past the version, as batch norm itself writes it
+            return call.norm.repeat(args)

@@ -20,7 +20,7 @@ import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,8 +234,13 @@ class _Replaying(_Calls):  # type: ignore[no-untyped-call]
         return tree_unflatten(output.leaves, output.spec)
 
 
+def uncounted() -> AbstractContextManager[None]:
+    """Operators that run within are no calls that a segment makes."""
+    return _innermost(None)
+
+
 @contextmanager
-def _innermost(kept: KeptOutputs) -> Iterator[None]:
+def _innermost(kept: KeptOutputs | None) -> Iterator[None]:
     outer = getattr(_thread, "innermost", None)
     _thread.innermost = kept
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import OpTrace, StepTrace
-from memopt_cli.runtime.found_statistics import known_norm
+from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.step import Step, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
@@ -39,8 +39,8 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
         output, seconds = self._timed(lambda: func(*args, **(kwargs or {})))
-        norm = known_norm(func, args, output)
-        recompute_s = self._timed(lambda: norm.again(args))[1] if norm else None
+        norm = repeatable_norm(func, args, output)
+        recompute_s = self._timed(lambda: norm.repeat(args))[1] if norm else None
         self.times.append(OperatorTime(name_of(func), seconds, recompute_s))
         return output
 

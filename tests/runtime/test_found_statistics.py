@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.found_statistics import known_norm
+from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count
 from tests.runtime.conftest import same_bits
@@ -72,10 +74,10 @@ def test_the_second_time_is_equal_to_the_bit(
     running = torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype)
     args = (x, weight, bias, *running, True, 0.1, 1e-5)
     first = NATIVE(*args)
-    known = known_norm(NATIVE, args, first)
+    known = repeatable_norm(NATIVE, args, first)
     assert known is not None
     running = running[0].clone(), running[1].clone()
-    for one, other in zip(first, known.again(args), strict=True):
+    for one, other in zip(first, known.repeat(args), strict=True):
         assert same_bits(one, other)
         assert one.stride() == other.stride()
     assert torch.equal(running[0], args[3])  # nothing is written
@@ -86,9 +88,9 @@ def test_the_same_in_several_threads(layout: torch.memory_format) -> None:
     x = torch.randn(16, 65, 33, 33).contiguous(memory_format=layout)
     args = (x, torch.randn(65), torch.randn(65), torch.zeros(65), torch.ones(65), True, 0.1, 1e-5)
     first = NATIVE(*args)
-    known = known_norm(NATIVE, args, first)
+    known = repeatable_norm(NATIVE, args, first)
     assert known is not None
-    assert same_bits(known.again(args)[0], first[0])
+    assert same_bits(known.repeat(args)[0], first[0])
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,18 @@ def test_the_same_in_several_threads(layout: torch.memory_format) -> None:
 )
 def test_what_other_kernels_normalize_is_not_repeated(x: Tensor) -> None:
     args = (x, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5)
-    assert known_norm(NATIVE, args, (None, torch.zeros(3), torch.ones(3))) is None
+    assert repeatable_norm(NATIVE, args, (None, torch.zeros(3), torch.ones(3))) is None
+
+
+def test_nor_with_running_statistics_that_have_gaps() -> None:
+    x, running = torch.randn(4, 3, 6), torch.ones(3, 2)
+    args = (x, None, None, running[:, 0], running[:, 1], True, 0.1, 1e-5)
+    assert repeatable_norm(NATIVE, args, NATIVE(*args)) is None
 
 
 def test_given_statistics_are_not_found() -> None:
     args = (torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), False, 0.1, 1e-5)
-    assert known_norm(NATIVE, args, NATIVE(*args)) is None
+    assert repeatable_norm(NATIVE, args, NATIVE(*args)) is None
 
 
 # ---------------------------------------------------------------------------------------------- segments
@@ -146,11 +154,74 @@ def test_a_segment_within_has_its_own() -> None:
         net(torch.randn(4, 3, 5, 5)).square().sum().backward()
 
 
+KEEPING = SegmentConfig(keep=("aten::native_batch_norm",))
+
+
 def test_norms_that_are_kept_are_not_run_again() -> None:
     net = conv_norm()
-    install_segment(net, SegmentConfig(keep=("aten::native_batch_norm",)))
+    install_segment(net, KEEPING)
     with searches(found=2):
         net(torch.randn(4, 3, 5, 5)).square().sum().backward()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_segment_within_that_keeps_its_norms(affine: bool, judge: Any) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3, affine=affine), nn.Tanh()), nn.Conv2d(3, 3, 1)
+    )
+    optimized = judge(net, {"": SegmentConfig(), "1": KEEPING}, torch.randn(4, 3, 5, 5))
+    with searches(found=2):  # in forward, and in the recomputation of the outer segment, which the inner one keeps
+        optimized(torch.randn(4, 3, 5, 5)).sum().backward()
+
+
+class Running(nn.Module):
+    """Reads, and writes, the statistics that its norm has just written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(3, momentum=None), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = self.norm(x * self.scale) * self.norm.running_var.rsqrt() + self.norm.num_batches_tracked
+        twice = F.batch_norm(once, self.norm.running_mean, self.norm.running_var, training=False)
+        return self.norm(twice).tanh()
+
+
+def test_running_statistics_read_in_the_segment(judge: Any) -> None:
+    judge(Running(), {"": SegmentConfig()}, torch.randn(8, 3) * 3 + 1)
+    assert judge.recomputations == 2
+
+
+class Products(nn.Module):
+    """Products of one shape, beside a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.norm(x) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("keep", [("aten::mul",), ("aten::mul#2",)])
+def test_what_repeats_a_norm_is_no_call_of_the_segments_own(keep: tuple[str, ...], judge: Any) -> None:
+    judge(Products(), {"": SegmentConfig(keep=keep)}, torch.randn(3, 3))
+
+
+@pytest.mark.parametrize("settings", [{"track_running_stats": False}, {"momentum": None}, {"affine": False}])
+def test_norms_of_every_kind(settings: dict[str, Any], judge: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, **settings), nn.Linear(3, 3))
+    judge(net, {"": SegmentConfig()}, torch.randn(8, 3))
+
+
+def test_a_part_that_is_compiled(judge: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), nn.BatchNorm1d(3))
+    install_segment(compiled := copy.deepcopy(net), SegmentConfig())
+    compiled[1].forward = torch.compile(compiled[1].forward, backend="aot_eager")
+    judge.tolerance = 1e-6
+    judge.compare(net, compiled, torch.randn(8, 3))
 
 
 def test_evaluation() -> None:
