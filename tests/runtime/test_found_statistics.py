@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import StepSettings
-from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.runtime import SegmentConfig, found_statistics, install_segment
 from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, count
@@ -112,6 +112,23 @@ def test_nor_with_running_statistics_that_have_gaps() -> None:
     x, running = torch.randn(4, 3, 6), torch.ones(3, 2)
     args = (x, None, None, running[:, 0], running[:, 1], True, 0.1, 1e-5)
     assert repeatable_norm(NATIVE, args, NATIVE(*args)) is None
+
+
+def test_nor_what_this_pytorch_computes_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = (torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5)
+    assert found_statistics._is_exact(torch.float32)
+    monkeypatch.setattr(found_statistics, "_is_exact", lambda dtype: False)
+    assert repeatable_norm(NATIVE, args, NATIVE(*args)) is None
+
+
+def test_another_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool, *rest: Any) -> Any:
+        if training:
+            return NATIVE(x, weight, bias, mean, var, training, *rest)
+        return ((x - mean.view(1, -1, 1, 1)) * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1), None, None)
+
+    monkeypatch.setattr(found_statistics, "_NATIVE", other)
+    assert not found_statistics._is_exact.__wrapped__(torch.float32)
 
 
 def test_given_statistics_are_not_found() -> None:
