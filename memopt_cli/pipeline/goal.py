@@ -15,6 +15,8 @@ from memopt_cli.units import format_bytes
 
 _MEASURED = 6
 """Plans that are run in profiling subprocesses, at most."""
+_DOUBT = 0.02
+"""A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class GoalSearch:
         least_bytes: int | None = None
         for _ in range(_MEASURED):
             found = self.planner.within(target)
+            if found is None and target == budget_bytes:
+                found = self._nearly_within(budget_bytes, start)
             if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring {len(found.candidate.plan.segments)} segments")
@@ -52,6 +56,10 @@ class GoalSearch:
                 least_bytes = min(least_bytes or outcome.allocated_peak_bytes, outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
         raise self._nothing_fits(budget_bytes, least_bytes or self._least_bytes(start))
+
+    def _nearly_within(self, budget_bytes: int, start: Priced) -> Priced | None:
+        least = self.planner.least(start.peak_bytes)
+        return least if least and least.peak_bytes <= budget_bytes * (1 + _DOUBT) else None
 
     def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""

@@ -119,6 +119,20 @@ def test_nothing_fits() -> None:
     assert len(asked) <= 6
 
 
+def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
+    search, asked = goal(lambda peak: measured(peak - 5))
+    row = search.within(296, priced(1000))
+    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
+    search, asked = goal(measured)
+    with pytest.raises(NothingFitsError, match="the least is about 300 B"):
+        search.within(296, priced(1000))
+    assert asked == [300]
+    search, asked = goal(lambda peak: measured(peak - 50))
+    with pytest.raises(NothingFitsError):
+        search.within(290, priced(1000))
+    assert asked == []
+
+
 def test_a_measurement_that_fails_is_not_called_too_large() -> None:
     search, _ = goal(lambda peak: TimedOut(limit_s=1.0))
     with pytest.raises(MeasurementError, match="time limit"):
