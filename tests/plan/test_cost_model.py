@@ -447,6 +447,21 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
 
 
+def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
+    """The solver's sums may be too high, and chunks cost a multiple of the step."""
+    subject = SUBJECTS["chain"]()
+    plans = planner(subject, lambda path: rule_along(0))
+    needed = plans._count(segments("blocks.1"))
+    many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
+    needless = plans._count(Plan(level=4, segments=(many, SegmentPlan(path="blocks.2"))))
+    assert needed is not None
+    assert needless is not None
+    relaxed = plans._relaxed(needless, max(needed.peak_bytes, needless.peak_bytes) + (1 << 10))
+    assert relaxed.slowdown < needless.slowdown
+    assert all(segment.chunks == 1 for segment in relaxed.candidate.plan.segments)
+    assert relaxed.peak_bytes <= max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
+
+
 def rule_along(axis: int) -> ChunkRule:
     return ChunkRule(axis=axis, seq_inputs=1, seq_outputs=1, inexact=True)
 
