@@ -36,11 +36,14 @@ class GoalSearch:
         Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
+        least: Priced | None = None
         least_bytes: int | None = None
         for _ in range(_MEASURED):
             found = self.planner.within(target)
             if found is None and target == budget_bytes:
-                found = self._nearly_within(budget_bytes, start)
+                least = self._least(start)
+                is_close = least is not start and least.peak_bytes <= budget_bytes * (1 + _DOUBT)
+                found = least if is_close else None
             if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring {len(found.candidate.plan.segments)} segments")
@@ -55,11 +58,7 @@ class GoalSearch:
                 over = outcome.allocated_peak_bytes - budget_bytes
                 least_bytes = min(least_bytes or outcome.allocated_peak_bytes, outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
-        raise self._nothing_fits(budget_bytes, least_bytes or self._least_bytes(start))
-
-    def _nearly_within(self, budget_bytes: int, start: Priced) -> Priced | None:
-        least = self.planner.least(start.peak_bytes)
-        return least if least and least.peak_bytes <= budget_bytes * (1 + _DOUBT) else None
+        raise self._nothing_fits(budget_bytes, least_bytes or (least or self._least(start)).peak_bytes)
 
     def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""
@@ -100,9 +99,9 @@ class GoalSearch:
             search_s=time.monotonic() - started,
         )
 
-    def _least_bytes(self, start: Priced) -> int:
+    def _least(self, start: Priced) -> Priced:
         least = self.planner.least(start.peak_bytes)
-        return min(start.peak_bytes, least.peak_bytes) if least else start.peak_bytes
+        return least if least and least.peak_bytes <= start.peak_bytes else start
 
     @staticmethod
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:

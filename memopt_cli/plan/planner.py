@@ -136,6 +136,7 @@ class Planner:
         the dry run.
         """
         target, dry_runs, bias = budget_bytes, 0, 1.0
+        step = int(budget_bytes * _LEAST_STEP)
         for _ in range(_SOLUTIONS):
             plan = self._fastest(target) if dry_runs < _DRY_RUNS else None
             if plan is None:
@@ -143,14 +144,14 @@ class Planner:
             predicted_bytes = self._predict(plan).allocated_peak_bytes
             over = int(predicted_bytes * bias) - budget_bytes
             if over > _DOUBT * budget_bytes:
-                target -= max(over, int(budget_bytes * _LEAST_STEP))
+                target -= max(over, step)
                 continue
             found = self._count(plan)
             dry_runs += 1
             bias = found.peak_bytes / predicted_bytes if found else bias
             if found is None or found.peak_bytes > budget_bytes:
                 over = found.peak_bytes - budget_bytes if found else 0
-                target -= max(over, int(budget_bytes * _LEAST_STEP))
+                target -= max(over, step)
                 continue
             unused = budget_bytes - found.peak_bytes
             if unused < _CLOSE * budget_bytes:

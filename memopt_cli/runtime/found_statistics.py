@@ -152,16 +152,16 @@ class _InnermostNorms(TorchFunctionMode):
 
 
 class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, calls: list[_Call]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
 
 class _Recording(_Norms):  # type: ignore[no-untyped-call]
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is _NATIVE:
@@ -174,7 +174,7 @@ class _Recording(_Norms):  # type: ignore[no-untyped-call]
 
 class _Replaying(_Norms):  # type: ignore[no-untyped-call]
     def __init__(self, calls: list[_Call]) -> None:
-        super().__init__(calls)
+        super().__init__()  # type: ignore[no-untyped-call]
         self._left = iter(calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
