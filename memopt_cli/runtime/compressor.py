@@ -418,7 +418,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """
     size, bits, wanted = _piece(flat), _bits(flat), _bits(value)
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
-    flags, others = flat.new_zeros(size, dtype=torch.bool), bits.new_empty(size)
+    flags, others = flat.new_empty(size, dtype=torch.bool), bits.new_empty(size)
     words, gathered = flags.view(torch.int64), flat.new_empty(size // 8, dtype=torch.int64)
     octets = gathered.view(torch.uint8)[_TOP_BYTE::8]
     for start in range(0, flat.numel(), max(1, size)):
@@ -430,7 +430,8 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
             return None
         if isinstance(flat, FakeTensor):  # a dry run takes the claim for granted, and the memory of one piece
             break
-        flags[piece.numel() :].zero_()
+        if piece.numel() < size:
+            flags[piece.numel() :].zero_()
         torch.mul(words, _PACK_MAGIC, out=gathered)
         target = packed[start // 8 : (start + size) // 8]
         target.copy_(octets[: target.numel()])

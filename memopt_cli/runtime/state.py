@@ -26,6 +26,8 @@ SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
 _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY}
 """Attributes of every module that are no state: its parameters, children and hooks."""
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""Types of values that are put back as they are; most attributes are of one."""
 
 
 @dataclass(slots=True)
@@ -142,13 +144,14 @@ class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(vars(m), _held(m)) for m in module.modules()]
+        self._attributes = [(vars(m), *_held(vars(m))) for m in module.modules()]
 
     def restore(self, replaced: Mapping[int, Tensor] | None = None) -> None:
         """Put everything back; a tensor whose ``id`` is in ``replaced`` is put back as that other tensor."""
-        for attributes, held in self._attributes:
-            for key in [k for k in attributes if k not in _STRUCTURE and k not in held]:
+        for attributes, atoms, held in self._attributes:
+            for key in attributes.keys() - atoms.keys() - held.keys() - _STRUCTURE:
                 del attributes[key]
+            attributes.update(atoms)
             for key, value in held.items():
                 attributes[key] = _restored(value, replaced or {})
 
@@ -156,14 +159,14 @@ class ModuleState:
         """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
         forgotten = {key: _Forgotten(key) for key in keys}
         self._attributes = [
-            (attributes, {name: _without(value, forgotten) for name, value in held.items()})
-            for attributes, held in self._attributes
+            (attributes, atoms, {name: _without(value, forgotten) for name, value in held.items()})
+            for attributes, atoms, held in self._attributes
         ]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among the attributes."""
-        for _, held in self._attributes:
-            yield from _tensors(list(held.values()))
+        for *_, held in self._attributes:
+            yield from _tensors(held.values())
 
     def large_tensors(self) -> list[Tensor]:
         """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
@@ -236,10 +239,10 @@ class StartingState:
         self._module = module
         self._state = ModuleState(module)
         self._parameters = _Parameters(module)
-        tensors = (*inputs, *self._parameters.tensors(), *self._state.tensors())
-        self._devices = {tensor.device for tensor in tensors}
+        tensors = list(self._state.tensors())
+        self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
         self._generators = Generators(self._devices)
-        self._taken = {id(t): (t, t._version, t.requires_grad) for t in self._state.tensors()}
+        self._taken = {id(t): (t, t._version, t.requires_grad) for t in tensors}
         self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
         self._read: dict[int, int] = {}
@@ -327,8 +330,22 @@ def reset_hidden_state(module: nn.Module) -> None:
     state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 
 
-def _held(module: nn.Module) -> dict[str, Any]:
-    return {key: _hold(value) for key, value in vars(module).items() if key not in _STRUCTURE}
+def _held(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state among a module's attributes: what is put back as it is, and what needs a look."""
+    atoms: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key in _STRUCTURE:
+            continue
+        if _is_atom(value):
+            atoms[key] = value
+        else:
+            held[key] = _hold(value)
+    return atoms, held
+
+
+def _is_atom(value: Any) -> bool:
+    return type(value) in _ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
 
 
 def _hold(value: Any) -> Any:
@@ -369,11 +386,11 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
-def _tensors(values: list[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield value
         elif isinstance(value, _Container):
             yield from _tensors(value.items)
         elif isinstance(value, tuple):
-            yield from _tensors(list(value))
+            yield from _tensors(value)
