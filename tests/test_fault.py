@@ -66,12 +66,16 @@ def start(user_code: str) -> Callable[..., Session]:
 
 def processes_of(session_id: int) -> list[int]:
     """Living processes of a session, as Linux means it: a subprocess of memopt and all it has started."""
-    return [pid for pid, state, of in map(_stat, _pids()) if of == session_id and state != "Z"]
+    return [pid for pid, state, of, _ in map(_stat, _pids()) if of == session_id and state != "Z"]
 
 
 def workers_of(parent: int) -> list[int]:
-    """Living profiling subprocesses that were started by a process which may be gone."""
-    wanted = b"memopt_cli.measure.worker"
+    """Living profiling subprocesses of a process, and once it is gone what they were forked from."""
+    return [pid for pid in _started_by(parent) if _stat(pid)[3] != parent]
+
+
+def _started_by(parent: int) -> list[int]:
+    wanted = b"memopt_cli.measure.server"
     return [pid for pid in _pids() if wanted in (words := _command(pid)) and words[-1] == str(parent).encode()]
 
 
@@ -79,12 +83,13 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _stat(pid: int) -> tuple[int, str, int]:
+def _stat(pid: int) -> tuple[int, str, int, int]:
+    """Id, state, session and parent."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended meanwhile
-        return pid, "Z", 0
-    return pid, fields[0], int(fields[3])
+        return pid, "Z", 0, 0
+    return pid, fields[0], int(fields[3]), int(fields[1])
 
 
 def _command(pid: int) -> list[bytes]:
@@ -258,9 +263,14 @@ def test_fault_megabytes_printed(command: str, written: set[str], memopt: Memopt
 
 
 class Attended(LocalSession):
-    """A real subprocess from its birth to its end; what it is asked is answered here, without its importing torch."""
+    """A real subprocess from its birth to its end; what it is asked is answered here."""
 
-    __enter__, __exit__ = Session.__enter__, Session.__exit__
+    def __enter__(self) -> Attended:
+        Session.__enter__(self)
+        assert pid_of(self)
+        return self
+
+    __exit__ = Session.__exit__
 
 
 @pytest.mark.parametrize(("command", "stage", "moment"), CTRL_C)
@@ -268,7 +278,6 @@ def test_fault_ctrl_c(
     command: str, stage: str, moment: str, memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "Session", Attended)
-    monkeypatch.setattr(runner, "_PATIENCE_S", 0)  # nobody waits for the subprocess to have imported PyTorch
     left = press_ctrl_c(stage, moment, monkeypatch)
     assert_failed(memopt(*command.split()), 130, ["interrupted"])
     assert left == [1 if moment == AN_ANSWER else 0]
@@ -535,7 +544,7 @@ def assert_interrupted(process: subprocess.Popen[str], said: str = "interrupted"
 def test_killing_memopt_kills_its_subprocess(stage: str, tmp_path: Path, user_code: str) -> None:
     asleep = tmp_path / "asleep"
     with running("optimize faulty:Sleeps -i 2x3", tmp_path, user_code, ASLEEP=str(asleep)) as process:
-        assert wait_for(asleep.exists if stage == "asleep" else lambda: workers_of(process.pid))
+        assert wait_for(asleep.exists if stage == "asleep" else lambda: _started_by(process.pid))
         process.kill()
         process.wait()
         assert wait_for(lambda: not workers_of(process.pid))

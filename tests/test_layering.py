@@ -32,6 +32,7 @@ PARTS: dict[str, set[str]] = {
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
     "measure.worker": BELOW_STAGES | STAGES,
+    "measure.server": {"measure", "measure.worker"},
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "pipeline"},

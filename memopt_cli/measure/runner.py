@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import (
     ORIGINAL,
     AgreementJob,
@@ -55,7 +56,7 @@ Answer = TypeVar("Answer")
 _FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
-"""How long a subprocess that was told to end may take before it is killed."""
+"""How long a subprocess that has closed its pipe may take to end before it is killed."""
 _LOOK_S = 1.0
 """How often a silent subprocess is looked after."""
 
@@ -67,34 +68,29 @@ class Session:
         self._subject = subject
         self._timeout_s = timeout_s
         self._started = time.monotonic()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: processes.Subprocess | None = None
         self._buffer = b""
 
     def __enter__(self) -> Self:
-        read_end, write_end = os.pipe()
-        self._replies = os.fdopen(read_end, "rb", buffering=0)
+        jobs, self._jobs = os.pipe()
+        replies_fd, replies = os.pipe()
+        self._replies = os.fdopen(replies_fd, "rb", buffering=0)
         self._output = tempfile.TemporaryFile()  # closed with the session
-        command = [sys.executable, "-P", "-m", "memopt_cli.measure.worker", str(write_end), str(os.getpid())]
         try:
-            # A session of its own: Ctrl-C reaches memopt, which then ends the subprocess itself.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=(write_end,),
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
+            device = self._subject.settings.device
+            self._process = processes.start(jobs, replies, self._output.fileno(), device=device)
         finally:
-            os.close(write_end)
+            os.close(jobs)
+            os.close(replies)
+        self._send({"folder": os.getcwd(), "path": sys.path})
         self._send(to_data(self._subject))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(kill=kind is not None)  # an answer that nobody waits for: Ctrl-C ends at once
+        self._end()
+        os.close(self._jobs)
         self._replies.close()
         self._output.close()
 
@@ -169,12 +165,11 @@ class Session:
         return from_data(kind, reply) if kind else from_data(answer, reply["answer"])
 
     def _send(self, message: Any) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        left = memoryview(json.dumps(message).encode() + b"\n")
         # A broken pipe: it has ended; the missing reply says so, with its reason.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            while left:
+                left = left[os.write(self._jobs, left) :]
 
     def _receive(self) -> bytes | TimedOut | OutOfMemory | Crashed:
         deadline = time.monotonic() + self._timeout_s
@@ -190,7 +185,7 @@ class Session:
                 elif self._process is not None and self._process.poll() is not None:
                     return self._post_mortem()  # what it has left behind holds the pipe open
                 elif left_s <= _LOOK_S:
-                    self._end(kill=True)
+                    self._end()
                     return TimedOut(limit_s=self._timeout_s)
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
@@ -200,7 +195,7 @@ class Session:
         try:
             code = self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._end(kill=True)
+            self._end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
         self._end()
         if code == -signal.SIGKILL:
@@ -212,22 +207,7 @@ class Session:
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
 
-    def _end(self, *, kill: bool = False) -> None:
+    def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(0 if kill else _PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _kill_group(process.pid)
-            process.wait()
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        if process is not None:
+            process.end()

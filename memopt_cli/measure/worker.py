@@ -1,4 +1,4 @@
-"""The profiling subprocess: ``python -m memopt_cli.measure.worker REPLY_FD PARENT_PID``.
+"""What runs in a profiling subprocess.
 
 It stands beside the pipeline: it loads the model as the pipeline does and answers one job after another, each from the
 state in which the model was loaded.  What it prints goes to a file of the parent's; answers go through a pipe.
@@ -7,20 +7,17 @@ state in which the model was loaded.  What it prints goes to a file of the paren
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import json
-import os
 import resource
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -529,22 +526,20 @@ def _description(module: nn.Module) -> str:
 # ---------------------------------------------------------------------------------------------- the wire
 
 
-def main(reply_fd: int, parent_pid: int) -> None:
-    """Read the subject, then jobs, from standard input until it ends."""
-    _die_with(parent_pid)
+def main(jobs: TextIO, replies: TextIO) -> None:
+    """Read the subject, then jobs, until there are no more."""
     worker: Worker | None = None
-    with os.fdopen(reply_fd, "w") as replies:
-        subject = from_data(Subject, json.loads(sys.stdin.readline()))
-        for line in sys.stdin:
-            message = json.loads(line)
-            job: Job = from_data(JOBS[message["kind"]], message)
-            try:
-                worker = worker or Worker(subject)
-                reply = {"kind": "answer", "answer": to_data(worker.do(job))}
-            except Exception as error:  # the user's code runs here: every failure is an answer
-                reply = to_data(failure_of(error))
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
+    subject = from_data(Subject, json.loads(jobs.readline()))
+    for line in jobs:
+        message = json.loads(line)
+        job: Job = from_data(JOBS[message["kind"]], message)
+        try:
+            worker = worker or Worker(subject)
+            reply = {"kind": "answer", "answer": to_data(worker.do(job))}
+        except Exception as error:  # the user's code runs here: every failure is an answer
+            reply = to_data(failure_of(error))
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
 
 def failure_of(error: Exception) -> OutOfMemory | StepFailed:
@@ -555,18 +550,3 @@ def failure_of(error: Exception) -> OutOfMemory | StepFailed:
     if isinstance(error, MemoptError):
         return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
     return StepFailed(message=f"{type(error).__name__}: {error}")
-
-
-def _die_with(parent_pid: int) -> None:
-    """End when the parent does, however it does (it may have gone already), and first when memory runs out."""
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # a hardened container
-            Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

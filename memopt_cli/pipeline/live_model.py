@@ -85,7 +85,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
 def _refuse_within_subprocess() -> None:
     """A module that optimizes its model when it is imported would do so in every subprocess, without end."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and spec.name == "memopt_cli.measure.worker":
+    if spec is not None and spec.name == "memopt_cli.measure.server":
         raise StepError(
             "memory_optimization is called by a module as it is imported",
             hint='Call it from a function, or under if __name__ == "__main__".',
