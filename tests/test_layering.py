@@ -31,14 +31,16 @@ PARTS: dict[str, set[str]] = {
     "equality": BASE | {"runtime", "step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
+    "measure": BELOW_STAGES | {"measure.processes"},
     "measure.worker": BELOW_STAGES | STAGES,
-    "measure.server": {"measure", "measure.worker"},
+    "measure.processes": set(),
+    "measure.server": {"measure.processes", "measure.worker"},
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "pipeline"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
-    "cli": BASE | {"progress", "pipeline", "report", "write"},
+    "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},
     "__main__": {"cli"},
 }
 """Each part of the package (a module or a folder) -> the other parts it may import."""

@@ -11,6 +11,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.measure import processes
 from memopt_cli.records import BaselineRequest, StepSettings
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -56,6 +57,7 @@ def baseline(
         force=force,
         timeout_s=timeout,
     )
+    processes.get_ready(device)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -13,6 +13,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
+from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, OptimizerName, Precision
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import ComparisonReport
@@ -92,6 +93,7 @@ def check(
     )
     report = _report("json" if json else format)
     try:
+        processes.get_ready(device)
         from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
         with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -13,6 +13,7 @@ from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted, UsageError, VerificationError
+from memopt_cli.measure import processes
 from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
 from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
@@ -109,6 +110,7 @@ def optimize(
         search_limit_s=search_time,
         interruptible=True,
     )
+    processes.get_ready(device)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

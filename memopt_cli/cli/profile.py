@@ -12,6 +12,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.measure import processes
 from memopt_cli.records import ProfileRequest, StepSettings
 from memopt_cli.report.html import profile_page
 from memopt_cli.report.interface import Report
@@ -63,6 +64,7 @@ def profile(
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
+    processes.get_ready(device)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

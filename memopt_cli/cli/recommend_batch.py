@@ -12,6 +12,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted
+from memopt_cli.measure import processes
 from memopt_cli.records import BatchRequest, StepSettings
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -75,6 +76,7 @@ def recommend_batch(
     )
     if request.strategies:
         batch.check_strategies(request, objective)
+    processes.get_ready(device)
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()

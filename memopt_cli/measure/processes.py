@@ -1,4 +1,8 @@
-"""Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already."""
+"""Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already.
+
+If the server looked at a GPU while it imports, that would be lost to its children: those that are to use one are forked
+by another server, which imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-EARLY, LATE = b"e", b"l"
-"""Whether PyTorch is imported before the fork: a device that the server has looked at would be lost to its children."""
+EARLY, LATE = "early", "late"
+"""When PyTorch is imported: before a fork, or after."""
 _NUMBER = struct.Struct("!q")
 _KILLED = -9
 
@@ -82,15 +86,15 @@ class Subprocess:
 class _Server:
     """The process that forks; it ends with this one, or with the thread that started it."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: str) -> None:
         self._environment = dict(os.environ)
         self._user = os.getpid()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "memopt_cli.measure.server", str(theirs.fileno()), str(self._user)]
+        arguments = [imports, str(theirs.fileno()), str(self._user)]
         with theirs:
             # A session of its own: Ctrl-C reaches memopt, which then ends the subprocesses itself.
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", "memopt_cli.measure.server", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -104,10 +108,10 @@ class _Server:
         is_ours = self._user == os.getpid()
         return is_ours and self._process.poll() is None and self._environment == dict(os.environ)
 
-    def ask(self, when: bytes, files: Sequence[int]) -> None:
+    def ask(self, files: Sequence[int]) -> None:
         """For a subprocess."""
         with contextlib.suppress(BrokenPipeError):  # it has just died: so has the subprocess, then
-            socket.send_fds(self._control, [when], list(files))
+            socket.send_fds(self._control, [b"!"], list(files))
 
 
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: int) -> None:
@@ -120,12 +124,23 @@ def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: 
 _thread = threading.local()
 
 
+def get_ready(device: str | None) -> None:
+    """Start to import PyTorch for subprocesses that are wanted soon; ``device``: what is known of it."""
+    if device in (None, "auto", "cpu"):
+        _server(EARLY)
+
+
 def start(jobs: int, replies: int, output: int, *, device: str) -> Subprocess:
     """Fork a profiling subprocess for ``device``, which reads from ``jobs`` and writes to the others, open files."""
-    server: _Server | None = getattr(_thread, "server", None)
-    if server is None or not server.serves():
-        server = _thread.server = _Server()
+    server = _server(EARLY if device == "cpu" else LATE)
     ours, theirs = socket.socketpair()
     with theirs:
-        server.ask(EARLY if device == "cpu" else LATE, (jobs, replies, output, theirs.fileno()))
+        server.ask((jobs, replies, output, theirs.fileno()))
     return Subprocess(ours)
+
+
+def _server(imports: str) -> _Server:
+    servers: dict[str, _Server] = vars(_thread).setdefault("servers", {})
+    if imports not in servers or not servers[imports].serves():
+        servers[imports] = _Server(imports)
+    return servers[imports]

@@ -1,10 +1,10 @@
-"""The fork server: ``python -m memopt_cli.measure.server CONTROL_FD PARENT_PID``.
+"""The fork server: ``python -m memopt_cli.measure.server early|late CONTROL_FD PARENT_PID``.
 
-Importing PyTorch takes seconds.  This process does so once, then forks a profiling subprocess for every session that
-asks for one.  It never runs the user's code, starts no thread, and does not touch a device, so what it forks is as good
-as fresh.  On the control socket comes a byte, whether PyTorch is to be imported before the fork, and four open files:
-where jobs come from, where replies go to, where output goes to, and a socket on which it tells the subprocess's id
-and, in the end, its exit code.  Once the session closes that socket, what is left of the subprocess is killed.
+Importing PyTorch takes seconds.  This process does so once (``early``), then forks a profiling subprocess for every
+session that asks for one.  It never runs the user's code and starts no thread, so what it forks is as good as fresh.
+With a byte on the control socket come four open files: where jobs come from, where replies go to, where output goes to,
+and a socket on which it tells the subprocess's id and, in the end, its exit code.  Once the session closes that socket,
+what is left of the subprocess is killed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class _Server:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
             os._exit(0)
-        if message == EARLY:
-            _import_worker()
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -149,11 +147,13 @@ def _die_with(parent_pid: int, *, first: bool = False) -> None:
         os._exit(1)
 
 
-def main(control_fd: int, parent_pid: int) -> NoReturn:
+def main(imports: str, control_fd: int, parent_pid: int) -> NoReturn:
     """Serve the process that started this one."""
     _die_with(parent_pid)
+    if imports == EARLY:
+        _import_worker()
     _Server(socket.socket(fileno=control_fd)).serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -384,7 +384,8 @@ _RUNS: dict[type[_Installed], Callable[..., Any]] = {
 }
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace a forward that is broken off
+# ``torch.compile`` cannot trace a forward that is broken off.  ``torch.compiler.disable`` would import all of it here.
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _run_passes(
     module: nn.Module,
     forward: Callable[..., Any],
