@@ -1,7 +1,7 @@
 """Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already.
 
-If the server looked at a GPU while it imports, that would be lost to its children: those that are to use one are forked
-by another server, which imports nothing.
+If that looked at a GPU while it is imported, the GPU would be lost to children: those that are to use one are forked by
+another server, which imports nothing.  So are all on systems whose libraries do not survive a fork.
 """
 
 from __future__ import annotations
@@ -126,17 +126,21 @@ _thread = threading.local()
 
 def get_ready(device: str | None) -> None:
     """Start to import PyTorch for subprocesses that are wanted soon; ``device``: what is known of it."""
-    if device in (None, "auto", "cpu"):
-        _server(EARLY)
+    if (imports := _imports("cpu" if device in (None, "auto") else device)) == EARLY:
+        _server(imports)
 
 
 def start(jobs: int, replies: int, output: int, *, device: str) -> Subprocess:
     """Fork a profiling subprocess for ``device``, which reads from ``jobs`` and writes to the others, open files."""
-    server = _server(EARLY if device == "cpu" else LATE)
+    server = _server(_imports(device))
     ours, theirs = socket.socketpair()
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
     return Subprocess(ours)
+
+
+def _imports(device: str | None) -> str:
+    return EARLY if device == "cpu" and sys.platform == "linux" else LATE
 
 
 def _server(imports: str) -> _Server:

@@ -28,6 +28,7 @@ class _Server:
         self._control = control
         self._statuses: dict[int, socket.socket] = {}
         """Of the subprocesses whose sessions are open, by process id."""
+        self._alive: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._deaths, deaths = socket.socketpair()
         for end in (self._deaths, deaths):
@@ -61,6 +62,7 @@ class _Server:
         *others, status_fd = files
         for fd in others:
             os.close(fd)
+        self._alive.add(pid)
         status = self._statuses[pid] = socket.socket(fileno=status_fd)
         self._selector.register(status, selectors.EVENT_READ, pid)
         _tell(status, pid)
@@ -77,20 +79,21 @@ class _Server:
     def _tell_deaths(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._deaths.recv(1 << 12)
-        for pid, status in self._statuses.items():
-            # Not reaped yet: until its session ends, no other process may get its id.
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                by_itself = ended.si_code == os.CLD_EXITED
-                _tell(status, ended.si_status if by_itself else -ended.si_status)
+        for pid in tuple(self._alive):
+            ended, how = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._alive.remove(pid)
+                _tell(self._statuses[pid], os.waitstatus_to_exitcode(how))
 
     def _end(self, pid: int) -> None:
         status = self._statuses.pop(pid)
         self._selector.unregister(status)
-        for kill in (os.killpg, os.kill):  # it may not have got as far as to lead a group
-            with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if pid in self._alive:
+            os.kill(pid, signal.SIGKILL)  # it may not have got as far as to lead a group
+            os.waitpid(pid, 0)
+            self._alive.remove(pid)
         status.close()
 
 
