@@ -14,6 +14,7 @@ from torch import nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.measure import processes
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import FORMAT, detached_copy, listed_modules, observed_modules, prepared_model
@@ -234,7 +235,7 @@ def _measured(
 ) -> MemOptSummary:
     """The pipeline of ``memopt optimize``, less the files and the batch that fits."""
     refuse_batched(net)
-    with prepared_model(net, inputs, settings) as prepared:
+    with processes.kept(settings.device), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)
         asked = OptimizeRequest(

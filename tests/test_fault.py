@@ -535,7 +535,6 @@ def assert_interrupted(process: subprocess.Popen[str], said: str = "interrupted"
     assert process.returncode == 130
     assert diagnostics.endswith(f"error: {said}\n")
     assert "Traceback" not in diagnostics
-    # One that was interrupted at its birth finds its parent gone as soon as it has imported PyTorch.
     assert wait_for(lambda: not workers_of(process.pid))
     return answer
 

@@ -37,7 +37,7 @@ PARTS: dict[str, set[str]] = {
     "measure.server": {"measure.processes", "measure.worker"},
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local"},
-    "api": BELOW_STAGES | STAGES | {"measure.local", "pipeline"},
+    "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},

@@ -57,7 +57,7 @@ def baseline(
         force=force,
         timeout_s=timeout,
     )
-    processes.get_ready(device)
+    context.with_resource(processes.kept(device))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -110,7 +110,7 @@ def optimize(
         search_limit_s=search_time,
         interruptible=True,
     )
-    processes.get_ready(device)
+    context.with_resource(processes.kept(device))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -64,7 +64,7 @@ def profile(
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
-    processes.get_ready(device)
+    context.with_resource(processes.kept(device))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -76,7 +76,7 @@ def recommend_batch(
     )
     if request.strategies:
         batch.check_strategies(request, objective)
-    processes.get_ready(device)
+    context.with_resource(processes.kept(device))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()

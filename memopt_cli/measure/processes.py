@@ -1,7 +1,7 @@
 """Profiling subprocesses as their sessions see them: forked by a server that has imported PyTorch already.
 
-If that looked at a GPU while it is imported, the GPU would be lost to children: those that are to use one are forked by
-another server, which imports nothing.  So are all on systems whose libraries do not survive a fork.
+If that looked at a GPU while it is imported, the GPU would be lost to children: those that are to use one start as
+fresh interpreters.  So do all on systems whose libraries do not survive a fork.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Literal
 
-EARLY, LATE = "early", "late"
-"""When PyTorch is imported: before a fork, or after."""
+Role = Literal["early", "late"]
+"""When PyTorch is imported: before the fork, or after."""
+_GPUS = ("/dev/nvidiactl", "/dev/kfd")
 _NUMBER = struct.Struct("!q")
-_KILLED = -9
 
 
 def encoded(number: int) -> bytes:
@@ -27,49 +28,50 @@ def encoded(number: int) -> bytes:
     return _NUMBER.pack(number)
 
 
+class Lost(Exception):
+    """The server is gone, and its subprocesses with it; or it could start none."""
+
+
 class Subprocess:
     """One profiling subprocess; like :class:`subprocess.Popen` as far as it goes."""
 
-    def __init__(self, status: socket.socket) -> None:
+    def __init__(self, status: socket.socket, server: ForkServer) -> None:
         self._status = status
+        self._server = server  # which lives as long
         self._pid: int | None = None
         self._code: int | None = None
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for it to be started."""
-        self._hear_of_birth(None)
-        assert self._pid is not None
-        return self._pid
+        """Its process id; waits for it to be started.  Raises :class:`Lost`."""
+        return self._born(None)
 
     def poll(self) -> int | None:
-        """Its exit code, negative if a signal ended it; ``None`` while it lives."""
+        """Its exit code, negative if a signal ended it; ``None`` while it lives.  Raises :class:`Lost`."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit code.  Raises :class:`subprocess.TimeoutExpired`."""
-        self._hear_of_birth(timeout_s)
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
+        self._born(timeout_s)
         if self._code is None:
             self._code = self._heard(timeout_s)
         return self._code
 
     def end(self) -> None:
-        """Kill it, and what it has started; returns when it is gone."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._hear_of_birth(0.0)
-        with contextlib.suppress(OSError):  # the server is gone
+        """Kill it, and what it has started; returns when it is gone.  One that is not started yet will not be."""
+        with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
+            self._born(0.0)
             self._status.shutdown(socket.SHUT_WR)
-            self._status.settimeout(None)
-            while self._pid is not None and self._status.recv(_NUMBER.size):
-                pass
-        self._status.close()
+            if self._code is None:
+                self._code = self._heard(None)
 
-    def _hear_of_birth(self, timeout_s: float | None) -> None:
+    def _born(self, timeout_s: float | None) -> int:
         if self._pid is None:
             self._pid = self._heard(timeout_s)
+        return self._pid
 
     def _heard(self, timeout_s: float | None) -> int:
         self._status.settimeout(timeout_s)
@@ -77,28 +79,32 @@ class Subprocess:
             told = self._status.recv(_NUMBER.size)
         except (BlockingIOError, TimeoutError):
             raise subprocess.TimeoutExpired("memopt", timeout_s or 0.0) from None
-        except ConnectionResetError:
+        except OSError:
             told = b""
-        number: int = _NUMBER.unpack(told)[0] if told else _KILLED  # nobody is left to tell it
+        if not told:
+            raise Lost
+        number: int = _NUMBER.unpack(told)[0]
         return number
 
 
-class _Server:
-    """The process that forks; it ends with this one, or with the thread that started it."""
+class ForkServer:
+    """The process that forks; it ends when nobody refers to it, and with this process or the thread that made it."""
 
-    def __init__(self, imports: str) -> None:
+    def __init__(self, role: Role) -> None:
         self._environment = dict(os.environ)
         self._user = os.getpid()
         ours, theirs = socket.socketpair()
-        arguments = [imports, str(theirs.fileno()), str(self._user)]
+        arguments = [role, str(theirs.fileno()), str(self._user)]
         with theirs:
             # A session of its own: Ctrl-C reaches memopt, which then ends the subprocesses itself.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "memopt_cli.measure.server", *arguments],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._control = ours
         weakref.finalize(self, _end_server, ours, self._process, self._user)
@@ -121,30 +127,48 @@ def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: 
         process.wait()
 
 
-_thread = threading.local()
+class _Servers(threading.local):
+    def __init__(self) -> None:
+        self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
+        self.kept: dict[Role, ForkServer] | None = None
 
 
-def get_ready(device: str | None) -> None:
-    """Start to import PyTorch for subprocesses that are wanted soon; ``device``: what is known of it."""
-    if (imports := _imports("cpu" if device in (None, "auto") else device)) == EARLY:
-        _server(imports)
+_servers = _Servers()
+
+
+@contextlib.contextmanager
+def kept(device: str | None = None) -> Iterator[None]:
+    """Within, what subprocesses are forked from stays for the next one.
+
+    ``device``: what is known of it; where it is sure to be the CPU, PyTorch is being imported from now on.
+    """
+    outer = _servers.kept
+    _servers.kept = {} if outer is None else outer
+    try:
+        if device == "cpu" or not any(map(os.path.exists, _GPUS)):
+            _server(_role("cpu"))
+        yield
+    finally:
+        _servers.kept = outer
 
 
 def start(jobs: int, replies: int, output: int, *, device: str) -> Subprocess:
-    """Fork a profiling subprocess for ``device``, which reads from ``jobs`` and writes to the others, open files."""
-    server = _server(_imports(device))
+    """A profiling subprocess for ``device``, which reads from ``jobs`` and writes to the others, open files."""
+    server = _server(_role(device))
     ours, theirs = socket.socketpair()
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
-    return Subprocess(ours)
+    return Subprocess(ours, server)
 
 
-def _imports(device: str | None) -> str:
-    return EARLY if device == "cpu" and sys.platform == "linux" else LATE
+def _role(device: str) -> Role:
+    return "early" if device == "cpu" and sys.platform == "linux" else "late"
 
 
-def _server(imports: str) -> _Server:
-    servers: dict[str, _Server] = vars(_thread).setdefault("servers", {})
-    if imports not in servers or not servers[imports].serves():
-        servers[imports] = _Server(imports)
-    return servers[imports]
+def _server(role: Role) -> ForkServer:
+    server = _servers.used.get(role)
+    if server is None or not server.serves():
+        server = _servers.used[role] = ForkServer(role)
+    if _servers.kept is not None:
+        _servers.kept[role] = server
+    return server

@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 _FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
-"""How long a subprocess that has closed its pipe may take to end before it is killed."""
+"""How long a subprocess that was told to end may take before it is killed."""
 _LOOK_S = 1.0
 """How often a silent subprocess is looked after."""
 
@@ -72,9 +72,9 @@ class Session:
         self._buffer = b""
 
     def __enter__(self) -> Self:
-        jobs, self._jobs = os.pipe()
-        replies_fd, replies = os.pipe()
-        self._replies = os.fdopen(replies_fd, "rb", buffering=0)
+        surroundings = {"folder": os.getcwd(), "path": [p for p in sys.path if p]}
+        (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
+        self._jobs, self._replies = os.fdopen(jobs_fd, "wb"), os.fdopen(replies_fd, "rb", buffering=0)
         self._output = tempfile.TemporaryFile()  # closed with the session
         try:
             device = self._subject.settings.device
@@ -82,15 +82,19 @@ class Session:
         finally:
             os.close(jobs)
             os.close(replies)
-        self._send({"folder": os.getcwd(), "path": sys.path})
+        self._send(surroundings)
         self._send(to_data(self._subject))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hang_up()
+        # An answer that nobody waits for: Ctrl-C ends at once.
+        if kind is None and self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
+                self._process.wait(_PATIENCE_S)
         self._end()
-        os.close(self._jobs)
         self._replies.close()
         self._output.close()
 
@@ -165,11 +169,10 @@ class Session:
         return from_data(kind, reply) if kind else from_data(answer, reply["answer"])
 
     def _send(self, message: Any) -> None:
-        left = memoryview(json.dumps(message).encode() + b"\n")
         # A broken pipe: it has ended; the missing reply says so, with its reason.
         with contextlib.suppress(BrokenPipeError):
-            while left:
-                left = left[os.write(self._jobs, left) :]
+            self._jobs.write(json.dumps(message).encode() + b"\n")
+            self._jobs.flush()
 
     def _receive(self) -> bytes | TimedOut | OutOfMemory | Crashed:
         deadline = time.monotonic() + self._timeout_s
@@ -182,7 +185,7 @@ class Session:
                     if not chunk:
                         return self._post_mortem()
                     self._buffer += chunk
-                elif self._process is not None and self._process.poll() is not None:
+                elif self._has_ended():
                     return self._post_mortem()  # what it has left behind holds the pipe open
                 elif left_s <= _LOOK_S:
                     self._end()
@@ -197,6 +200,9 @@ class Session:
         except subprocess.TimeoutExpired:
             self._end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
+        except processes.Lost:
+            self._end()
+            return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
         self._end()
         if code == -signal.SIGKILL:
             return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
@@ -206,6 +212,16 @@ class Session:
     def _tail(self) -> str:
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._process is not None and self._process.poll() is not None
+        except processes.Lost:
+            return True
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # of what was not sent
+            self._jobs.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None

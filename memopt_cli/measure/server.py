@@ -1,16 +1,18 @@
 """The fork server: ``python -m memopt_cli.measure.server early|late CONTROL_FD PARENT_PID``.
 
 Importing PyTorch takes seconds.  This process does so once (``early``), then forks a profiling subprocess for every
-session that asks for one.  It never runs the user's code and starts no thread, so what it forks is as good as fresh.
-With a byte on the control socket come four open files: where jobs come from, where replies go to, where output goes to,
-and a socket on which it tells the subprocess's id and, in the end, its exit code.  Once the session closes that socket,
-what is left of the subprocess is killed.
+session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
+code.  With a byte on the control socket come four open files: where jobs come from, where replies go to, where output
+goes to, and a socket on which it tells the subprocess's id and, in the end, its exit code.  Once the session closes
+that socket, what is left of the subprocess is killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import selectors
@@ -20,22 +22,21 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from memopt_cli.measure.processes import EARLY, encoded
+from memopt_cli.measure.processes import encoded
 
 
 class _Server:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, has_imported: bool) -> None:
         self._control = control
-        self._statuses: dict[int, socket.socket] = {}
-        """Of the subprocesses whose sessions are open, by process id."""
-        self._alive: set[int] = set()
+        self._has_imported = has_imported
+        self._alive: dict[int, socket.socket] = {}
+        """Process ids, and where to tell of them."""
         self._selector = selectors.DefaultSelector()
-        self._deaths, deaths = socket.socketpair()
-        for end in (self._deaths, deaths):
+        self._deaths, self._wake_up = socket.socketpair()
+        for end in (self._deaths, self._wake_up):
             end.setblocking(False)
-        self._wake_up = deaths
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # it must not be ignored to be told of
-        signal.set_wakeup_fd(deaths.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, it would not be told
+        signal.set_wakeup_fd(self._wake_up.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> NoReturn:
         """Until the parent goes."""
@@ -46,96 +47,123 @@ class _Server:
                 if key.fileobj is self._control:
                     self._start()
                 elif key.fileobj is self._deaths:
-                    self._tell_deaths()
-                else:
-                    self._end(key.data)
+                    self._bury()
+                elif key.data in self._alive:  # its session is over; it is buried as any other
+                    self._selector.unregister(key.fileobj)
+                    _kill(key.data)
 
     def _start(self) -> None:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
+            for pid in self._alive:
+                _kill(pid)
             os._exit(0)
-        server = os.getpid()
-        pid = os.fork()
+        *streams, status_fd = files
+        status, server = socket.socket(fileno=status_fd), os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.write(streams[-1], f"no process could be started: {error.strerror}".encode())
+            pid = -1
         if pid == 0:
             self._leave()
-            _run(server, *files)
-        *others, status_fd = files
-        for fd in others:
-            os.close(fd)
-        self._alive.add(pid)
-        status = self._statuses[pid] = socket.socket(fileno=status_fd)
+            status.close()
+            _run(server, *streams, has_imported=self._has_imported)
+        for stream in streams:
+            os.close(stream)
+        if pid < 0:
+            status.close()
+            return
+        self._alive[pid] = status
         self._selector.register(status, selectors.EVENT_READ, pid)
         _tell(status, pid)
-        self._tell_deaths()
+        self._bury()
 
     def _leave(self) -> None:
         """In a child: what is the server's alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for end in (self._control, self._deaths, self._wake_up, *self._statuses.values()):
+        for end in (self._control, self._deaths, self._wake_up, *self._alive.values()):
             end.close()
 
-    def _tell_deaths(self) -> None:
+    def _bury(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._deaths.recv(1 << 12)
         for pid in tuple(self._alive):
             ended, how = os.waitpid(pid, os.WNOHANG)
             if ended:
-                self._alive.remove(pid)
-                _tell(self._statuses[pid], os.waitstatus_to_exitcode(how))
+                _kill(pid)  # what it has left behind
+                status = self._alive.pop(pid)
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(status)
+                _tell(status, os.waitstatus_to_exitcode(how))
+                status.close()
 
-    def _end(self, pid: int) -> None:
-        status = self._statuses.pop(pid)
-        self._selector.unregister(status)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        if pid in self._alive:
-            os.kill(pid, signal.SIGKILL)  # it may not have got as far as to lead a group
-            os.waitpid(pid, 0)
-            self._alive.remove(pid)
-        status.close()
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # it may not have got as far as to lead a group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _tell(status: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the session is over
+    with contextlib.suppress(OSError):  # nobody listens any longer
         status.send(encoded(number), socket.MSG_DONTWAIT)
 
 
-def _import_worker() -> None:
-    # A failure shows in the child, which imports it again, where somebody reads what it prints.
-    with contextlib.suppress(Exception):
+def _import_early() -> bool:
+    try:
+        import torch._dynamo  # which steps without data want  # noqa: F401
+
         import memopt_cli.measure.worker  # noqa: F401
+    except Exception:  # then the subprocess says why, where somebody reads it
+        return False
+    return True
 
 
-def _run(server: int, jobs_fd: int, replies_fd: int, output_fd: int, status_fd: int) -> NoReturn:
+def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:
     """The subprocess."""
+    os.setsid()
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    _die_with(server, first=True)
+    if not has_imported:
+        for stream in (jobs, replies):
+            os.set_inheritable(stream, True)
+        command = [sys.executable, "-P", "-m", "memopt_cli.measure.server", "work", str(jobs), str(replies)]
+        os.execv(sys.executable, command)
     code = 1
     try:
-        os.close(status_fd)
-        os.setsid()
-        for standard in (1, 2):
-            os.dup2(output_fd, standard)
-        os.close(output_fd)
-        _die_with(server, first=True)
-        with os.fdopen(jobs_fd) as jobs, os.fdopen(replies_fd, "w") as replies:
-            surroundings = json.loads(jobs.readline())
-            os.chdir(surroundings["folder"])
-            sys.path[:] = surroundings["path"]
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            from memopt_cli.measure.worker import main
-
-            main(jobs, replies)
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = _work(jobs, replies)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for end in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):
-                stream.flush()
+                end()
         os._exit(code & 0xFF)
+
+
+def _work(jobs_fd: int, replies_fd: int) -> int:
+    """Answer jobs, with the surroundings that the first line gives; the exit code."""
+    with os.fdopen(jobs_fd) as jobs, os.fdopen(replies_fd, "w") as replies:
+        surroundings = json.loads(jobs.readline())
+        os.chdir(surroundings["folder"])
+        sys.path[:] = surroundings["path"]
+        importlib.invalidate_caches()
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        from memopt_cli.measure.worker import main
+
+        try:
+            main(jobs, replies)
+        except SystemExit as stop:  # of the user's code
+            if stop.code is None or isinstance(stop.code, int):
+                return stop.code or 0
+            sys.stderr.write(f"{stop.code}\n")
+            return 1
+    return 0
 
 
 def _die_with(parent_pid: int, *, first: bool = False) -> None:
@@ -150,12 +178,12 @@ def _die_with(parent_pid: int, *, first: bool = False) -> None:
         os._exit(1)
 
 
-def main(imports: str, control_fd: int, parent_pid: int) -> NoReturn:
-    """Serve the process that started this one."""
-    _die_with(parent_pid)
-    if imports == EARLY:
-        _import_worker()
-    _Server(socket.socket(fileno=control_fd)).serve()
+def main(role: str, first: int, second: int) -> NoReturn:
+    """Serve the process that started this one; or be a subprocess in an interpreter of its own."""
+    if role == "work":
+        sys.exit(_work(first, second))
+    _die_with(second)
+    _Server(socket.socket(fileno=first), has_imported=role == "early" and _import_early()).serve()
 
 
 if __name__ == "__main__":

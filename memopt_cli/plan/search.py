@@ -19,6 +19,8 @@ on the safe side.
 from __future__ import annotations
 
 import bisect
+import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -178,14 +180,15 @@ class Solver:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
         if self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children:
-            after = [way.then(own) for own in self._ways(block, self._outside) for way in before]
+            after = _followed(before, self._ways(block, self._outside), budget_bytes)
         else:
             plain = before
             for child in block.children:
                 plain = self._through(plain, child, budget_bytes)
-            plain = [self._held_whole(way, block, self._outside) for way in plain]
-            after = plain + [way.then(own) for own in self._as_segment(block, self._outside) for way in before]
-        return _thinned([way for way in after if way.peak_bytes <= budget_bytes], _MOST_WAYS, budget_bytes)
+            whole = (self._held_whole(way, block, self._outside) for way in plain)
+            segments = _followed(before, self._as_segment(block, self._outside), budget_bytes)
+            after = [*(way for way in whole if way.peak_bytes <= budget_bytes), *segments]
+        return _thinned(after, _MOST_WAYS, budget_bytes)
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
         """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
@@ -295,6 +298,26 @@ class Solver:
 
     def _is_target(self, block: Block) -> bool:
         return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
+
+
+def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> list[Way]:
+    """First a way of ``before``, then one of ``own``: those within the budget that no other beats in bytes and time.
+
+    What :func:`_thinned` would leave of them: most pairs are dropped before they are made a way.
+    """
+    pairs = [
+        (way.kept_bytes + after.kept_bytes, way.added_s + after.added_s, way, after)
+        for after in own
+        for way in before
+        if way.kept_bytes + after.peak_bytes <= budget_bytes
+    ]
+    pairs.sort(key=operator.itemgetter(0, 1))
+    best, fastest_s = [], math.inf
+    for _, added_s, way, after in pairs:
+        if added_s < fastest_s:
+            fastest_s = added_s
+            best.append(way.then(after))
+    return best
 
 
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
