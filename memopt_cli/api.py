@@ -235,7 +235,7 @@ def _measured(
 ) -> MemOptSummary:
     """The pipeline of ``memopt optimize``, less the files and the batch that fits."""
     refuse_batched(net)
-    with processes.kept(settings.device), prepared_model(net, inputs, settings) as prepared:
+    with processes.kept(), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)
         asked = OptimizeRequest(

@@ -40,6 +40,15 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_import(_one_thread: None) -> Iterator[None]:
+    """Of PyTorch, for all profiling subprocesses."""
+    from memopt_cli.measure import processes
+
+    with processes.kept("cpu"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def user_code() -> str:
     """Folder of modules that stand for the user's own."""

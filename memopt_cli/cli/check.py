@@ -93,7 +93,7 @@ def check(
     )
     report = _report("json" if json else format)
     try:
-        context.with_resource(processes.kept(device))
+        context.with_resource(processes.kept(device or "auto"))
         from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
         with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -91,7 +91,7 @@ class ForkServer:
     """The process that forks; it ends when nobody refers to it, and with this process or the thread that made it."""
 
     def __init__(self, role: Role) -> None:
-        self._environment = dict(os.environ)
+        self._environment = _environment()
         self._user = os.getpid()
         ours, theirs = socket.socketpair()
         arguments = [role, str(theirs.fileno()), str(self._user)]
@@ -112,12 +112,17 @@ class ForkServer:
     def serves(self) -> bool:
         """It is alive, and what it forks finds the environment of this process, as it is now."""
         is_ours = self._user == os.getpid()
-        return is_ours and self._process.poll() is None and self._environment == dict(os.environ)
+        return is_ours and self._process.poll() is None and self._environment == _environment()
 
     def ask(self, files: Sequence[int]) -> None:
         """For a subprocess."""
         with contextlib.suppress(BrokenPipeError):  # it has just died: so has the subprocess, then
             socket.send_fds(self._control, [b"!"], list(files))
+
+
+def _environment() -> dict[str, str]:
+    """Without what pytest sets anew for every test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: int) -> None:
@@ -140,12 +145,12 @@ _servers = _Servers()
 def kept(device: str | None = None) -> Iterator[None]:
     """Within, what subprocesses are forked from stays for the next one.
 
-    ``device``: what is known of it; where it is sure to be the CPU, PyTorch is being imported from now on.
+    ``device``: where this is sure to be the CPU (``auto``: there is no GPU), PyTorch is being imported from now on.
     """
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer
     try:
-        if device == "cpu" or not any(map(os.path.exists, _GPUS)):
+        if device == "cpu" or (device == "auto" and not any(map(os.path.exists, _GPUS))):
             _server(_role("cpu"))
         yield
     finally:

@@ -53,6 +53,11 @@ class Net(torch.nn.Linear):
 """
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_servers", processes._Servers())
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Session]:
     """A session on a model that leaves a file in the working directory: what an environment variable says."""

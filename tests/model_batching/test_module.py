@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import memopt_cli
 from memopt_cli import apply_plan, memory_optimization
@@ -60,12 +61,12 @@ def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
     batched, given = different(small(), route=route), images()
     expected = batched(given)
     assert expected.shape == (G, B, 2)
-    assert torch.equal(batched(given.transpose(0, 1), data_order="b g"), expected.transpose(0, 1))
-    assert torch.equal(batched(given.flatten(0, 1), data_order="(g b)"), expected.flatten(0, 1))
+    assert_close(batched(given.transpose(0, 1), data_order="b g"), expected.transpose(0, 1))
+    assert_close(batched(given.flatten(0, 1), data_order="(g b)"), expected.flatten(0, 1))
     merged = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)")
-    assert torch.equal(merged, expected.transpose(0, 1).flatten(0, 1))
+    assert_close(merged, expected.transpose(0, 1).flatten(0, 1))  # on some processors strides change the last bit
     split = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)", output_order="g b")
-    assert torch.equal(split, expected)
+    assert_close(split, expected)
 
 
 def test_an_input_without_the_models_is_refused_with_its_shape() -> None:
