@@ -52,6 +52,8 @@ class Way:
     parts: tuple[Way, ...] = ()
     moved: tuple[str, str] | None = None
     """The paths below begin with the first and mean the second: the way of a block that is alike."""
+    has_segments: bool = False
+    """Whether it is a segment, or one lies in it."""
 
     def then(self, other: Way) -> Way:
         """This way, and another of the block that follows."""
@@ -63,6 +65,8 @@ class Way:
             self.held_bytes + other.held_bytes,
             None,
             (self, other),
+            None,
+            self.has_segments or other.has_segments,
         )
 
     def segments(self) -> Iterator[SegmentPlan]:
@@ -73,7 +77,7 @@ class Way:
             moves = (way.moved, *moves) if way.moved else moves
             if way.segment is not None:
                 yield replace(way.segment, path=_moved(way.segment.path, moves))
-            stack.extend((part, moves) for part in reversed(way.parts))
+            stack.extend((part, moves) for part in reversed(way.parts) if part.has_segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,14 +263,21 @@ class Solver:
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
         chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
         for segment in (plain, *chunked):
-            if segment.batch_statistics and (kept or any(True for _ in inside.segments())):
+            if segment.batch_statistics and (kept or inside.has_segments):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
             states, _ = chunk_state_bytes(segment, block.state_bytes)
             highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             packed_bytes = block.input_bytes if packed else 0
             overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
             added = block.forward_s + inside.added_s + overhead
-            yield Way(stored + states, max(stored + states, highest), added, segment=segment, parts=(inside,))
+            yield Way(
+                stored + states,
+                max(stored + states, highest),
+                added,
+                segment=segment,
+                parts=(inside,),
+                has_segments=True,
+            )
 
     def _in_chunks(self, block: Block, plain: SegmentPlan, around: _Around) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:
