@@ -30,6 +30,7 @@ from memopt_cli import pipeline
 from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import load_model
+from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
@@ -367,6 +368,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     random.seed(12)
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    monkeypatch.setattr(processes, "_servers", processes._Servers())  # not what the tests share
     try:
         before = surroundings()
         result = pipeline.optimize(
