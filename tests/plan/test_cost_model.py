@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel, chunk_counts
+from memopt_cli.plan.cost_models import CostModels
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.keeping import choices, keep_names
 from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed, Solver, Way, _Around
-from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Ground
+from memopt_cli.plan.strategies import STRATEGIES
+from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Less
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
@@ -527,14 +529,40 @@ def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: Chunk
 def test_level_4_keeps_no_single_call_in_chunks() -> None:
     """A number counts the calls of one run, and there is a run for every chunk."""
     subject = Subject(nn.Sequential(Chain(blocks=2)), torch.randn(4, 16, 24, 24))
-    ground = _Ground(subject.trace)
+    less = _Less(subject.trace, planner(subject)._probes)
 
     def kept(segment: SegmentPlan) -> list[tuple[str, ...]]:
-        plans = ground._keeping(Plan(level=3, segments=(segment,)), segment)
+        plans = less._keeping(Plan(level=3, segments=(segment,)), segment, subject.model)
         return [plan.segments[0].keep for plan in plans]
 
     assert kept(SegmentPlan(path="0")) == [(f"{CONV}#1",), (CONV,)]
     assert kept(SegmentPlan(path="0", chunks=2)) == [(CONV,)]
+
+
+def test_levels_dry_run_nothing_that_raises_the_peak_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And find the plan that they find without the cost model."""
+    subject = SUBJECTS["chain"]()
+    tree = ModuleTree(subject.trace)
+
+    def climb() -> tuple[Candidate, set[Plan]]:
+        counted: dict[Plan, int] = {}
+
+        def count(plan: Plan) -> Any:
+            found = subject.count(plan)
+            counted[plan] = found.allocated_peak_bytes
+            return found
+
+        probes = Probes(count=count, chunking=lambda path: Refused(reason="no"), report=lambda text: None)
+        best = start(subject).candidate
+        for strategy in STRATEGIES:
+            best = strategy.improve(best, tree, SearchOptions(level=4), probes).best
+        return best, set(counted)
+
+    best, counted = climb()
+    monkeypatch.setattr(CostModels, "raises_peak", lambda *_: False)
+    same, more = climb()
+    assert best.plan == same.plan
+    assert counted < more
 
 
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:

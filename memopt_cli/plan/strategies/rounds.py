@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memopt_cli.plan.interface import Candidate, Improvement, NotTried, Probes, held_at_peak, is_within
+from memopt_cli.plan.cost_models import CostModels
+from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes, held_at_peak, is_within
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan
 
 Change = Callable[[SegmentPlan], list[tuple[SegmentPlan, ...]]]
@@ -23,88 +24,105 @@ _PATIENCE_ROUNDS = 1
 """How many rounds in a row may leave the peak as it is."""
 
 
-def improve_in_rounds(
-    start: Candidate, level: int, changes: Sequence[Change], options: SearchOptions, probes: Probes, what: str
-) -> Improvement:
-    """Change every segment at once if that lowers the peak, then one at a time as long as it falls.
-
-    All at once, and at first in every round, the first of ``changes`` is made; the others where it lowers nothing.
+class Rounds:
+    """Changes every segment at once if that lowers the peak, then one at a time as long as it falls.
 
     What is alike wants the same treatment, and one bottleneck may rise while another is taken down.
     A round tries segments in the order of what they hold at the peak, at most ``max_candidates_per_round`` of them.
     Two bottlenecks may stand at the same height: a change that leaves the peak as it is is followed for a few rounds,
     and counts only if the peak falls in the end.
     """
-    best, tried = (start, 0) if options.max_split_rounds == 0 else _everywhere(start, level, changes[0], probes, what)
-    current, rounds, level_rounds = best, 0, 0
-    while options.max_split_rounds is None or rounds < options.max_split_rounds:
-        rounds += 1
-        following, probed = _one_round(current, level, changes, options, probes, what)
-        tried += probed
-        if following is None:
-            break
-        level_rounds = 0 if following.peak_bytes < best.peak_bytes else level_rounds + 1
-        if level_rounds > _PATIENCE_ROUNDS:
-            break
-        current = following
-        best = current if current.peak_bytes < best.peak_bytes else best
-    worth_it = best.peak_bytes < (1 - LEAST_GAIN) * start.peak_bytes
-    return Improvement(best=best if worth_it else start, tried=tried)
 
+    def __init__(
+        self,
+        what: str,
+        changes: Sequence[Change],
+        *,
+        level: int,
+        tree: ModuleTree,
+        options: SearchOptions,
+        probes: Probes,
+    ) -> None:
+        """``what``: the verb of the changes.
 
-def _everywhere(start: Candidate, level: int, change: Change, probes: Probes, what: str) -> tuple[Candidate, int]:
-    """The best plan in which every segment that can be changed is, in the same way; and how many were probed."""
-    ways = {segment.path: change(segment) for segment in start.plan.segments}
-    best = start
-    plans = []
-    for way in range(max(map(len, ways.values()), default=0)):
-        plan = start.plan
-        for segment in start.plan.segments:
-            if ways[segment.path]:
-                plan = _replaced(plan, segment, ways[segment.path][min(way, len(ways[segment.path]) - 1)], level)
-        plans.append(plan)
-    candidates, probed = _probe(plans, probes, what, "everything")
-    for candidate in candidates:
-        best = candidate if candidate.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes else best
-    return best, probed
+        All at once, and at first in every round, the first is made; the others where it lowers nothing.
+        """
+        self._what = what
+        self._changes = changes
+        self._level = level
+        self._options = options
+        self._probes = probes
+        self._models = CostModels(tree.trace, probes)
+        self._tried = 0
 
+    def improve(self, start: Candidate) -> Improvement:
+        """The best plan that was probed."""
+        most_rounds = self._options.max_split_rounds
+        best = start if most_rounds == 0 else self._everywhere(start)
+        current, rounds, level_rounds = best, 0, 0
+        while most_rounds is None or rounds < most_rounds:
+            rounds += 1
+            following = self._one_round(current)
+            if following is None:
+                break
+            level_rounds = 0 if following.peak_bytes < best.peak_bytes else level_rounds + 1
+            if level_rounds > _PATIENCE_ROUNDS:
+                break
+            current = following
+            best = current if current.peak_bytes < best.peak_bytes else best
+        worth_it = best.peak_bytes < (1 - LEAST_GAIN) * start.peak_bytes
+        return Improvement(best=best if worth_it else start, tried=self._tried)
 
-def _one_round(
-    best: Candidate, level: int, changes: Sequence[Change], options: SearchOptions, probes: Probes, what: str
-) -> tuple[Candidate | None, int]:
-    """The first change that lowers the peak, else all those that do not raise it; and how many plans were probed."""
-    probed = tried = 0
-    walk = best
-    held = {segment: held_at_peak(best.counted, segment.path) for segment in best.plan.segments}
-    heavy = [s for s in sorted(held, key=lambda s: -held[s]) if held[s] >= LEAST_SHARE * best.peak_bytes]
-    for change, segment in itertools.product(changes, heavy):
-        if tried == options.max_candidates_per_round:
-            break
-        plans = [_replaced(walk.plan, segment, new, level) for new in change(segment)]
-        plans = [plan for plan in plans if plan.segments != walk.plan.segments]
-        candidates, count = _probe(plans, probes, what, segment.path or "(root)")
-        probed += count
-        tried += bool(plans)
-        better = min(candidates, key=lambda c: c.peak_bytes, default=None)
-        if better is not None and better.peak_bytes < best.peak_bytes:
-            return better, probed
-        if better is not None and better.peak_bytes == best.peak_bytes:
-            walk = better
-    return (None if walk is best else walk), probed
+    def _everywhere(self, start: Candidate) -> Candidate:
+        """The best plan in which every segment that can be changed is, in the same way."""
+        ways = {segment.path: self._changes[0](segment) for segment in start.plan.segments}
+        best = start
+        plans = []
+        for way in range(max(map(len, ways.values()), default=0)):
+            plan = start.plan
+            for segment in start.plan.segments:
+                if ways[segment.path]:
+                    new = ways[segment.path][min(way, len(ways[segment.path]) - 1)]
+                    plan = _replaced(plan, segment, new, self._level)
+            plans.append(plan)
+        for candidate in self._probe(self._worth_it(plans, start), "everything"):
+            best = candidate if candidate.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes else best
+        return best
 
+    def _one_round(self, best: Candidate) -> Candidate | None:
+        """The first change that lowers the peak, else all those that do not raise it."""
+        tried, walk = 0, best
+        held = {segment: held_at_peak(best.counted, segment.path) for segment in best.plan.segments}
+        heavy = [s for s in sorted(held, key=lambda s: -held[s]) if held[s] >= LEAST_SHARE * best.peak_bytes]
+        for change, segment in itertools.product(self._changes, heavy):
+            if tried == self._options.max_candidates_per_round:
+                break
+            plans = [_replaced(walk.plan, segment, new, self._level) for new in change(segment)]
+            plans = self._worth_it([plan for plan in plans if plan.segments != walk.plan.segments], walk)
+            candidates = self._probe(plans, segment.path or "(root)")
+            tried += bool(plans)
+            better = min(candidates, key=lambda c: c.peak_bytes, default=None)
+            if better is not None and better.peak_bytes < best.peak_bytes:
+                return better
+            if better is not None and better.peak_bytes == best.peak_bytes:
+                walk = better
+        return None if walk is best else walk
 
-def _probe(plans: list[Plan], probes: Probes, what: str, where: str) -> tuple[list[Candidate], int]:
-    """Those that could run, and how many were probed before the search was over."""
-    found, probed = [], 0
-    for plan in plans:
-        probes.report(f"{what} {where}")
-        counted = probes.count(plan)
-        if isinstance(counted, NotTried):
-            break
-        probed += 1
-        if isinstance(counted, Counted):
-            found.append(Candidate(plan=plan, counted=counted))
-    return found, probed
+    def _worth_it(self, plans: list[Plan], start: Candidate) -> list[Plan]:
+        return [plan for plan in plans if not self._models.raises_peak(plan, start.plan)]
+
+    def _probe(self, plans: list[Plan], where: str) -> list[Candidate]:
+        """Those that could run, as far as the search goes."""
+        found = []
+        for plan in plans:
+            self._probes.report(f"{self._what} {where}")
+            counted = self._probes.count(plan)
+            if isinstance(counted, NotTried):
+                break
+            self._tried += 1
+            if isinstance(counted, Counted):
+                found.append(Candidate(plan=plan, counted=counted))
+        return found
 
 
 def _replaced(plan: Plan, segment: SegmentPlan, new: tuple[SegmentPlan, ...], level: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes
-from memopt_cli.plan.strategies.rounds import improve_in_rounds
+from memopt_cli.plan.strategies.rounds import Rounds
 from memopt_cli.plan.strategies.segments import segment
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 
@@ -25,7 +25,8 @@ class SpatialSplit:
             parts = split(current, tree, compress=options.compress_x)
             return [parts] if parts else []
 
-        return improve_in_rounds(start, self.level, [change], options, probes, "split")
+        rounds = Rounds("split", [change], level=self.level, tree=tree, options=options, probes=probes)
+        return rounds.improve(start)
 
 
 def split(current: SegmentPlan, tree: ModuleTree, *, compress: bool) -> tuple[SegmentPlan, ...]:

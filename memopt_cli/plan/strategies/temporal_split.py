@@ -8,7 +8,7 @@ from dataclasses import replace
 from memopt_cli.plan.cost_model import chunk_counts
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, Probes, is_within
 from memopt_cli.plan.loss_heads import with_heads
-from memopt_cli.plan.strategies.rounds import LEAST_SHARE, improve_in_rounds
+from memopt_cli.plan.strategies.rounds import LEAST_SHARE, Rounds
 from memopt_cli.plan.strategies.segments import asked_for, segment
 from memopt_cli.plan.strategies.spatial_split import split
 from memopt_cli.records import ModuleTrace, Refused, SearchOptions, SegmentPlan
@@ -54,7 +54,8 @@ class TemporalSplit:
         if options.max_split_rounds == 0:
             return Improvement(best=start, tried=0)
         heads = with_heads(start, tree, probes) if asked is None else Improvement(best=start, tried=0)
-        found = improve_in_rounds(heads.best, self.level, [change, regroup], options, probes, "chunk")
+        rounds = Rounds("chunk", [change, regroup], level=self.level, tree=tree, options=options, probes=probes)
+        found = rounds.improve(heads.best)
         return replace(found, tried=found.tried + heads.tried)
 
 
