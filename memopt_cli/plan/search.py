@@ -19,7 +19,6 @@ on the safe side.
 from __future__ import annotations
 
 import bisect
-import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +66,19 @@ class Way:
             (self, other),
             None,
             self.has_segments or other.has_segments,
+        )
+
+    def elsewhere(self, moved: tuple[str, str], more_bytes: int) -> Way:
+        """The same in a block that is alike, which takes so many bytes more."""
+        return Way(
+            self.kept_bytes,
+            self.peak_bytes + more_bytes,
+            self.added_s,
+            self.held_bytes,
+            None,
+            (self,),
+            moved,
+            self.has_segments,
         )
 
     def segments(self) -> Iterator[SegmentPlan]:
@@ -184,14 +196,13 @@ class Solver:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
         if self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children:
-            after = _followed(before, self._ways(block, self._outside), budget_bytes)
-        else:
-            plain = before
-            for child in block.children:
-                plain = self._through(plain, child, budget_bytes)
-            whole = (self._held_whole(way, block, self._outside) for way in plain)
-            segments = _followed(before, self._as_segment(block, self._outside), budget_bytes)
-            after = [*(way for way in whole if way.peak_bytes <= budget_bytes), *segments]
+            return _followed(before, self._ways(block, self._outside), budget_bytes)
+        plain = before
+        for child in block.children:
+            plain = self._through(plain, child, budget_bytes)
+        whole = (self._held_whole(way, block, self._outside) for way in plain)
+        segments = _followed(before, self._as_segment(block, self._outside), budget_bytes)
+        after = [*(way for way in whole if way.peak_bytes <= budget_bytes), *segments]
         return _thinned(after, _MOST_WAYS, budget_bytes)
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
@@ -205,7 +216,7 @@ class Solver:
             return ways
         more = block.resident_bytes - solved.resident_bytes  # gradients that are there already
         moved = (solved.path, block.path)
-        return [replace(w, peak_bytes=w.peak_bytes + more, segment=None, parts=(w,), moved=moved) for w in ways]
+        return [way.elsewhere(moved, more) for way in ways]
 
     def _solve(self, block: Block, around: _Around) -> list[Way]:
         self._tick()
@@ -312,9 +323,9 @@ class Solver:
 
 
 def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> list[Way]:
-    """First a way of ``before``, then one of ``own``: those within the budget that no other beats in bytes and time.
+    """First a way of ``before``, then one of ``own``: what :func:`_thinned` would leave of those within the budget.
 
-    What :func:`_thinned` would leave of them: most pairs are dropped before they are made a way.
+    Most pairs are dropped before they are made a way.
     """
     pairs = [
         (way.kept_bytes + after.kept_bytes, way.added_s + after.added_s, way, after)
@@ -322,20 +333,26 @@ def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> l
         for way in before
         if way.kept_bytes + after.peak_bytes <= budget_bytes
     ]
-    pairs.sort(key=operator.itemgetter(0, 1))
-    best, fastest_s = [], math.inf
-    for _, added_s, way, after in pairs:
-        if added_s < fastest_s:
-            fastest_s = added_s
-            best.append(way.then(after))
-    return best
+    pairs.sort(key=operator.itemgetter(0))
+    best: list[tuple[int, float, Way, Way]] = []
+    for pair in pairs:
+        if not best or pair[1] < best[-1][1]:
+            if best and best[-1][0] == pair[0]:
+                best.pop()
+            best.append(pair)
+    if len(best) > _MOST_WAYS:
+        best.reverse()  # the fastest first
+        peaks = [max(way.peak_bytes, way.kept_bytes + after.peak_bytes) for _, _, way, after in best]
+        lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
+        chosen = _sampled([kept for kept, *_ in best], [0] * len(best), lowest, _MOST_WAYS)
+        best = [best[n] for n in chosen]
+    return [way.then(after) for _, _, way, after in best]
 
 
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
     """The Pareto set of those that hold the same bytes; of more than ``most``, the fastest of every cell of a grid.
 
-    Both sides of the grid, kept bytes and peaks, go from the least to the most in up to ``most`` steps, fewer until all
-    that stays is no more than that; the lowest peak stays too.  Peaks up to ``indifferent_bytes`` are equally good.
+    The lowest peak stays too.  Peaks up to ``indifferent_bytes`` are equally good.
     """
     groups: dict[int, list[Way]] = defaultdict(list)
     for way in ways:
@@ -343,16 +360,24 @@ def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list
     best = [way for group in groups.values() for way in _pareto(group, indifferent_bytes)]
     if len(best) <= most:
         return best
-    lowest = min(best, key=lambda way: (way.peak_bytes, way.kept_bytes, way.added_s))
     best.sort(key=lambda way: way.added_s)
-    kept = _from_least([way.kept_bytes for way in best])
-    peaks = _from_least([max(indifferent_bytes, way.peak_bytes) for way in best])
+    lowest = min(range(len(best)), key=lambda n: (best[n].peak_bytes, best[n].kept_bytes))
+    peaks = [max(indifferent_bytes, way.peak_bytes) for way in best]
+    return [best[n] for n in _sampled([way.kept_bytes for way in best], peaks, lowest, most)]
+
+
+def _sampled(kept: Sequence[int], peaks: Sequence[int], lowest: int, most: int) -> list[int]:
+    """At most ``most`` of the places in both lists: the first of every cell of a grid, and ``lowest``.
+
+    Both sides of the grid go from the least to the most in up to ``most`` steps, fewer until that is so.
+    """
+    kept, peaks = _from_least(kept), _from_least(peaks)
     steps = most
     while True:
         kept_step, peak_step = max(kept) // steps + 1, max(peaks) // steps + 1
-        cells: dict[tuple[int, int], Way] = {}
-        for over_kept, over_peak, way in zip(kept, peaks, best, strict=True):
-            cells.setdefault((over_kept // kept_step, over_peak // peak_step), way)
+        cells: dict[tuple[int, int], int] = {}
+        for place, (over_kept, over_peak) in enumerate(zip(kept, peaks, strict=True)):
+            cells.setdefault((over_kept // kept_step, over_peak // peak_step), place)
         chosen = list(dict.fromkeys((*cells.values(), lowest)))
         if len(chosen) <= most:
             return chosen
