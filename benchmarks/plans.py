@@ -38,6 +38,7 @@ from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import NothingFitsError
+from memopt_cli.measure import processes
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.optimization import find_levels
 from memopt_cli.plan.cost_model import CostModel
@@ -160,8 +161,8 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
         for done, (ran, failed) in enumerate(contest(ways, options.rounds, options.threads), 1):
             text = (
                 f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {done}. "
-                "*Found in*: of memopt's plans everything, from the measurement of the original to that of the plan; "
-                "a level comes after those below it.\n\n"
+                "*Found in*: of memopt's plans everything, from the measurement of the original to that of the plan, "
+                "PyTorch's import left out; a level comes after those below it.\n\n"
             )
             text += contest_table(ran) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
             write_section(f"Plans: contest on {name}", this_command(), text)
@@ -389,8 +390,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the long search, for each model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for case in [options.case] if options.case else CASES:
-        CASES[case](options.models or list(BLOCKS), options)
+    with processes.kept("cpu"):
+        for case in [options.case] if options.case else CASES:
+            CASES[case](options.models or list(BLOCKS), options)
 
 
 if __name__ == "__main__":

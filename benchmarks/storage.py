@@ -27,6 +27,7 @@ from benchmarks.contest import Contestant, make_step
 from benchmarks.planning import SPIKINGJELLY, Bench, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
+from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.plan.planner import Priced
 from memopt_cli.records import Plan
@@ -159,7 +160,7 @@ def _contest(case: str, subject: Subject, contestants: Sequence[Contestant], opt
     text = (
         f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {options.rounds}. "
         "*Activation peak*: less all parameters, gradients and inputs. *Found in*: of memopt's plans recording and "
-        "planning.\n\n"
+        "planning; of nobody's the import of PyTorch.\n\n"
     )
     header = ["", "found in", "allocated peak", "activation peak", "of as it is", "step", "of as it is"]
     _write(case, text + table(header, rows))
@@ -187,8 +188,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for case in [options.case] if options.case else CASES:
-        CASES[case](options)
+    with processes.kept("cpu"):
+        for case in [options.case] if options.case else CASES:
+            CASES[case](options)
 
 
 if __name__ == "__main__":
