@@ -32,8 +32,9 @@ class Block:
     """As ``kept_bytes``, with packing."""
     forward_bytes: int = 0
     """As ``peak_bytes``, with what is inside held as forward alone would: a segment's first run."""
-    packed_forward_bytes: int = 0
-    """As ``forward_bytes``, of what packing makes less of: packed for backward, it is held whole by forward as well."""
+    packed_peak_bytes: int = 0
+    """As ``peak_bytes``, with packing: what is packed for backward is held whole by forward as well, as long as it
+    would hold it by itself."""
     resident_bytes: int = 0
     """Of ``peak_bytes``, what stays whatever is done here: parameters, their gradients so far, inputs."""
     forward_s: float = 0.0
@@ -89,6 +90,7 @@ class _Builder:
         self._paid, self._paid_packed = self._payments()
         self._ends = ends_of_recomputation(trace)
         self._base, self._entry, self._resident = self._levels()
+        self._whole = self._held_whole()
 
     def build(self) -> Block:
         return self._block(self._nest())
@@ -131,6 +133,17 @@ class _Builder:
             levels[index] += op.workspace_bytes
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
+    def _held_whole(self) -> list[int]:
+        """At every operator of forward: bytes that forward holds of what is packed for backward."""
+        level = [0] * (len(self._trace.ops) + 1)
+        for index in self._payer:
+            storage = self._trace.storages[index]
+            freed = self._forward_ops if storage.freed is None else min(storage.freed, self._forward_ops)
+            if storage.compressor != "null" and freed > storage.born:
+                level[storage.born] += storage.nbytes
+                level[freed] -= storage.nbytes
+        return list(accumulate(level[:-1]))
+
     # ------------------------------------------------------------------------------------------ the tree
 
     def _nest(self) -> _Node:
@@ -148,13 +161,11 @@ class _Builder:
     def _block(self, node: _Node) -> Block:
         call = node.call
         children = tuple(self._children(node))
-        forward = self._forward_alone(call, packable=False)
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
         own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
-        own.forward_bytes = forward
-        own.packed_forward_bytes = self._forward_alone(call, packable=True)
+        own.forward_bytes = self._forward_alone(call)
         own.stop = recomputed_until(self._ends, call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
@@ -216,6 +227,7 @@ class _Builder:
             kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
             packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
             peak_bytes=max((self._base[i] for i in ops), default=fallback),
+            packed_peak_bytes=max((self._base[i] + self._whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(self._base[i] for i in backward)]),
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
@@ -225,17 +237,13 @@ class _Builder:
             signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
         )
 
-    def _forward_alone(self, call: ModuleCall, *, packable: bool) -> int:
-        """Most bytes at any instant of forward if autograd keeps nothing of what is inside.
-
-        ``packable``: counted of what it would keep is only what can be packed.
-        """
+    def _forward_alone(self, call: ModuleCall) -> int:
+        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
         level: dict[int, int] = defaultdict(int)
         for index in range(*self._born_in(call)):
             storage = self._trace.storages[index]
             freed = call.end if storage.freed is None else min(storage.freed, call.end)
-            counts = index in self._payer and not (packable and storage.compressor == "null")
-            if counts and freed > storage.born:
+            if index in self._payer and freed > storage.born:
                 level[storage.born] += storage.nbytes
                 level[freed] -= storage.nbytes
         alive = highest = 0

@@ -200,10 +200,8 @@ class Solver:
         plain = before
         for child in block.children:
             plain = self._through(plain, child, budget_bytes)
-        whole = (self._held_whole(way, block, self._outside) for way in plain)
         segments = _followed(before, self._as_segment(block, self._outside), budget_bytes)
-        after = [*(way for way in whole if way.peak_bytes <= budget_bytes), *segments]
-        return _thinned(after, _MOST_WAYS, budget_bytes)
+        return _thinned([*plain, *segments], _MOST_WAYS, budget_bytes)
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
         """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
@@ -231,19 +229,13 @@ class Solver:
             kept = block.packed_bytes if around.packed else block.kept_bytes
             held = [c for c in block.costly if c.op in around.kept]
             saved_s = sum(c.seconds for c in held)
-            own = max(block.peak_bytes, block.again_bytes) if around.recomputed else block.peak_bytes
-            way = Way(kept, kept + own, -saved_s, sum(c.nbytes for c in held))
-            return [self._held_whole(way, block, around)]
+            own = block.packed_peak_bytes if around.packed else block.peak_bytes
+            peak = kept + (max(own, block.again_bytes) if around.recomputed else own)
+            return [Way(kept, peak, -saved_s, sum(c.nbytes for c in held))]
         ways = [Way()]
         for child in block.children:
             ways = _thinned([way.then(own) for way in ways for own in self._ways(child, around)], _MOST_INNER_WAYS)
-        return [self._held_whole(way, block, around) for way in ways]
-
-    @staticmethod
-    def _held_whole(way: Way, block: Block, around: _Around) -> Way:
-        """The way, if what is packed while the block runs is held by its forward as well."""
-        peak = way.kept_bytes + block.packed_forward_bytes
-        return replace(way, peak_bytes=peak) if around.packed and peak > way.peak_bytes else way
+        return ways
 
     def _as_segment(self, block: Block, around: _Around) -> list[Way]:
         if not self._may_be_segment(block, self._chosen.segmented):
