@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -164,9 +164,9 @@ class _Builder:
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
-        own = self._span(call.path, range(call.start, call.end), range(call.backward_start, call.backward_end))
+        forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
+        own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
         own.forward_bytes = self._forward_alone(call)
-        own.stop = recomputed_until(self._ends, call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
         own.packed_input_bytes, own.compressor = self._packed(module, call)
@@ -198,7 +198,7 @@ class _Builder:
         backward = self._backward_edges(call, calls)
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
         for index, gap in enumerate(gaps):
-            span = self._span("", gap, backward[index])
+            span = self._span("", gap, backward[index], gap.stop)
             if span.kept_bytes or span.ops:
                 yield span
             if index < len(node.children):
@@ -216,31 +216,47 @@ class _Builder:
         lower.reverse()
         return [range(low, max(low, high)) for low, high in zip(lower, upper, strict=True)]
 
-    def _span(self, path: str, forward: range, backward: range) -> Block:
+    def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
+        """``stop``: the operator before which running it again ends."""
         ops = [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        highest = max((self._base[i] for i in forward), default=0)
+        given, given_packed = self._given(forward, backward)
+        base = {i: self._base[i] + given[i] for i in ops}
+        highest = max((base[i] for i in forward if i < stop), default=0)
         found, before = (self._entry[r.start] if r.start < len(self._entry) else 0 for r in (backward, forward))
         fallback = self._base[forward.start] if forward.start < len(self._base) else 0
         return Block(
             path=path,
             kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
             packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
-            peak_bytes=max((self._base[i] for i in ops), default=fallback),
-            packed_peak_bytes=max((self._base[i] + self._whole[i] for i in ops), default=fallback),
-            again_bytes=max([highest + max(0, found - before), *(self._base[i] for i in backward)]),
+            peak_bytes=max(base.values(), default=fallback),
+            packed_peak_bytes=max((self._base[i] + given_packed[i] + self._whole[i] for i in ops), default=fallback),
+            again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
             ops=len(forward),
             costly=tuple(self._costly[first:last]),
-            stop=forward.stop,
+            stop=stop,
             signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
         )
+
+    def _given(self, forward: range, backward: range) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
+        given: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+        for index in range(*self._born_in(forward)):
+            if self._payer.get(index, -1) < forward.stop:
+                continue
+            storage = self._trace.storages[index]
+            died = len(self._trace.ops) if storage.died is None else storage.died
+            for counts in given if storage.compressor == "null" else given[:1]:
+                for op in (*range(storage.born, forward.stop), *range(backward.start, min(died, backward.stop))):
+                    counts[op] += storage.nbytes
+        return given
 
     def _forward_alone(self, call: ModuleCall) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
         level: dict[int, int] = defaultdict(int)
-        for index in range(*self._born_in(call)):
+        for index in range(*self._born_in(range(call.start, call.end))):
             storage = self._trace.storages[index]
             freed = call.end if storage.freed is None else min(storage.freed, call.end)
             if index in self._payer and freed > storage.born:
@@ -252,11 +268,11 @@ class _Builder:
             highest = max(highest, alive + self._base[op])
         return highest
 
-    def _born_in(self, call: ModuleCall) -> tuple[int, int]:
+    def _born_in(self, ops: range) -> tuple[int, int]:
         storages = self._trace.storages
         return (
-            bisect.bisect_left(storages, call.start, key=lambda s: s.born),
-            bisect.bisect_left(storages, call.end, key=lambda s: s.born),
+            bisect.bisect_left(storages, ops.start, key=lambda s: s.born),
+            bisect.bisect_left(storages, ops.stop, key=lambda s: s.born),
         )
 
     def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:
