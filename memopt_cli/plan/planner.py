@@ -130,16 +130,23 @@ class Planner:
         return best
 
     def _approach(self, budget_bytes: int) -> None:
-        """Count plans that come ever closer to the budget from below.
+        """Count plans that come ever closer to the budget from below."""
+        for packed in self._solvers:
+            self._approach_by(packed, budget_bytes)
+        self._descend(2 * self._model.peak_bytes, budget_bytes)  # sums that are a little off find nothing that fits
 
-        The solver's sums are a little off, so its budget is corrected by what the cost model says, and a few times by
-        the dry run.
+    def _approach_by(self, packed: bool, budget_bytes: int) -> None:
+        """By the sums of one solver, as long as its plans are faster than the best within the budget so far.
+
+        The sums are a little off, so the budget is corrected by what the cost model says, and a few times by the dry
+        run.
         """
         target, dry_runs, bias = budget_bytes, 0, 1.0
         step = int(budget_bytes * _LEAST_STEP)
         for _ in range(_SOLUTIONS):
-            plan = self._fastest(target) if dry_runs < _DRY_RUNS else None
-            if plan is None:
+            best = self._fastest_counted(budget_bytes)
+            plan = self._fastest(packed, target, may_learn=best is None) if dry_runs < _DRY_RUNS else None
+            if plan is None or (best is not None and self._slowdown(plan) >= best.slowdown):
                 break
             predicted_bytes = self._predict(plan).allocated_peak_bytes
             over = int(predicted_bytes * bias) - budget_bytes
@@ -157,7 +164,6 @@ class Planner:
             if unused < _CLOSE * budget_bytes:
                 break
             target += unused * 3 // 4
-        self._descend(2 * self._model.peak_bytes, budget_bytes)  # sums that are a little off find nothing that fits
 
     def _descend(self, start_bytes: int, budget_bytes: int = 0) -> None:
         """Count plans of ever lower peaks, until one is within the budget."""
@@ -183,17 +189,16 @@ class Planner:
         choices = (False, True) if self._may_pack else (False,)
         return {packed: Solver(self._root, replace(self._allowed, packed=packed), self._tick) for packed in choices}
 
-    def _fastest(self, target: int) -> Plan | None:
-        """A plan within the target; where there is none, modules are put in chunks until there is."""
+    def _fastest(self, packed: bool, target: int, *, may_learn: bool) -> Plan | None:
+        """A plan within the target; where there is none, modules may be put in chunks until there is."""
         while True:
-            ways = {packed: solver.fastest(target) for packed, solver in self._solvers.items()}
-            plans = [self._plan(way, packed) for packed, way in ways.items() if way is not None]
-            if plans:
-                best = min(plans, key=self._slowdown)
-                if self._confirm_chunks(best):
-                    return best
+            way = self._solvers[packed].fastest(target)
+            if way is not None:
+                plan = self._plan(way, packed)
+                if self._confirm_chunks(plan):
+                    return plan
                 continue
-            least = self._least_plan(2 * self._model.peak_bytes)
+            least = self._least_plan(2 * self._model.peak_bytes) if may_learn else None
             if least is None or not self._learn_chunks(least):
                 return None
 
