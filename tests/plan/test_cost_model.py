@@ -25,7 +25,7 @@ from memopt_cli.plan.strategies import STRATEGIES
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Less
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
-from memopt_cli.trace import FakeStep
+from memopt_cli.trace import FakeStep, record
 from sample_models import gpt, resnet
 
 CONV = "aten::convolution"
@@ -333,6 +333,44 @@ def test_blocks_that_are_alike_have_tensors_of_the_same_sizes(name: str) -> None
 
 
 # ---------------------------------------------------------------------------------------------- within a budget
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient / (1 + x * x)
+
+
+class Firing(nn.Module):
+    """Convolutions of spikes: of what one saves, packing makes a 32nd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Spike.apply(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed: bool) -> None:
+    step = Step(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
+    trace = record(step, 4, contents=True)
+    model = CostModel(trace)
+    assert model.packable_bytes > 0
+    solver = Solver(block_tree(trace, model.recompute_s), Allowed(targets=lambda path: False, packed=packed))
+    way = solver.fastest(trace.allocated_peak_bytes)
+    assert way is not None
+    predicted = model.predict(Plan(level=1, packed=packed)).allocated_peak_bytes
+    assert way.peak_bytes == pytest.approx(predicted, rel=0.02)
 
 
 def planner(subject: Subject, chunking: Callable[[str], ChunkRule | Refused] | None = None) -> Planner:
