@@ -53,6 +53,8 @@ class Block:
     given_bytes: int = 0
     """Of its inputs, whoever holds them."""
     output_bytes: int = 0
+    passed_bytes: int = 0
+    """Of what it makes, most that is kept for backward at once and paid for by what follows."""
     state_bytes: int = 0
     """What one chunk of it leaves to the next in attributes."""
     refusal: str = ""
@@ -183,6 +185,7 @@ class _Builder:
                 own.packed_input_bytes,
                 held,
                 own.output_bytes,
+                own.passed_bytes,
                 own.refusal,
                 module.class_name if module else "",
             )
@@ -220,8 +223,9 @@ class _Builder:
         """``stop``: the operator before which running it again ends."""
         ops = [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        given, given_packed = self._given(forward, backward)
-        base = {i: self._base[i] + given[i] for i in ops}
+        passed, passed_whole = self._passed(forward, backward)
+        base = {i: self._base[i] + passed[i] for i in ops}
+        most_passed = max(passed.values(), default=0)
         highest = max((base[i] for i in forward if i < stop), default=0)
         found, before = (self._entry[r.start] if r.start < len(self._entry) else 0 for r in (backward, forward))
         fallback = self._base[forward.start] if forward.start < len(self._base) else 0
@@ -230,28 +234,29 @@ class _Builder:
             kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
             packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
             peak_bytes=max(base.values(), default=fallback),
-            packed_peak_bytes=max((self._base[i] + given_packed[i] + self._whole[i] for i in ops), default=fallback),
+            packed_peak_bytes=max((self._base[i] + passed_whole[i] + self._whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
             resident_bytes=max((self._resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
             ops=len(forward),
             costly=tuple(self._costly[first:last]),
             stop=stop,
-            signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward))),
+            passed_bytes=most_passed,
+            signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward), most_passed)),
         )
 
-    def _given(self, forward: range, backward: range) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    def _passed(self, forward: range, backward: range) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
-        given: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+        passed: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             if self._payer.get(index, -1) < forward.stop:
                 continue
             storage = self._trace.storages[index]
             died = len(self._trace.ops) if storage.died is None else storage.died
-            for counts in given if storage.compressor == "null" else given[:1]:
+            for counts in passed if storage.compressor == "null" else passed[:1]:
                 for op in (*range(storage.born, forward.stop), *range(backward.start, min(died, backward.stop))):
                     counts[op] += storage.nbytes
-        return given
+        return passed
 
     def _forward_alone(self, call: ModuleCall) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
