@@ -146,7 +146,9 @@ class Planner:
         for _ in range(_SOLUTIONS):
             best = self._fastest_counted(budget_bytes)
             plan = self._fastest(packed, target, may_learn=best is None) if dry_runs < _DRY_RUNS else None
-            if plan is None or (best is not None and self._slowdown(plan) >= best.slowdown):
+            if plan is None:
+                break
+            if best is not None and plan != best.candidate.plan and self._slowdown(plan) >= best.slowdown:
                 break
             predicted_bytes = self._predict(plan).allocated_peak_bytes
             over = int(predicted_bytes * bias) - budget_bytes
