@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -53,8 +53,6 @@ class Block:
     given_bytes: int = 0
     """Of its inputs, whoever holds them."""
     output_bytes: int = 0
-    passed_bytes: int = 0
-    """Of what it makes, most that is kept for backward at once and paid for by what follows."""
     state_bytes: int = 0
     """What one chunk of it leaves to the next in attributes."""
     refusal: str = ""
@@ -179,13 +177,12 @@ class _Builder:
         own.children = children
         own.signature = hash(
             (
-                tuple(op.name for op in self._trace.ops[call.start : call.end]) if not children else None,
+                own.signature if not children else None,
                 tuple(child.signature for child in children),
                 own.kept_bytes,
                 own.packed_input_bytes,
                 held,
                 own.output_bytes,
-                own.passed_bytes,
                 own.refusal,
                 module.class_name if module else "",
             )
@@ -225,14 +222,15 @@ class _Builder:
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
         passed, passed_whole = self._passed(forward, backward)
         base = {i: self._base[i] + passed[i] for i in ops}
-        most_passed = max(passed.values(), default=0)
+        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (self._paid, self._paid_packed))
+        outside = max(passed.values(), default=0), max((self._whole[i] for i in forward), default=0)
         highest = max((base[i] for i in forward if i < stop), default=0)
         found, before = (self._entry[r.start] if r.start < len(self._entry) else 0 for r in (backward, forward))
         fallback = self._base[forward.start] if forward.start < len(self._base) else 0
         return Block(
             path=path,
-            kept_bytes=self._paid[forward.stop] - self._paid[forward.start],
-            packed_bytes=self._paid_packed[forward.stop] - self._paid_packed[forward.start],
+            kept_bytes=kept,
+            packed_bytes=packed,
             peak_bytes=max(base.values(), default=fallback),
             packed_peak_bytes=max((self._base[i] + passed_whole[i] + self._whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
@@ -241,22 +239,27 @@ class _Builder:
             ops=len(forward),
             costly=tuple(self._costly[first:last]),
             stop=stop,
-            passed_bytes=most_passed,
-            signature=hash((tuple(self._trace.ops[i].name for i in forward), len(backward), most_passed)),
+            signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 
-    def _passed(self, forward: range, backward: range) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    def _passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
         """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
-        passed: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+        changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
+            storage = self._trace.storages[index]
             if self._payer.get(index, -1) < forward.stop:
                 continue
-            storage = self._trace.storages[index]
-            died = len(self._trace.ops) if storage.died is None else storage.died
-            for counts in passed if storage.compressor == "null" else passed[:1]:
-                for op in (*range(storage.born, forward.stop), *range(backward.start, min(died, backward.stop))):
-                    counts[op] += storage.nbytes
-        return passed
+            for change in changes if storage.compressor == "null" else changes[:1]:
+                change[storage.born] += storage.nbytes
+                if storage.died is None or storage.died > backward.start:
+                    change[backward.start] += storage.nbytes
+                    change[backward.stop if storage.died is None else storage.died] -= storage.nbytes
+
+        def levels(change: dict[int, int]) -> dict[int, int]:
+            both = ((ops, accumulate(change[op] for op in ops)) for ops in (forward, backward))
+            return {op: level for ops, alive in both for op, level in zip(ops, alive, strict=True)}
+
+        return levels(changes[0]), levels(changes[1])
 
     def _forward_alone(self, call: ModuleCall) -> int:
         """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""

@@ -23,7 +23,7 @@ class CostModels:
 
     def of(self, plan: Plan) -> CostModel | None:
         """The model that prices a plan; ``None`` if no step could be recorded for it."""
-        heads = tuple(segment for segment in plan.segments if segment.through_loss)
+        heads = _heads(plan)
         if heads not in self._models:
             trace = self._record(Plan(level=3, segments=heads))
             self._models[heads] = _model(trace) if isinstance(trace, StepTrace) else None
@@ -31,12 +31,16 @@ class CostModels:
 
     def raises_peak(self, plan: Plan, start: Plan) -> bool:
         """Whether the plan is taken to have a higher peak than the one it was made from: no dry run is worth it."""
-        model = self.of(plan)
-        if model is None or model is not self.of(start):
+        model = self.of(start) if _heads(plan) == _heads(start) else None
+        if model is None:
             return False
         doubt = _DOUBT_IN_CHUNKS if any(s.chunks > 1 for s in (*plan.segments, *start.segments)) else _DOUBT
         peak_bytes, start_bytes = (model.predict(p).allocated_peak_bytes for p in (plan, start))
         return peak_bytes > (1 + doubt) * start_bytes
+
+
+def _heads(plan: Plan) -> tuple[SegmentPlan, ...]:
+    return tuple(segment for segment in plan.segments if segment.through_loss)
 
 
 def _model(trace: StepTrace) -> CostModel | None:

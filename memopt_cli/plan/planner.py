@@ -15,12 +15,11 @@ from memopt_cli.plan.strategies.segments import segment as plain_segment
 from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Prediction, Refused, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
-"""Dry runs for one budget."""
+"""Dry runs for one budget, with packing and without."""
 _SOLUTIONS = 16
-"""Plans that the solver gives for one budget, most of them not dry-run."""
+"""Plans that a solver gives for one budget, most of them not dry-run."""
 _DOUBT = 0.05
-"""The cost model is taken to be off by no more from one plan to the next: one that it puts further above the budget is
-not dry-run."""
+"""A plan that the cost model, corrected by the dry run before, puts further above the budget is not dry-run."""
 _CLOSE = 0.02
 """A plan that leaves less of the budget unused is good enough."""
 _LEAST_STEP = 0.002
@@ -130,42 +129,47 @@ class Planner:
         return best
 
     def _approach(self, budget_bytes: int) -> None:
-        """Count plans that come ever closer to the budget from below."""
-        for packed in self._solvers:
-            self._approach_by(packed, budget_bytes)
+        """Count plans that come ever closer to the budget from below.
+
+        What packing finds by itself is there before modules are asked for chunks, which takes time.
+        """
+        if self._may_pack:
+            self._approach_by(True, budget_bytes, may_learn=False)
+        self._approach_by(False, budget_bytes, may_learn=True)
+        if self._may_pack and self._fastest_counted(budget_bytes) is None:
+            self._approach_by(True, budget_bytes, may_learn=True)
         self._descend(2 * self._model.peak_bytes, budget_bytes)  # sums that are a little off find nothing that fits
 
-    def _approach_by(self, packed: bool, budget_bytes: int) -> None:
-        """By the sums of one solver, as long as its plans are faster than the best within the budget so far.
+    def _approach_by(self, packed: bool, budget_bytes: int, *, may_learn: bool) -> None:
+        """By the sums of one solver.
 
-        The sums are a little off, so the budget is corrected by what the cost model says, and a few times by the dry
-        run.
+        They are a little off, so its budget is corrected by what the cost model says, and a few times by the dry run.
         """
         target, dry_runs, bias = budget_bytes, 0, 1.0
         step = int(budget_bytes * _LEAST_STEP)
         for _ in range(_SOLUTIONS):
-            best = self._fastest_counted(budget_bytes)
-            plan = self._fastest(packed, target, may_learn=best is None) if dry_runs < _DRY_RUNS else None
+            plan = self._fastest(packed, target, may_learn=may_learn) if dry_runs < _DRY_RUNS else None
             if plan is None:
                 break
-            if best is not None and plan != best.candidate.plan and self._slowdown(plan) >= best.slowdown:
-                break
             predicted_bytes = self._predict(plan).allocated_peak_bytes
-            over = int(predicted_bytes * bias) - budget_bytes
-            if over > _DOUBT * budget_bytes:
-                target -= max(over, step)
+            peak_bytes = int(predicted_bytes * bias)
+            if peak_bytes <= (1 + _DOUBT) * budget_bytes and self._is_faster(plan, budget_bytes):
+                found = self._count(plan)
+                dry_runs += 1
+                peak_bytes = found.peak_bytes if found else budget_bytes + 1
+                bias = peak_bytes / predicted_bytes if found else bias
+            if peak_bytes > budget_bytes:
+                target -= max(peak_bytes - budget_bytes, step)
                 continue
-            found = self._count(plan)
-            dry_runs += 1
-            bias = found.peak_bytes / predicted_bytes if found else bias
-            if found is None or found.peak_bytes > budget_bytes:
-                over = found.peak_bytes - budget_bytes if found else 0
-                target -= max(over, step)
-                continue
-            unused = budget_bytes - found.peak_bytes
+            unused = budget_bytes - peak_bytes
             if unused < _CLOSE * budget_bytes:
                 break
             target += unused * 3 // 4
+
+    def _is_faster(self, plan: Plan, budget_bytes: int) -> bool:
+        """Than all within the budget so far."""
+        best = self._fastest_counted(budget_bytes)
+        return best is None or self._slowdown(plan) < best.slowdown
 
     def _descend(self, start_bytes: int, budget_bytes: int = 0) -> None:
         """Count plans of ever lower peaks, until one is within the budget."""

@@ -27,6 +27,8 @@ class GreedyUnwrap:
         less = _Less(tree.trace, probes)
         tried = 0
         for segment in sorted(start.plan.segments, key=lambda s: -tree[s.path].forward_s):
+            if probes.late():
+                break
             for plan in less.plans(best.plan, segment):
                 probes.report(f"unwrap {segment.path or '(root)'}")
                 counted = probes.count(plan)

@@ -45,7 +45,7 @@ class Rounds:
     ) -> None:
         """``what``: the verb of the changes.
 
-        All at once, and at first in every round, the first is made; the others where it lowers nothing.
+        All at once, and at first in every round, the first of them is made; the others where it lowers nothing.
         """
         self._what = what
         self._changes = changes
@@ -95,12 +95,12 @@ class Rounds:
         held = {segment: held_at_peak(best.counted, segment.path) for segment in best.plan.segments}
         heavy = [s for s in sorted(held, key=lambda s: -held[s]) if held[s] >= LEAST_SHARE * best.peak_bytes]
         for change, segment in itertools.product(self._changes, heavy):
-            if tried == self._options.max_candidates_per_round:
+            if tried == self._options.max_candidates_per_round or self._probes.late():
                 break
             plans = [_replaced(walk.plan, segment, new, self._level) for new in change(segment)]
-            plans = self._worth_it([plan for plan in plans if plan.segments != walk.plan.segments], walk)
-            candidates = self._probe(plans, segment.path or "(root)")
+            plans = [plan for plan in plans if plan.segments != walk.plan.segments]
             tried += bool(plans)
+            candidates = self._probe(self._worth_it(plans, walk), segment.path or "(root)")
             better = min(candidates, key=lambda c: c.peak_bytes, default=None)
             if better is not None and better.peak_bytes < best.peak_bytes:
                 return better
