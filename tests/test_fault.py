@@ -146,7 +146,9 @@ CTRL_C = [
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
     ("optimize good.pt -i 8x6 --level 4", "level 0", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 1", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 2", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 3", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 4", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 0", "verifying", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 0", "finding the batch", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 0", "writing", FILLED),
@@ -215,7 +217,7 @@ PLAN_TEXT = (
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of those that the tables name."""
     folder = tmp_path_factory.mktemp("files")
-    blocks = [nn.Sequential(*(nn.Linear(6, 6), nn.Tanh()) * 3) for _ in range(3)]
+    blocks = [nn.Sequential(*(made for _ in range(3) for made in (nn.Linear(6, 6), nn.Tanh()))) for _ in range(3)]
     torch.save(nn.Sequential(*blocks), folder / "good.pt")
     torch.save(nn.Linear(3, 4), folder / "fine.pt")
     (folder / "p.yaml").write_text(PLAN_TEXT)

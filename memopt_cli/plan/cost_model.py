@@ -145,9 +145,15 @@ class CostModel:
         self._left_born = [s.born for s in left]
         """Births, in their order, of what is there when the step has ended."""
         self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
+        self._predicted: dict[Plan, Prediction] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """The step under ``plan``: allocated peak, when it happens, and time."""
+        """The step under ``plan``: allocated peak, when it happens, and time; every plan once."""
+        if plan not in self._predicted:
+            self._predicted[plan] = self._replay(plan)
+        return self._predicted[plan]
+
+    def _replay(self, plan: Plan) -> Prediction:
         replay = _Replay(self._original, self._blocks(plan), plan.packed)
         peak_bytes, op = replay.peak()
         return Prediction(

@@ -61,12 +61,13 @@ def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
     batched, given = different(small(), route=route), images()
     expected = batched(given)
     assert expected.shape == (G, B, 2)
-    assert_close(batched(given.transpose(0, 1), data_order="b g"), expected.transpose(0, 1))
-    assert_close(batched(given.flatten(0, 1), data_order="(g b)"), expected.flatten(0, 1))
+    assert torch.equal(batched(given.transpose(0, 1), data_order="b g"), expected.transpose(0, 1))
+    assert torch.equal(batched(given.flatten(0, 1), data_order="(g b)"), expected.flatten(0, 1))
     merged = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)")
-    assert_close(merged, expected.transpose(0, 1).flatten(0, 1))  # on some processors strides change the last bit
+    last_bit = {"rtol": 4 * torch.finfo(torch.float32).eps, "atol": 1e-7}  # on some processors strides change it
+    assert_close(merged, expected.transpose(0, 1).flatten(0, 1), **last_bit)
     split = batched(given.transpose(0, 1).flatten(0, 1), data_order="(b g)", output_order="g b")
-    assert_close(split, expected)
+    assert_close(split, expected, **last_bit)
 
 
 def test_an_input_without_the_models_is_refused_with_its_shape() -> None:
