@@ -77,6 +77,8 @@ SHARES = (0.8, 0.6, 0.44)
 """Of the original's peak: memopt's budgets."""
 KEPT = Path("build/budgets")
 """Where the plans of the case budgets are kept."""
+TURN_S = 0.2
+"""A turn of a plan: as many of its steps as take so long."""
 FIVE, TEN = 5, 10
 LAYERS = (64, 256, 1024)
 
@@ -277,7 +279,7 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
     header = ["", "plans", "median", "worst of ten budgets"]
     text = (
         f"The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
-        f"cost model puts first, and the planner's own); medians of {options.rounds} steps in turns.\n\n"
+        f"cost model puts first, and the planner's own); medians of {options.rounds} turns, each of as many steps as take {TURN_S} s.\n\n"
     )
     for name in names:
         kept = json.loads((KEPT / f"{name}.json").read_text())
@@ -299,13 +301,20 @@ def _times(plans: Sequence[Plan], name: str, rounds: int) -> dict[Plan, float]:
     for turn in range(rounds + 1):
         for plan, taken in times.items():
             apply_plan(step.model, plan)
-            started = time.perf_counter()
-            take(step)
-            taken.append(time.perf_counter() - started)
+            taken.append(_step_s(step))
             remove_plan(step.model)
             if not turn:
                 taken.clear()
     return {plan: statistics.median(taken) for plan, taken in times.items()}
+
+
+def _step_s(step: Step) -> float:
+    """Seconds of a step, of short ones the mean of several."""
+    started, steps, spent_s = time.perf_counter(), 0, 0.0
+    while spent_s < TURN_S:
+        take(step)
+        steps, spent_s = steps + 1, time.perf_counter() - started
+    return spent_s / steps
 
 
 # ---------------------------------------------------------------------------------------------- growth

@@ -59,11 +59,12 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, packed_bytes
 def chunk_counts(length: int, factor: int, start: int = 1) -> Iterator[int]:
     """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
 
-    Of those whose longest chunk is equally long the least.
+    Of those whose longest chunk is equally long the least; ``factor`` 1: all of these.
     """
     chunks = start
     while chunks < length:
-        chunks = math.ceil(length / math.ceil(length / min(length, chunks * factor)))
+        shorter = math.ceil(length / chunks) - 1
+        chunks = math.ceil(length / min(shorter, math.ceil(length / (chunks * factor))))
         yield chunks
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.block_tree import Block, block_tree
@@ -376,25 +377,32 @@ class Planner:
         bias = best.peak_bytes - self._model.predict(best.candidate.plan).allocated_peak_bytes
         plan = best.candidate.plan
         removable = [s for s in plan.segments if not s.through_loss]
+
+        def fits(reduced: Plan) -> bool:
+            return self._predict(reduced).allocated_peak_bytes + bias <= budget_bytes
+
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
-            others = tuple(s for s in plan.segments if s is not segment)
-            rests = (replace(plan, segments=(*others, *less)) for less in self._less_than(segment))
-            plan = next((r for r in rests if self._predict(r).allocated_peak_bytes + bias <= budget_bytes), plan)
-        if plan == best.candidate.plan:
+            plan = self._reduced(plan, segment, fits)
+        if set(plan.segments) == set(best.candidate.plan.segments):
             return best
         ordered = sorted(plan.segments, key=lambda s: self._modules[s.path].order)
         found = self._count(replace(plan, segments=tuple(ordered)))
         return found if found is not None and found.peak_bytes <= budget_bytes else best
 
-    @staticmethod
-    def _less_than(segment: SegmentPlan) -> Iterator[tuple[SegmentPlan, ...]]:
-        """What may do in place of a segment, the fastest first: none, or one in fewer chunks."""
-        yield ()
-        if segment.chunks > 1:
-            yield (SegmentPlan(path=segment.path, compressor=segment.compressor, keep=segment.keep),)
-        for chunks in (segment.chunks // 4, segment.chunks // 2):
-            if chunks > 1:
-                yield (replace(segment, chunks=chunks),)
+    def _reduced(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
+        """The fastest that fits: without the segment, with it as a whole or in fewer chunks; or the plan as it is."""
+        others = tuple(s for s in plan.segments if s is not segment)
+        without = replace(plan, segments=others)
+        if fits(without):
+            return without
+        if segment.chunks == 1:
+            return plan
+        whole = SegmentPlan(path=segment.path, compressor=segment.compressor, keep=segment.keep)
+        length = self._modules[segment.path].input_shape[segment.axis]
+        fewer = (replace(segment, chunks=n) for n in chunk_counts(length, 1) if n < segment.chunks)
+        cheaper = [replace(plan, segments=(*others, less)) for less in (whole, *fewer)]
+        first = bisect.bisect_left(cheaper, True, key=fits)
+        return cheaper[first] if first < len(cheaper) else plan
 
 
 def _nested(path: str, other: str) -> bool:

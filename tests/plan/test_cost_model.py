@@ -201,7 +201,7 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
 
 @pytest.mark.parametrize(
     ("length", "factor", "counts"),
-    [(10, 2, [2, 4, 5, 10]), (8, 3, [3, 8]), (3, 2, [2, 3]), (1, 2, []), (16, 4, [4, 16])],
+    [(10, 2, [2, 4, 5, 10]), (8, 3, [3, 8]), (3, 2, [2, 3]), (1, 2, []), (16, 4, [4, 16]), (10, 1, [2, 3, 4, 5, 10])],
 )
 def test_numbers_of_chunks(length: int, factor: int, counts: list[int]) -> None:
     assert list(chunk_counts(length, factor)) == counts
@@ -500,6 +500,21 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     assert relaxed.slowdown < needless.slowdown
     assert all(segment.chunks == 1 for segment in relaxed.candidate.plan.segments)
     assert relaxed.peak_bytes <= max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
+
+
+def test_no_more_chunks_than_a_budget_needs() -> None:
+    """The solver tries 2, 4 and 8 of them only."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    subject = Subject(nn.Sequential(blocks), torch.randn(96, 64))
+    plans = planner(subject, lambda path: rule_along(0))
+    whole = SegmentPlan(path="0")
+    in_chunks = [Plan(level=4, segments=(rule_along(0).applied(whole, chunks),)) for chunks in (2, 3, 4)]
+    two, three, four = (plans._count(plan) for plan in in_chunks)
+    assert two is not None
+    assert three is not None
+    assert four is not None
+    assert four.peak_bytes < three.peak_bytes < two.peak_bytes
+    assert plans._relaxed(four, three.peak_bytes).candidate.plan == three.candidate.plan
 
 
 def rule_along(axis: int) -> ChunkRule:
