@@ -278,8 +278,9 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
     rows = []
     header = ["", "plans", "median", "worst of ten budgets"]
     text = (
-        f"The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
-        f"cost model puts first, and the planner's own); medians of {options.rounds} turns, each of as many steps as take {TURN_S} s.\n\n"
+        "The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
+        f"cost model puts first, and the planner's own); medians of {options.rounds} turns, each of as many steps as "
+        f"take {TURN_S} s.\n\n"
     )
     for name in names:
         kept = json.loads((KEPT / f"{name}.json").read_text())
