@@ -14,7 +14,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -131,6 +131,8 @@ class Worker:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
         """The step of the original."""
+        self._measured_times: Sequence[trace.OperatorTime] | None = None
+        """Of the original's operators, where it was measured."""
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
@@ -180,18 +182,19 @@ class Worker:
         with self._planned(self._model, job.plan):
             small = trace.record(self._small.step, self._batch, contents=True, frees=False)
             recorded, no_contents = trace.with_contents(recorded, small)
-            recorded, no_seconds = self._with_seconds(recorded)
+            recorded, no_seconds = self._with_seconds(recorded, job.plan)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
         return Traced(trace=recorded, fake=True, note="", unknown=unknown)
 
     def _record_really(self, plan: Plan, workspaces: Workspaces, why: str) -> Traced:
         with self._planned(self._model, plan):
             recorded = trace.record(self._step(), self._batch, contents=True, workspaces=workspaces)
-            recorded, no_seconds = self._with_seconds(recorded)
+            recorded, no_seconds = self._with_seconds(recorded, plan)
         return Traced(trace=recorded, fake=False, note=why, unknown=(no_seconds,) if no_seconds else ())
 
-    def _with_seconds(self, recorded: StepTrace) -> tuple[StepTrace, str]:
-        times = self._at_full_size(trace.time_operators)
+    def _with_seconds(self, recorded: StepTrace, plan: Plan) -> tuple[StepTrace, str]:
+        times = self._measured_times if plan == ORIGINAL else None
+        times = times or self._at_full_size(trace.time_operators)
         return trace.with_seconds(recorded, times) if times else (recorded, "")
 
     def _require_data(self, reason: str) -> NoReturn:
@@ -260,10 +263,12 @@ class Worker:
         first_s = self._install(job.plan, step)
         times = self._step_times(step, job.steps) if job.warm_up else (first_s, *self._step_times(step, job.steps - 1))
         self._start.enter()
-        counted = trace.count(step)
+        clock = trace.Clock(self._settings.device)
+        with clock if job.plan == ORIGINAL else contextlib.nullcontext():
+            counted = trace.count(step)
         allocated = self._allocated(step)
         if job.plan == ORIGINAL:
-            self._recorded_workspaces = allocated.workspaces
+            self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
         return Measurement(
             tensor_peak_bytes=counted.tensor_peak_bytes,
             allocated_peak_bytes=allocated.peak_bytes,

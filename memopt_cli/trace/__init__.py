@@ -1,6 +1,6 @@
 """What one training step does with memory, counted at the dispatcher or recorded in full."""
 
-from memopt_cli.trace.clock import time_operators, with_seconds
+from memopt_cli.trace.clock import Clock, OperatorTime, time_operators, with_seconds
 from memopt_cli.trace.contents import with_contents
 from memopt_cli.trace.counting import codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
@@ -10,8 +10,10 @@ from memopt_cli.trace.modules import ancestry, asked_compressor
 from memopt_cli.trace.recording import record
 
 __all__ = [
+    "Clock",
     "Codecs",
     "FakeStep",
+    "OperatorTime",
     "StorageLog",
     "ancestry",
     "asked_compressor",

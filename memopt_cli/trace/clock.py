@@ -27,13 +27,17 @@ class OperatorTime:
     """Of a norm in a recomputation, where its statistics are known."""
 
 
-class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Waits for the device around every operator: the times of kernels, not of their launch."""
+class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Waits for the device around every operator: the times of kernels, not of their launch.
+
+    Under a :class:`StorageLog` in the same step, entered before it, it times what that log sees.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.times: list[OperatorTime] = []
+        """In their order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
@@ -55,7 +59,7 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     """Run one step and time its operators, in their order.  Gradients are ``None`` before and after."""
     seed_everything(step.settings.seed)
-    with _Clock(step.settings.device) as clock:
+    with Clock(step.settings.device) as clock:
         step.backward(step.forward())
         step.update()
     step.model.zero_grad(set_to_none=True)

@@ -137,6 +137,18 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     assert found.holders[0].held_bytes > 0
 
 
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+def test_a_measured_step_is_not_taken_again_to_time_its_operators(
+    optimizer: str, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.trace.time_operators", lambda step: pytest.fail("it was"))
+    one = worker(optimizer=optimizer)
+    one.do(MeasureJob(plan=ORIGINAL, steps=3))
+    traced = one.do(TraceJob(fake=True))
+    assert not traced.unknown
+    assert all(op.seconds > 0 for op in traced.trace.ops)
+
+
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
     one = worker()
     small, large = (one.do(ProbeJob(plan=ORIGINAL, batch=batch)) for batch in (4, 16))
