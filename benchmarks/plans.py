@@ -274,30 +274,29 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:
-    """The steps of the plans kept, in turns, in one process."""
+    """The steps of the plans kept, in one process; those for one budget in turns."""
     rows = []
     header = ["", "plans", "median", "worst of ten budgets"]
     text = (
         "The planner's step over that of the fastest plan of the long search for the same budget (the two that the "
-        f"cost model puts first, and the planner's own); medians of {options.rounds} turns, each of as many steps as "
-        f"take {TURN_S} s.\n\n"
+        f"cost model puts first, and the planner's own); medians of {options.rounds} turns within a budget, each "
+        f"of as many steps as take {TURN_S} s.\n\n"
     )
     for name in names:
         kept = json.loads((KEPT / f"{name}.json").read_text())
-        own = [from_data(Plan, entry["plan"]) for entry in kept]
-        others = [[from_data(Plan, plan) for plan in entry["others"]] for entry in kept]
-        times = _times([*own, *(plan for plans in others for plan in plans)], name, options.rounds)
-        ratios = [times[plan] / min(times[p] for p in (plan, *rest)) for plan, rest in zip(own, others, strict=True)]
-        rows.append([name, str(len(times)), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"])
+        step = make_step(prepared(name).subject)
+        groups = [[from_data(Plan, plan) for plan in (entry["plan"], *entry["others"])] for entry in kept]
+        timed = [_times(step, plans, options.rounds) for plans in groups]
+        ratios = [times[plans[0]] / min(times.values()) for times, plans in zip(timed, groups, strict=True)]
+        rows.append([name, str(sum(map(len, timed))), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"])
         print(*rows[-1], " ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)
         write_section(
             f"Plans: steps within ten budgets, {', '.join(names)}", this_command(), text + table(header, rows)
         )
 
 
-def _times(plans: Sequence[Plan], name: str, rounds: int) -> dict[Plan, float]:
-    """Median seconds of a step under each plan."""
-    step = make_step(prepared(name).subject)
+def _times(step: Step, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
+    """Median seconds of a step under each plan, taken in turns."""
     times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     for turn in range(rounds + 1):
         for plan, taken in times.items():
