@@ -373,7 +373,7 @@ class Planner:
         return module.saved_bytes > module.output_bytes
 
     def _relaxed(self, best: Priced, budget_bytes: int) -> Priced:
-        """Without the segments, and the chunks, that the cost model finds needless, if a dry run agrees."""
+        """Without the segments, chunks and packing that the cost model finds needless, if a dry run agrees."""
         bias = best.peak_bytes - self._model.predict(best.candidate.plan).allocated_peak_bytes
         plan = best.candidate.plan
         removable = [s for s in plan.segments if not s.through_loss]
@@ -383,16 +383,16 @@ class Planner:
 
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
             plan = self._reduced(plan, segment, fits)
-        if set(plan.segments) == set(best.candidate.plan.segments):
-            return best
-        ordered = sorted(plan.segments, key=lambda s: self._modules[s.path].order)
-        found = self._count(replace(plan, segments=tuple(ordered)))
+        if plan.packed and fits(replace(plan, packed=False)):
+            plan = replace(plan, packed=False)
+        found = self._count(plan) if plan != best.candidate.plan else best
         return found if found is not None and found.peak_bytes <= budget_bytes else best
 
     def _reduced(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
         """The fastest that fits: without the segment, with it as a whole or in fewer chunks; or the plan as it is."""
-        others = tuple(s for s in plan.segments if s is not segment)
-        without = replace(plan, segments=others)
+        at = plan.segments.index(segment)
+        before, after = plan.segments[:at], plan.segments[at + 1 :]
+        without = replace(plan, segments=before + after)
         if fits(without):
             return without
         if segment.chunks == 1:
@@ -400,7 +400,7 @@ class Planner:
         whole = SegmentPlan(path=segment.path, compressor=segment.compressor, keep=segment.keep)
         length = self._modules[segment.path].input_shape[segment.axis]
         fewer = (replace(segment, chunks=n) for n in chunk_counts(length, 1) if n < segment.chunks)
-        cheaper = [replace(plan, segments=(*others, less)) for less in (whole, *fewer)]
+        cheaper = [replace(plan, segments=(*before, less, *after)) for less in (whole, *fewer)]
         first = bisect.bisect_left(cheaper, True, key=fits)
         return cheaper[first] if first < len(cheaper) else plan
 

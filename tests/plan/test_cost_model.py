@@ -502,6 +502,16 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     assert relaxed.peak_bytes <= max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
 
 
+def test_packing_that_a_budget_does_not_need_is_taken_back() -> None:
+    subject = SUBJECTS["chain"]()
+    plans = planner(subject, lambda path: rule_along(0))
+    plain, packed = (plans._count(replace(segments("blocks.1"), packed=packed)) for packed in (False, True))
+    assert plain is not None
+    assert packed is not None
+    assert plans._relaxed(packed, plain.peak_bytes).candidate.plan == plain.candidate.plan
+    assert plans._relaxed(packed, plain.peak_bytes - 1) == packed
+
+
 def test_no_more_chunks_than_a_budget_needs() -> None:
     """The solver tries 2, 4 and 8 of them only."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
