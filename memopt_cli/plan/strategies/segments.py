@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.errors import PlanError
+from memopt_cli.plan.cost_models import CostModels
 from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes, is_within
 from memopt_cli.plan.policy import Selection, is_limited, least_predicted_peak, select
 from memopt_cli.records import Counted, ModuleTrace, Plan, SearchOptions, SegmentPlan
@@ -28,7 +29,11 @@ class Segments:
     level = 1
 
     def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
-        """Probe the sets of targets and keep the best; ``start`` if none lowers the peak (targets asked for stay)."""
+        """Probe the sets of targets and keep the best; ``start`` if none lowers the peak (targets asked for stay).
+
+        Sets that the cost model puts above the best so far are not probed.
+        """
+        models = CostModels(tree.trace, probes)
         targets = asked_for(tree, options)
         asked = targets is not None
         best, tried, notes = start, 0, left_out(tree, options)
@@ -42,6 +47,8 @@ class Segments:
             if not selection.selected:
                 continue
             plan = segments_plan(selection, options)
+            if not asked and models.raises_peak(plan, best.plan):
+                continue
             probes.report(f"segments on {len(plan.segments)} modules")
             counted = probes.count(plan)
             if isinstance(counted, NotTried):
@@ -52,6 +59,8 @@ class Segments:
             elif asked or counted.allocated_peak_bytes < best.peak_bytes:
                 best, chosen = Candidate(plan=plan, counted=counted), selection
         for plan in _packed_too((best.plan,) if asked else (start.plan, best.plan), tree, options):
+            if models.raises_peak(plan, best.plan):
+                continue
             probes.report("pack what is saved")
             counted = probes.count(plan)
             if isinstance(counted, NotTried):
