@@ -51,6 +51,7 @@ from memopt_cli.records import (
     Budget,
     Counted,
     LevelRow,
+    Measurement,
     OptimizeRequest,
     Plan,
     Refused,
@@ -133,12 +134,10 @@ def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contest
     if name == SPIKINGJELLY:
         for level in range(1, highest + 1):
             yield one(f"SpikingJelly level {level}", prepare=functools.partial(spikingjelly, level=level))
-    spent_s = 0.0
-    for row in optimized(name, highest, SearchGoal()):
-        spent_s += row.search_s
-        if row.level:
-            prepare = functools.partial(planned, plan=row.plan)
-            yield one(f"memopt level {row.level}", prepare=prepare, search_s=spent_s)
+    levels = optimized(name, highest, SearchGoal())
+    for row in levels[1:]:
+        prepare = functools.partial(planned, plan=row.plan)
+        yield one(f"memopt level {row.level}", prepare=prepare, **_spent(levels[: row.level + 1]))
     for share in SHARES:
         try:
             first, last = optimized(name, LEVEL, SearchGoal(budget=Budget(share=share)))
@@ -146,7 +145,13 @@ def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contest
             print(f"memopt budget {share:.0%}: {error}", file=sys.stderr, flush=True)
             continue
         prepare = functools.partial(planned, plan=last.plan)
-        yield one(f"memopt budget {share:.0%}", prepare=prepare, search_s=first.search_s + last.search_s)
+        yield one(f"memopt budget {share:.0%}", prepare=prepare, **_spent([first, last]))
+
+
+def _spent(rows: Sequence[LevelRow]) -> dict[str, float]:
+    """On all the rows, seconds; what two of them share was measured once."""
+    measured = {row.outcome for row in rows if isinstance(row.outcome, Measurement)}
+    return {"search_s": sum(row.search_s for row in rows), "measuring_s": sum(m.spent_s for m in measured)}
 
 
 def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
