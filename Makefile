@@ -19,7 +19,7 @@ demo: $(SAMPLES)
 samples: $(SAMPLES)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -23,6 +23,7 @@ from memopt_cli.plan.planner import Planner, Priced
 from memopt_cli.plan.search import Allowed, Solver, Way, _Around
 from memopt_cli.plan.strategies import STRATEGIES
 from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Less
+from memopt_cli.plan.strategies.segments import Segments, choose_targets
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, record
@@ -500,6 +501,22 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     assert relaxed.slowdown < needless.slowdown
     assert all(segment.chunks == 1 for segment in relaxed.candidate.plan.segments)
     assert relaxed.peak_bytes <= max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
+
+
+def test_level_1_dry_runs_no_set_of_segments_that_lowers_nothing(subject: Subject) -> None:
+    tree, counted = ModuleTree(subject.trace), []
+
+    def count(plan: Plan) -> Any:
+        counted.append(subject.dry_run(plan))
+        return subject.count(plan)
+
+    probes = Probes(count=count, chunking=lambda path: Refused(reason="no"), report=lambda text: None)
+    found = Segments().improve(start(subject).candidate, tree, SearchOptions(), probes)
+    sets = [segments(*(module.path for module in chosen)) for chosen in choose_targets(tree)]
+    assert found.best.peak_bytes == min(start(subject).peak_bytes, *map(subject.dry_run, sets))
+    assert found.tried == len(counted) <= len(sets)
+    for before, peak_bytes in zip(itertools.accumulate(counted, min), counted[1:], strict=False):
+        assert peak_bytes < 1.02 * before
 
 
 def test_packing_that_a_budget_does_not_need_is_taken_back() -> None:
