@@ -66,13 +66,17 @@ class Workspaces:
         counted = nbytes if nbytes >= _LEAST_BYTES else 0
         self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
 
-    def compare(self, smaller: Workspaces) -> None:
-        """Learn how they grow from those of the same step at another batch size."""
+    def compared(self, smaller: Workspaces) -> Workspaces:
+        """The same, with what those of the step at another batch size tell of how they grow."""
+        found = Workspaces()
         for operator, runs in self._runs.items():
+            for run in runs:
+                found.record(operator, run.shapes, run.nbytes)
             others = smaller._runs.get(operator, [])
             if len(others) == len(runs):
-                for run, other in zip(runs, others, strict=True):
+                for run, other in zip(found._runs[operator], others, strict=True):
                     run.smaller = other if _differ_in_size(run.shapes, other.shapes) else None
+        return found
 
     def of(self, operator: str, shapes: Shapes) -> int:
         """Bytes for these shapes; for shapes never seen, from the run nearest in size.

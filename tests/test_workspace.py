@@ -78,7 +78,7 @@ def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
     for batch, workspaces in ((8, seen), (2, smaller)):
         workspaces.record("aten::rnn", ((batch, 64), (64, 64)), (100 + 50 * batch) * KIB)
         workspaces.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
-    seen.compare(smaller)
+    seen = seen.compared(smaller)
     assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 300 * KIB
     assert seen.of("aten::rnn", ((16, 64), (64, 64))) == 900 * KIB
     assert seen.of("aten::rnn", ((8, 64), (64, 64))) == 500 * KIB
@@ -90,7 +90,7 @@ def test_steps_of_other_operators_are_not_compared() -> None:
     seen.record("aten::rnn", ((8, 64), (64, 64)), 800 * KIB)
     for _ in range(2):
         smaller.record("aten::rnn", ((2, 64), (64, 64)), 500 * KIB)
-    seen.compare(smaller)
+    seen = seen.compared(smaller)
     assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 400 * KIB
 
 
@@ -98,7 +98,7 @@ def test_runs_of_other_layers_are_not_compared() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::mm", ((8, 64), (64, 32)), 800 * KIB)
     smaller.record("aten::mm", ((2, 32), (32, 64)), 700 * KIB)
-    seen.compare(smaller)
+    seen = seen.compared(smaller)
     assert seen.of("aten::mm", ((4, 64), (64, 32))) == 400 * KIB
 
 
@@ -161,8 +161,7 @@ def test_a_recurrent_layer_in_chunks() -> None:
     )
     for step in (full, small):
         measure(step)
-    workspaces = measure(full).workspaces
-    workspaces.compare(measure(small).workspaces)
+    workspaces = measure(full).workspaces.compared(measure(small).workspaces)
     plan = Plan(level=3, segments=(SegmentPlan(path="lstm", chunks=4, axis=0, seq_inputs=1, seq_outputs=1),))
     fake = FakeStep(full)
     apply_plan(fake.step.model, plan)

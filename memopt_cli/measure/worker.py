@@ -107,8 +107,9 @@ class _Small:
     """A step that is quick to run: of a few samples, or the full one where its size cannot be changed."""
 
     step: Step
-    workspaces: Workspaces
-    """What its kernels took for themselves; none where it is the full one."""
+    recorded: StepTrace
+    """With what its tensors hold."""
+    is_full: bool
 
 
 class Worker:
@@ -162,7 +163,7 @@ class Worker:
         return traced
 
     def _trace(self, job: TraceJob) -> Traced:
-        workspaces = self._workspaces
+        workspaces = self._workspaces_for(job.plan)
         if not job.fake:
             return self._record_really(job.plan, workspaces, "")
         try:
@@ -180,7 +181,7 @@ class Worker:
         if self._small is None:
             return Traced(trace=recorded, fake=True, note="")
         with self._planned(self._model, job.plan):
-            small = trace.record(self._small.step, self._batch, contents=True, frees=False)
+            small = self._small.recorded if job.plan == ORIGINAL else self._look_into(self._small.step)
             recorded, no_contents = trace.with_contents(recorded, small)
             recorded, no_seconds = self._with_seconds(recorded, job.plan)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
@@ -214,7 +215,7 @@ class Worker:
 
     def _count(self, job: CountJob) -> Counted:
         described = job.batch is None and not job.dims
-        workspaces = self._workspaces if job.fake and described else Workspaces()
+        workspaces = self._workspaces_for(job.plan) if job.fake and described else Workspaces()
         fake = (self._fake_step if described else self._make_fake(job.batch, job.dims)) if job.fake else None
         step = fake.step if fake else self._step(job.batch, job.dims)
         codecs = self._codecs if fake and job.plan != ORIGINAL else None
@@ -388,13 +389,27 @@ class Worker:
             step = self._step(batch, dims)
         return trace.FakeStep(step, self._mode)
 
+    def _workspaces_for(self, plan: Plan) -> Workspaces:
+        """Of the original at full size; where that does not fit, of a small batch, which tells of chunks too."""
+        found = self._recorded_workspaces
+        if found is None:
+            return self._small_workspaces
+        return self._growing_workspaces if any(s.chunks > 1 for s in plan.segments) else found
+
     @functools.cached_property
-    def _workspaces(self) -> Workspaces:
-        """Of the original at full size, compared with a small batch; where the former does not fit, of the latter."""
-        found, small = self._recorded_workspaces, self._small
-        if found and small:
-            found.compare(small.workspaces)
-        return found or (small.workspaces if small else Workspaces())
+    def _growing_workspaces(self) -> Workspaces:
+        assert self._recorded_workspaces is not None
+        return self._recorded_workspaces.compared(self._small_workspaces)
+
+    @functools.cached_property
+    def _small_workspaces(self) -> Workspaces:
+        """None where there is no step of a few samples."""
+        if self._small is None or self._small.is_full:
+            return Workspaces()
+        try:
+            return self._allocated(self._small.step).workspaces
+        finally:
+            self._reset()
 
     @functools.cached_property
     def _recorded_workspaces(self) -> Workspaces | None:
@@ -424,16 +439,22 @@ class Worker:
         """``None`` if none may be run."""
         if self._subject.data == "none":
             return None
+        self._start.enter()
         try:
-            step = self._step(min(_SMALL_BATCH, self._batch))
-            workspaces = self._allocated(step, run_checked).workspaces
-        except MemoptError:  # inputs, or a model, of a size that cannot be changed
-            if self._subject.data == "small batch":
-                return None
-            step, workspaces = self._step(), Workspaces()
+            step = replace(self._step(min(_SMALL_BATCH, self._batch)), optimizer=None)
+            return _Small(step, self._look_into(step), is_full=False)
+        except Exception as error:  # inputs, or a model, of a size that cannot be changed
+            if is_out_of_memory(error):
+                raise
         finally:
             self._reset()
-        return _Small(replace(step, optimizer=None), workspaces)
+        if self._subject.data == "small batch":
+            return None
+        step = replace(self._step(), optimizer=None)
+        return _Small(step, self._look_into(step), is_full=True)
+
+    def _look_into(self, step: Step) -> StepTrace:
+        return trace.record(step, self._batch, contents=True, frees=False)
 
     def _install(self, plan: Plan, step: Step) -> float:
         """Apply a plan and take the first step, with every segment seen to run; the seconds that the step took."""

@@ -27,6 +27,7 @@ from memopt_cli.records import (
     TensorSpec,
     Trust,
 )
+from memopt_cli.step import Step
 
 ORIGINAL = Plan(level=0)
 MiB = 1 << 20
@@ -147,6 +148,26 @@ def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     traced = one.do(TraceJob(fake=True))
     assert not traced.unknown
     assert all(op.seconds > 0 for op in traced.trace.ops)
+
+
+def test_how_workspaces_grow_is_looked_at_for_chunks_alone(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+
+    def watched(one: Worker, step: Step, *take: Any) -> Any:
+        batches.append(step.args[0].shape[0])
+        return allocated(one, step, *take)
+
+    allocated = Worker._allocated
+    monkeypatch.setattr(Worker, "_allocated", watched)
+    one = worker()
+    one.do(TraceJob(fake=True))
+    one.do(CountJob(plan=plan("0", "1"), fake=True))
+    assert batches == [8]
+    for _ in range(2):
+        one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
+    assert batches == [8, 3]
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
