@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import OpTrace, StepTrace
 from memopt_cli.runtime.found_statistics import repeatable_norm
-from memopt_cli.step import Step, seed_everything, synchronize
+from memopt_cli.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
@@ -43,10 +43,18 @@ class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
         output, seconds = self._timed(lambda: func(*args, **(kwargs or {})))
-        norm = repeatable_norm(func, args, output)
-        recompute_s = self._timed(lambda: norm.repeat(args))[1] if norm else None
-        self.times.append(OperatorTime(name_of(func), seconds, recompute_s))
+        self.times.append(OperatorTime(name_of(func), seconds, self._repeat_s(func, args, output)))
         return output
+
+    def _repeat_s(self, func: Any, args: Any, output: Any) -> float | None:
+        """Of a norm, where the memory that the step leaves is enough to run it once more."""
+        norm = repeatable_norm(func, args, output)
+        try:
+            return self._timed(lambda: norm.repeat(args))[1] if norm else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)

@@ -28,6 +28,7 @@ from memopt_cli.records import (
     StepTrace,
     StorageTrace,
 )
+from memopt_cli.runtime.found_statistics import RepeatableNorm
 from memopt_cli.spec_text import parse_tensor
 from memopt_cli.step import Step, make_optimizer
 from memopt_cli.trace import (
@@ -393,6 +394,17 @@ def test_a_norm_is_timed_as_a_recomputation_runs_it_too() -> None:
     assert [t.name for t in times if t.recompute_s is not None] == ["aten::native_batch_norm"]
     timed, _ = with_seconds(FakeStep(step).record(64), times)
     assert [op.recompute_s for op in timed.ops] == [t.recompute_s for t in times]
+
+
+def test_a_norm_that_there_is_no_memory_to_repeat_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeat(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(RepeatableNorm, "repeat", repeat)
+    step = step_of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU()), torch.randn(64, 40))
+    times = time_operators(step)
+    assert "aten::native_batch_norm" in [t.name for t in times]
+    assert all(t.recompute_s is None for t in times)
 
 
 # ---------------------------------------------------------------------------------------------- under a plan
