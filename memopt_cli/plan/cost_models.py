@@ -12,6 +12,8 @@ from memopt_cli.records import Plan, SegmentPlan, StepTrace
 _DOUBT = 0.01
 _DOUBT_IN_CHUNKS = 0.1
 """How far a predicted peak may be off from one plan to the next, without chunks and with them."""
+_DOUBT_BYTES = 4096
+"""By so much however small the step is."""
 
 
 class CostModels:
@@ -36,7 +38,7 @@ class CostModels:
             return False
         doubt = _DOUBT_IN_CHUNKS if any(s.chunks > 1 for s in (*plan.segments, *start.segments)) else _DOUBT
         peak_bytes, start_bytes = (model.predict(p).allocated_peak_bytes for p in (plan, start))
-        return peak_bytes > (1 + doubt) * start_bytes
+        return peak_bytes > start_bytes + max(doubt * start_bytes, _DOUBT_BYTES)
 
 
 def _heads(plan: Plan) -> tuple[SegmentPlan, ...]:
