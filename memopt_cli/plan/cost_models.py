@@ -20,15 +20,16 @@ class CostModels:
     """Made when they are first asked for."""
 
     def __init__(self, original: StepTrace, probes: Probes) -> None:
+        self._original = original
         self._record = probes.trace
-        self._models: dict[tuple[SegmentPlan, ...], CostModel | None] = {(): _model(original)}
+        self._models: dict[tuple[SegmentPlan, ...], CostModel | None] = {}
 
     def of(self, plan: Plan) -> CostModel | None:
         """The model that prices a plan; ``None`` if no step could be recorded for it."""
         heads = _heads(plan)
         if heads not in self._models:
-            trace = self._record(Plan(level=3, segments=heads))
-            self._models[heads] = _model(trace) if isinstance(trace, StepTrace) else None
+            trace = self._record(Plan(level=3, segments=heads)) if heads else self._original
+            self._models[heads] = CostModel(trace) if isinstance(trace, StepTrace) and trace.ops else None
         return self._models[heads]
 
     def raises_peak(self, plan: Plan, start: Plan) -> bool:
@@ -43,7 +44,3 @@ class CostModels:
 
 def _heads(plan: Plan) -> tuple[SegmentPlan, ...]:
     return tuple(segment for segment in plan.segments if segment.through_loss)
-
-
-def _model(trace: StepTrace) -> CostModel | None:
-    return CostModel(trace) if trace.ops else None
