@@ -395,7 +395,7 @@ def _piece(flat: Tensor) -> int:
     On the CPU what is made of them stays in its caches, and they are enough to share among threads.  A GPU is asked
     rarely, but what is made of them takes memory at the peak: up to 10 bytes an element, 40 MiB.
     """
-    most = 2**18 if flat.device.type == "cpu" else 2**22
+    most = 2**19 if flat.device.type == "cpu" else 2**22
     return min(most, -(-flat.numel() // 8) * 8)
 
 
@@ -416,7 +416,8 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
 
     ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.
     """
-    size, bits, wanted = _piece(flat), _bits(flat), _bits(value)
+    size, bits = _piece(flat), _bits(flat)
+    minus = -1 if isinstance(flat, FakeTensor) else int(_bits(value).neg())
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     flags, others = flat.new_empty(size, dtype=torch.bool), bits.new_empty(size)
     words, gathered = flags.view(torch.int64), flat.new_empty(size // 8, dtype=torch.int64)
@@ -425,7 +426,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
         piece = bits[start : start + size]
         found, other = flags[: piece.numel()], others[: piece.numel()]
         found.copy_(piece)  # whether it is not zero: conversions are faster by far than comparisons
-        other.copy_(found).mul_(wanted).sub_(piece)
+        torch.add(piece, other.copy_(found), alpha=minus, out=other)
         if not _all_zero(other):
             return None
         if isinstance(flat, FakeTensor):  # a dry run takes the claim for granted, and the memory of one piece

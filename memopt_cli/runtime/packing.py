@@ -26,6 +26,10 @@ _SAMPLE = 64
 """Elements looked at before a whole tensor is."""
 _REGION = 2**16
 """Elements looked at for the shape of the planes that indices point into."""
+_SHAPE_ALONE = frozenset(
+    f"{kind}Pool{d}DBackward0" for kind in ("Avg", "AdaptiveAvg", "AdaptiveMax") for d in (2, 3)
+) | {"MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0"}
+"""Nodes of autograd whose kernels take no more from a saved tensor of floats than its shape and strides."""
 
 
 _thread = threading.local()
@@ -43,7 +47,7 @@ def recorded_answers(codec_of: Callable[[Tensor], str]) -> Iterator[None]:
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
     """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
-    if x.layout is not torch.strided or x.dtype not in _FLOATS | _INTEGERS:
+    if x.layout is not torch.strided or x.dtype not in _DTYPES:
         return None
     if isinstance(x, FakeTensor):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
@@ -66,6 +70,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_DTYPES = _FLOATS | _INTEGERS
 _BYTES = frozenset(map(float, range(256)))
 
 
@@ -139,6 +144,8 @@ class PackedSaves:
             return COMPRESSORS["null"].decompress(stored)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
+        if _takes_shape_alone(saved.packed):
+            return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
         return saved.codec.decompress(saved.packed).as_strided(shape, stride)
 
     def _known(self, tensor: Tensor) -> _Saved | None:
@@ -159,6 +166,13 @@ class PackedSaves:
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
         self._seen[key][1][_region(tensor)] = weakref.ref(saved)
         return saved
+
+
+def _takes_shape_alone(packed: Packed) -> bool:
+    """Whether who unpacks does not read the elements: pooling on the CPU and on CUDA, whose kernels are known."""
+    node = torch._C._current_autograd_node()
+    known = node is not None and node.name() in _SHAPE_ALONE and packed.data[0].device.type in ("cpu", "cuda")
+    return known and packed.dtype in _FLOATS  # the others are indices
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:
