@@ -168,7 +168,7 @@ class SparseSpikeCompressor(SpikeCompressor):
             return x.nbytes
         flat = _bits(_in_storage_order(x.detach()))
         nonzero = int(torch.count_nonzero(flat))
-        ones = int((flat == _bits(x.new_ones(1))).sum())
+        ones = int(torch.count_nonzero(flat == _bits(x.new_ones(1))))
         index_bytes = 4 if flat.numel() < 2**31 else 8
         return min(x.nbytes, nonzero * (index_bytes if ones == nonzero else index_bytes + x.element_size()))
 
