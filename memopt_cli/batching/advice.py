@@ -281,9 +281,10 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
 
     ``value`` rises, about as a few lines joined: each next number lies where the line through the two nearest known
     ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
+    After one that is above by a hair the next is to be surely below: so near to the end, no other would be.
     """
     known: dict[int, float] = {}
-    low, high = 0, _LARGEST
+    low, high, aim = 0, _LARGEST, bound
     number, gap = start, math.inf
     while high - low > max(1, low // 100) and len(known) < _MOST_DRY_RUNS:
         known[number] = value(number)
@@ -291,10 +292,12 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
             low = number
         else:
             high = number
+            if known[number] <= (1 + _STRAIGHT) * bound:
+                aim = (1 - _STRAIGHT) * bound
         if _is_settled(known, low, high, bound):
             break
         is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
-        number = (low + high) // 2 if is_bent else min(max(_meeting(known, bound), low + 1), high - 1)
+        number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
 

@@ -266,6 +266,19 @@ def test_a_bend_above_the_answer_is_looked_at() -> None:
     assert largest_root(bent.__getitem__, 185, start=4) == 6
 
 
+def test_a_peak_a_hair_above_the_bound_takes_one_question_more() -> None:
+    asked = []
+
+    def value(batch: int) -> float:
+        asked.append(batch)
+        return 1000.0 * batch + (500 if batch > 16 else 0)
+
+    found = largest_root(value, 600_000_000, start=8)
+    assert asked[:3] == [8, 16, 600_000]
+    assert len(asked) == 4
+    assert 0.99 * 599_999 <= found <= 599_999
+
+
 @pytest.mark.parametrize("runs", [range(1, 11), range(7, 100), [4, 8, 32]])
 def test_sizes_that_cannot_run(runs: Container[int]) -> None:
     machine = Machine(peak=lambda batch: batch, fails=lambda batch: batch not in runs)

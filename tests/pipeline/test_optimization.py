@@ -114,7 +114,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spawn_memopt: Memopt) -> Run:
     folder = tmp_path_factory.mktemp("run")
     torch.save(conv_net(), folder / "net.pt")
     sha256 = hashlib.sha256((folder / "net.pt").read_bytes()).hexdigest()
-    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --search-time 40".split()
+    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --search-time 20".split()
     return Run(spawn_memopt(folder, *arguments), folder, sha256)
 
 
