@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.records import MemOptSummary, SegmentPlan, from_data
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-FLAGS = ("--level", "3", "--allow-package", "tests", "--longest-step", "0.01")
+FLAGS = ("--level", "3", "--allow-package", "tests", "--no-recommend-batch")
 SIZES = ("512", "24x24", "8x8x8")
 
 

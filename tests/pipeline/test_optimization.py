@@ -581,7 +581,7 @@ def save_program(kind: str, path: str) -> None:
     ("kind", "path", "flags"),
     [
         ("scripted", "net.ts", "-i Bx1x16x16 --level 1"),
-        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --search-time 30"),
+        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --search-time 30 --no-recommend-batch"),
         ("exported", "net.pt2", "--level 1"),  # it brings its own inputs
     ],
 )
