@@ -45,8 +45,8 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps spikingjelly
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps spikingjelly
 	touch $@
 
 $(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)
