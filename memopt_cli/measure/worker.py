@@ -94,7 +94,7 @@ _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
 _LONG_S = 2.0
-"""A probe takes a step of this length once, for its memory and its time: recording costs it little."""
+"""A step of this length whose memory is recorded counts as one of the timed: recording costs it little."""
 
 
 def _take(step: Step) -> None:
@@ -262,12 +262,14 @@ class Worker:
         started = time.monotonic()
         step = self._step()
         first_s = self._install(job.plan, step)
-        times = self._step_times(step, job.steps) if job.warm_up else (first_s, *self._step_times(step, job.steps - 1))
+        allocated = self._allocated(step)
+        times: tuple[float, ...] = () if job.warm_up else (first_s,)
+        times += (allocated.step_s,) if allocated.step_s >= _LONG_S else ()
+        times += self._step_times(step, job.steps - len(times))
         self._start.enter()
         clock = trace.Clock(self._settings.device)
         with clock if job.plan == ORIGINAL else contextlib.nullcontext():
             counted = trace.count(step)
-        allocated = self._allocated(step)
         if job.plan == ORIGINAL:
             self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
         return Measurement(

@@ -190,6 +190,25 @@ def test_a_probe_takes_a_long_step_once(
     assert found.step_s > 0
 
 
+@pytest.mark.parametrize(("warm_up", "spared"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("long_s", "steps"), [(0.0, 5), (math.inf, 6)])
+def test_a_long_step_whose_memory_is_recorded_is_one_of_the_timed(
+    long_s: float,
+    steps: int,
+    warm_up: bool,
+    spared: int,
+    worker: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("memopt_cli.measure.worker._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.worker._ENOUGH_S", 0.0)
+    one, taken = worker(), []
+    one._model.register_forward_hook(lambda *_: taken.append(1))
+    found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up))
+    assert len(taken) == steps - spared
+    assert len(found.step_times_s) == 3
+
+
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:
     one = worker()
     probe = ProbeJob(plan=plan("1"), batch=8)
