@@ -21,7 +21,7 @@ from memopt_cli.equality import TOLERANCE, difference, effects, generator_state,
 from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
-from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -85,6 +85,8 @@ def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     norms = len(batch_norms(module))
     if norms > _MOST_NORMS:
         return Refused(reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a part may do")
+    if norms and (unfit := statistics_refusal(module, chunks=2)):
+        return Refused(reason=unfit)
     reasons = []
     for axis in _AXES:
         for rule in _conceivable(module, args, kwargs, axis):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -237,9 +237,7 @@ class _Job:
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
-        self.notes += self._unsynchronized(search.probes.refusals)
-        if search.probes.over:
-            self.notes.append(f"{search.probes.over}: a longer one may find a better plan")
+        self.notes += self._bounds(search.probes)
         return rows
 
     def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
@@ -264,7 +262,12 @@ class _Job:
         return _Search(traced=traced, first=first, probes=probes, notes=len(self.notes))
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
-        return self._climb(search, original) if self.request.goal == SearchGoal() else self._meet_goal(search, original)
+        if self.request.goal == SearchGoal():
+            return self._climb(search, original)
+        try:
+            return self._meet_goal(search, original)
+        except NothingFitsError as err:
+            raise NothingFitsError(err.message, hint="\n".join([err.hint, *self._bounds(search.probes)])) from err
 
     def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
@@ -382,12 +385,14 @@ class _Job:
             rows.append(row)
         return rows[1:]
 
-    def _unsynchronized(self, refusals: Mapping[str, str]) -> Iterator[str]:
-        """Notes on modules that were not put in chunks, for the norms in them that need all processes."""
-        for path, reason in refusals.items():
+    def _bounds(self, probes: SearchProbes) -> Iterator[str]:
+        """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
+        for path, reason in probes.refusals.items():
             inner = find_part(self.prepared.loaded.module, path).modules()
             if any(isinstance(m, nn.SyncBatchNorm) for m in inner):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
+        if probes.over:
+            yield f"{probes.over}: a longer one may find a better plan"
 
     def _session_lost(self) -> None:
         self.notes.append("A trial ended its profiling subprocess; another took over.")

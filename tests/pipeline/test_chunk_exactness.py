@@ -6,6 +6,7 @@ Profiling is in this process.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,11 @@ def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
     assert done.code == 0, done.err
     assert ("SyncBatchNorm, whose statistics are those of all processes" in done.out) is not allowed
     assert ("NOT exact, as allowed: in " in done.out) is allowed
+
+
+def test_where_no_plan_fits_it_says_what_did_not_run_in_chunks(optimize: Callable[..., Any]) -> None:
+    torch.save(net(nn.SyncBatchNorm), "net.pt")
+    done = optimize("-i", "8x1x24x24", "--target", "Block", "--budget", "100KiB")
+    assert done.code == 6
+    assert "error: no plan found takes 100.0 KiB or less" in done.err
+    assert re.search(r"'\w+' does not run in chunks: its norm is a SyncBatchNorm, [^;]*\.$", done.err, re.MULTILINE)
