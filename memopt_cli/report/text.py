@@ -31,9 +31,9 @@ from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
     "allocated\npeak",
+    "predicted",
     "of\nlevel 0",
     "tensor\npeak",
-    "predicted",
     "activation\npeak",
     "step",
     "ratio",
@@ -214,22 +214,22 @@ def _table(summary: MemOptSummary) -> Table:
 
 
 def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
-    predicted = row.predicted_tensor_peak_bytes
+    predicted = row.predicted_allocated_peak_bytes
     forecast = format_bytes(predicted) if predicted is not None else "–"
     match row.outcome:
         case Measurement() as found:
             peak = found.allocated_peak_bytes
             return (
                 format_bytes(peak),
+                forecast,
                 f"{100 * peak / original.allocated_peak_bytes:.0f} %" if original else "–",
                 format_bytes(found.tensor_peak_bytes),
-                forecast,
                 format_bytes(found.activation_peak_bytes),
                 format_seconds(found.step_s),
                 _ratio(found.step_s, original.step_s) if original else "–",
             )
         case _:
-            return ("–", "–", "–", forecast, "–", "–", "–")
+            return ("–", forecast, "–", "–", "–", "–", "–")
 
 
 _PLOT_WIDTH = 40
