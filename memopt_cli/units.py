@@ -17,17 +17,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 def parse_bytes(text: str) -> int:
     """``"24GiB"``, ``"1.5 MB"``, ``"4096"`` -> bytes.
 
-    ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, a bare number is bytes; case does not matter.
-    Raises :class:`UsageError` for anything else, a negative size or a fraction of a byte.
+    ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, a bare number is bytes; case does not matter, and a fraction
+    of a byte is dropped.  Raises :class:`UsageError` for anything else.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
-    size = Fraction(match.group(1)) * factor
-    if size.denominator != 1:
-        raise UsageError(f"'{text}' is not a whole number of bytes")
-    return int(size)
+    return int(Fraction(match.group(1)) * factor)
 
 
 def exact_bytes(size: int) -> str:

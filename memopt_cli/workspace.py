@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import ne
 
 _LEAST_BYTES = 1 << 16
 """Operators that take less are left out."""
@@ -81,8 +82,9 @@ class Workspaces:
     def of(self, operator: str, shapes: Shapes) -> int:
         """Bytes for these shapes; for shapes never seen, from the run nearest in size.
 
-        Shapes that differ in the first dimension only, as those of chunks do, are nearer than any other; tensors that
-        only one of them has, such as a gradient that is not asked for, do not count.
+        Shapes that differ in the first dimension only, as those of chunks do, are nearer than those that differ in
+        another one, and these than any other; tensors that only one of them has, such as a gradient that is not asked
+        for, do not count.
         """
         if operator not in self._runs:
             return 0
@@ -97,6 +99,7 @@ class Workspaces:
             return 0
         elements = _elements(shapes)
         alike = [run for run in seen if _alike(run.shapes, shapes)]
+        alike = alike or [run for run in seen if _differ_in_size(run.shapes, shapes)]
         nearest = min(alike or seen, key=lambda run: abs(_elements(run.shapes) - elements))
         if alike:
             return nearest.scaled(shapes)
@@ -138,10 +141,8 @@ def _alike(one: Shapes, other: Shapes) -> bool:
 
 def _differ_in_size(one: Shapes, other: Shapes) -> bool:
     """Whether each tensor of the one is that of the other but for the length of one dimension."""
-    if list(map(len, one)) != list(map(len, other)):
-        return False
-    pairs = zip(one, other, strict=True)
-    return all(sum(a != b for a, b in zip(mine, its, strict=True)) <= 1 for mine, its in pairs)
+    pairs = _in_both(one, other)
+    return all(len(mine) == len(its) and sum(map(ne, mine, its)) <= 1 for mine, its in pairs)
 
 
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -589,7 +589,7 @@ def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pyt
     memory_optimization(blocks(), Block, (X,), level=1, verbose=verbose)
     lines = [record.getMessage() for record in caplog.records if record.name == "memopt_cli"]
     assert (lines[:2] == ["level 0", "level 1"]) is verbose
-    assert any("segments on 4 modules ·" in line and "→" in line for line in lines) is verbose
+    assert any("segments: 4 ·" in line and "→" in line for line in lines) is verbose
 
 
 def environment() -> dict[str, str]:

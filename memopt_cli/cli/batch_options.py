@@ -8,26 +8,13 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.options import whole
+from memopt_cli.cli.options import memory, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.spec_text import parse_dims
-from memopt_cli.units import parse_bytes, parse_percent
 
 _ANSWER = "What fits"
-
-
-def _parse_memory(text: str) -> int | float:
-    """Bytes, or a share of what the device has free."""
-    try:
-        share = parse_percent(text)
-        amount = parse_bytes(text) if share is None else share
-    except UsageError as err:
-        raise typer.BadParameter(err.message) from err
-    if not amount:
-        raise typer.BadParameter("it is 0 bytes; nothing fits into that")
-    return amount
 
 
 def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
@@ -115,7 +102,7 @@ Memory = Annotated[
     float | None,
     typer.Option(
         metavar="SIZE|PERCENT",
-        parser=_parse_memory,
+        parser=memory,
         rich_help_panel=_ANSWER,
         show_default="90%",
         help="The memory of a step: 24GiB, or a share of what the device has free.",

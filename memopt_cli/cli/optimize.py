@@ -74,7 +74,8 @@ def optimize(
     """Find how one training step needs the least memory, prove it exact, and write the optimized model."""
     if budget is not None and (frontier or pick is not None):
         raise UsageError(
-            "--budget and --frontier exclude each other", hint="Keep --budget, or --frontier with --pick N."
+            f"--budget and --{'frontier' if frontier else 'pick'} exclude each other",
+            hint="Keep --budget, or --frontier with --pick N.",
         )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()

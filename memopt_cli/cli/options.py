@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.config import read_config
+from memopt_cli.errors import UsageError
 from memopt_cli.records import OptimizerName, Precision
 from memopt_cli.spec_text import parse_factory
+from memopt_cli.units import parse_bytes, parse_percent
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -43,6 +45,19 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def memory(text: str) -> int | float:
+    """A parser of ``8GiB``, as bytes, and of ``60%``, as a share."""
+    try:
+        share = parse_percent(text)
+        amount = parse_bytes(text) if share is None else share
+    except UsageError as err:
+        hint = " (write for example 24GiB, 512MB or 60%)" if err.hint else ""
+        raise typer.BadParameter(f"{err.message}{hint}") from err
+    if not amount:
+        raise typer.BadParameter("it is 0 bytes; nothing fits into that")
+    return amount
 
 
 def seconds(low: float) -> Callable[[str], float]:

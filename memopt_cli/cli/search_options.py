@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.options import seconds, whole
-from memopt_cli.errors import UsageError
+from memopt_cli.cli.options import memory, seconds, whole
 from memopt_cli.records import Budget, Preference, Profile
-from memopt_cli.units import parse_bytes, parse_percent
 
 _SEARCH = "The search"
 
@@ -26,12 +24,8 @@ def _share(text: str) -> float:
 
 
 def _budget(text: str) -> Budget:
-    """A parser of ``8GiB`` and ``60%``."""
-    try:
-        share = parse_percent(text)
-        return Budget(share=share) if share is not None else Budget(nbytes=parse_bytes(text))
-    except UsageError as err:
-        raise typer.BadParameter(f"{err.message}{f' ({err.hint})' if err.hint else ''}") from err
+    amount = memory(text)
+    return Budget(nbytes=amount) if isinstance(amount, int) else Budget(share=amount)
 
 
 Level = Annotated[
@@ -183,7 +177,7 @@ BudgetChoice = Annotated[
         parser=_budget,
         show_default=False,
         rich_help_panel=_SEARCH,
-        help="Find the fastest plan whose measured peak fits, instead of the lowest peak; % of the original's.",
+        help="Find the fastest plan whose measured peak fits, instead of a level's; % of the original's.",
     ),
 ]
 Frontier = Annotated[

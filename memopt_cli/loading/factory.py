@@ -14,6 +14,7 @@ from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.spec_text import parse_factory
+from memopt_cli.step import is_out_of_memory
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
@@ -49,8 +50,10 @@ def build(location: str) -> nn.Module:
             torch.manual_seed(0)  # every subprocess must build the same model
             model = factory()
     except Exception as err:
+        hint = "It does not fit here; memopt profile --fake needs no memory for it."
         raise FileFormatError(
-            f"{location}() failed: {first_line(err)}", hint="It is called without arguments."
+            f"{location}() failed: {first_line(err)}",
+            hint=hint if is_out_of_memory(err) else "It is called without arguments.",
         ) from err
     if not isinstance(model, nn.Module):
         raise FileFormatError(f"{location}() returned a {type(model).__name__}, not an nn.Module")

@@ -392,10 +392,10 @@ class Worker:
         return trace.FakeStep(step, self._mode)
 
     def _workspaces_for(self, plan: Plan) -> Workspaces:
-        """Of the original at full size; where that does not fit, of a small batch, which tells of chunks too."""
+        """Of the original at full size; where that does not fit, of a small batch, with how they grow."""
         found = self._recorded_workspaces
         if found is None:
-            return self._small_workspaces
+            return self._estimated_workspaces
         return self._growing_workspaces if any(s.chunks > 1 for s in plan.segments) else found
 
     @functools.cached_property
@@ -408,8 +408,24 @@ class Worker:
         """None where there is no step of a few samples."""
         if self._small is None or self._small.is_full:
             return Workspaces()
+        return self._workspaces_of(self._small.step)
+
+    @functools.cached_property
+    def _estimated_workspaces(self) -> Workspaces:
+        """Those of the small step; one of a sample less tells how they grow, where it can be run."""
+        found = self._small_workspaces
+        if self._small is None or self._small.is_full or self._batch < _SMALL_BATCH:
+            return found
         try:
-            return self._allocated(self._small.step).workspaces
+            return found.compared(self._workspaces_of(replace(self._step(_SMALL_BATCH - 1), optimizer=None)))
+        except Exception as error:  # inputs, or a model, that do not go by ones
+            if is_out_of_memory(error):
+                raise
+            return found
+
+    def _workspaces_of(self, step: Step) -> Workspaces:
+        try:
+            return self._allocated(step).workspaces
         finally:
             self._reset()
 

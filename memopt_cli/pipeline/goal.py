@@ -46,7 +46,7 @@ class GoalSearch:
                 found = least if is_close else None
             if found is None:
                 break
-            self.progress.update(self.planner.tried, None, f"measuring {len(found.candidate.plan.segments)} segments")
+            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.candidate.plan.segments)}")
             outcome = self.measure(found.candidate.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 counted = found.candidate.counted

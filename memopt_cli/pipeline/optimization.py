@@ -266,8 +266,9 @@ class _Job:
             return self._climb(search, original)
         try:
             return self._meet_goal(search, original)
-        except NothingFitsError as err:
-            raise NothingFitsError(err.message, hint="\n".join([err.hint, *self._bounds(search.probes)])) from err
+        except (NothingFitsError, UsageError) as err:
+            err.hint = "\n".join([err.hint, *self._bounds(search.probes)])
+            raise
 
     def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
@@ -513,6 +514,8 @@ class _Reporter:
 
         def counted(plan: Plan) -> Counted | Failure | NotTried:
             found = count(plan)
+            if isinstance(found, NotTried):
+                return found
             self._tried += 1
             peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
             shown = format_bytes(peak) if peak is not None else "cannot run"

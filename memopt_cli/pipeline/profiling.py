@@ -49,7 +49,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
         session = sessions.enter_context(prepared.session(request.timeout_s, data))
         measured = None if request.fake else _measure(session, plan, progress)
         if isinstance(measured, OutOfMemory):
-            notes.append("The step does not fit here; what follows is predicted on tensors without data.")
+            notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             session = sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
         progress.stage("recording a step")
         traced = record_step(session, plan, measured, notes)

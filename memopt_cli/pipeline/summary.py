@@ -140,10 +140,10 @@ def _generic(rows: list[LevelRow], plan: Plan) -> str:
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
     if plan.is_empty:
-        return f"No plan lowered the measured peak of this step.{_what_stays(rows)}"
+        return f"No plan that was found lowers the measured peak of this step.{_what_stays(rows)}"
     before, after = _measured(rows, 0), _measured(rows, plan.level)
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
-        return "Plans between this one and the original, slower the smaller they are: --frontier, or --budget."
+        return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
     if plan.level < 4 and rows[-1].level < 4:
         return f"Level {rows[-1].level + 1} may save more."
     return ""

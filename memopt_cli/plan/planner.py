@@ -225,7 +225,7 @@ class Planner:
 
     def _count(self, plan: Plan) -> Priced | None:
         if plan not in self._counted:
-            self._probes.report(f"{len(plan.segments)} segments")
+            self._probes.report(f"segments: {len(plan.segments)}")
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise _TimeIsUp

@@ -8,6 +8,7 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.records import (
+    Budget,
     InputSpec,
     ModelSource,
     OptimizeRequest,
@@ -202,6 +203,31 @@ def test_a_file_that_runs_code_must_be_named(
     )
     assert pipeline.requests == []
     assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--budget lots", "'lots' is not a memory size (write for example 24GiB, 512MB or 60%)"),
+        ("--budget -5%", "'-5%' is not a memory size"),
+        ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
+        ("--budget 0MiB", "it is 0 bytes; nothing fits into that"),
+        ("--budget 8GiB --frontier", "--budget and --frontier exclude each other"),
+        ("--budget 8GiB --pick 2", "--budget and --pick exclude each other"),
+    ],
+)
+def test_bad_goals(flags: str, said: str, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimize", "model.pt", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert pipeline.requests == []
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("5.1MiB", Budget(nbytes=5_347_737)), ("60.5%", Budget(share=0.605)), ("8 GiB", Budget(nbytes=2**33))],
+)
+def test_budgets(text: str, budget: Budget, optimize: Optimize) -> None:
+    assert optimize("--budget", text).goal.budget == budget
 
 
 def test_a_folder_as_config_file(pipeline: Any) -> None:

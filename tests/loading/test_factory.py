@@ -26,6 +26,9 @@ def wrong():
 def failing():
     raise ValueError("no luck")
 
+def huge():
+    return nn.Linear(2**45, 3)
+
 number = 3
 """
 
@@ -85,6 +88,13 @@ def test_weights_given_as_the_model_say_what_to_type(folder: Path) -> None:
     with pytest.raises(FileFormatError, match="holds 2 tensors but no model") as error:
         load_model(ModelSource(location="weights.safetensors"))
     assert "package.module:callable --weights weights.safetensors" in error.value.hint
+
+
+@pytest.mark.parametrize(("name", "hint"), [("failing", "without arguments"), ("huge", "memopt profile --fake")])
+def test_a_factory_that_fails(name: str, hint: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"user_factory:{name}\(\) failed: ") as error:
+        load_model(ModelSource(location=f"user_factory:{name}"))
+    assert hint in error.value.hint
 
 
 def test_weights_are_data_only(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,19 @@ def test_how_workspaces_grow_is_looked_at_for_chunks_alone(
     for _ in range(2):
         one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
     assert batches == [8, 3]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_small_batch_tells_the_workspace_of_a_large_one(batch_first: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(nn.LSTM(32, 64, batch_first=batch_first), path)
+    shape = ("B", 12, 32) if batch_first else (12, "B", 32)
+    spec = InputSpec(tensors=(TensorSpec(shape=shape),), dims={"B": 64}, source="here")
+    subject = Subject(source=ModelSource(location=path), spec=spec, settings=StepSettings())
+    measured = Worker(subject).do(MeasureJob(plan=ORIGINAL, steps=1))
+    estimated = Worker(replace(subject, data="small batch")).do(CountJob(plan=ORIGINAL, fake=True))
+    assert measured.allocated_peak_bytes > 1.1 * measured.tensor_peak_bytes
+    assert estimated.allocated_peak_bytes == pytest.approx(measured.allocated_peak_bytes, rel=0.06)
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:

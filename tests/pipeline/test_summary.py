@@ -157,9 +157,12 @@ def test_a_recommendation_quotes_what_was_measured() -> None:
     ("rows", "said"),
     [
         ([row(0)], "Nothing was searched"),
-        ([row(0), row(1, plan=Plan(level=1))], "No plan lowered the measured peak"),
+        ([row(0), row(1, plan=Plan(level=1))], "No plan that was found lowers the measured peak"),
         ([row(0), row(1)], "Level 2 may save more."),
-        ([row(0), row(1, outcome=replace(measured(8 * MIB), step_times_s=(2.0,)))], "Plans between this one and the"),
+        (
+            [row(0), row(1, outcome=replace(measured(8 * MIB), step_times_s=(2.0,)))],
+            "Other plans, from the fastest to the smallest",
+        ),
         ([row(level) for level in range(5)], ""),
     ],
 )

@@ -173,7 +173,7 @@ def test_text_in_a_pipe(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        (None, "no plan lowers the peak of 617.9 MiB: the model stays as it is"),
+        (None, "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"),
         (2**30, "the model stays as it is, with a peak of 617.9 MiB"),
     ],
 )
@@ -286,4 +286,4 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
 
 def test_a_run_that_changes_nothing_says_so_first(summary: MemOptSummary) -> None:
     summary.applied_level = 0
-    assert shown(TextReport(), result(summary)).startswith("no plan lowers the peak of 617.9 MiB")
+    assert shown(TextReport(), result(summary)).startswith("no plan that was found lowers the peak of 617.9 MiB")

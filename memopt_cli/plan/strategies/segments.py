@@ -49,7 +49,7 @@ class Segments:
             plan = segments_plan(selection, options)
             if not asked and models.raises_peak(plan, best.plan):
                 continue
-            probes.report(f"segments on {len(plan.segments)} modules")
+            probes.report(f"segments: {len(plan.segments)}")
             counted = probes.count(plan)
             if isinstance(counted, NotTried):
                 break
