@@ -1,4 +1,4 @@
-"""Parse and format byte sizes and counts; :func:`parse_bytes` and :func:`exact_bytes` are exact inverses."""
+"""Parse and format byte sizes and counts; :func:`parse_bytes` reads back what :func:`exact_bytes` writes."""
 
 from __future__ import annotations
 

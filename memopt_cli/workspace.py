@@ -38,7 +38,8 @@ class _Run:
         """Bytes for other shapes, along the line through this run and the smaller one.
 
         The line is over the elements of the largest tensor that differs: a part does not grow with the batch, such as
-        weights that are laid out anew.  Where no smaller run differs in it: in proportion.
+        weights that are laid out anew.  In proportion where no smaller run differs in it, and for larger shapes where
+        the line falls.
         """
         differ = [n for n, (mine, its) in enumerate(_in_both(self.shapes, shapes)) if mine != its]
         if not differ:
@@ -46,7 +47,8 @@ class _Run:
         largest = max(differ, key=lambda n: math.prod(self.shapes[n]))
         here, there = math.prod(self.shapes[largest]), math.prod(shapes[largest])
         elements, nbytes = 0, 0
-        if self.smaller and (least := math.prod(self.smaller.shapes[largest])) < here:
+        is_line = self.smaller and (there < here or self.smaller.nbytes <= self.nbytes)
+        if self.smaller and is_line and (least := math.prod(self.smaller.shapes[largest])) < here:
             elements, nbytes = least, self.smaller.nbytes
         return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // max(1, here - elements))
 
@@ -76,7 +78,8 @@ class Workspaces:
             others = smaller._runs.get(operator, [])
             if len(others) == len(runs):
                 for run, other in zip(found._runs[operator], others, strict=True):
-                    run.smaller = other if _differ_in_size(run.shapes, other.shapes) else None
+                    is_same = list(map(len, run.shapes)) == list(map(len, other.shapes))
+                    run.smaller = other if is_same and _differ_in_size(run.shapes, other.shapes) else None
         return found
 
     def of(self, operator: str, shapes: Shapes) -> int:

@@ -85,6 +85,33 @@ def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
     assert seen.of("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # both of one size: in proportion
 
 
+def test_a_dimension_that_is_not_the_first_may_differ() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    seen.record("aten::lstm", ((12, 3, 57), (512, 57)), 480_000)
+    seen.record("aten::lstm", ((6, 300, 57), (512, 57)), 90_000)
+    smaller.record("aten::lstm", ((12, 2, 57), (512, 57)), 450_000)
+    smaller.record("aten::lstm", ((6, 200, 57), (512, 57)), 90_000)
+    seen = seen.compared(smaller)
+    assert seen.of("aten::lstm", ((12, 32, 57), (512, 57))) == 480_000 + 29 * 30_000
+
+
+def test_a_falling_line_is_not_drawn_further() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    seen.record("aten::f", ((4, 10),), 1_000_000)
+    smaller.record("aten::f", ((2, 10),), 1_200_000)
+    seen = seen.compared(smaller)
+    assert seen.of("aten::f", ((64, 10),)) == 16_000_000
+    assert seen.of("aten::f", ((3, 10),)) == 1_100_000
+
+
+def test_runs_with_and_without_an_argument_are_not_compared() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    seen.record("aten::f", ((3, 10), (3, 5000)), 300_000)
+    smaller.record("aten::f", ((2, 10),), 100_000)
+    seen = seen.compared(smaller)
+    assert seen.of("aten::f", ((6, 10), (6, 5000))) == 600_000
+
+
 def test_steps_of_other_operators_are_not_compared() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::rnn", ((8, 64), (64, 64)), 800 * KIB)

@@ -48,7 +48,7 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 def memory(text: str) -> int | float:
-    """A parser of ``8GiB``, as bytes, and of ``60%``, as a share."""
+    """``8GiB`` -> bytes, ``60%`` -> a share, which is a float."""
     try:
         share = parse_percent(text)
         amount = parse_bytes(text) if share is None else share

@@ -177,7 +177,7 @@ BudgetChoice = Annotated[
         parser=_budget,
         show_default=False,
         rich_help_panel=_SEARCH,
-        help="Find the fastest plan whose measured peak fits, instead of a level's; % of the original's.",
+        help="Find the fastest plan whose measured peak fits; % of the original's peak.",
     ),
 ]
 Frontier = Annotated[

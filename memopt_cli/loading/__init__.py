@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill, is_factory
@@ -48,12 +47,6 @@ def load_model(source: ModelSource, ask: Ask | None = None) -> LoadedModel:
     if source.weights is not None:
         weights = read_file(source.weights)
         fill(loaded.module, weights.path, weights.data)
-    for name, tensor in (*loaded.module.named_parameters(), *loaded.module.named_buffers()):
-        if is_lazy(tensor):
-            raise FileFormatError(
-                f"{name} has no value yet in {source.location}: a lazy module takes its shape from the first input",
-                hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
-            )
     return LoadedModel(
         module=loaded.module,
         source=source,

@@ -50,7 +50,7 @@ def build(location: str) -> nn.Module:
             torch.manual_seed(0)  # every subprocess must build the same model
             model = factory()
     except Exception as err:
-        hint = "It does not fit here; memopt profile --fake needs no memory for it."
+        hint = "It does not fit here; memopt profile --fake may need no memory for it."
         raise FileFormatError(
             f"{location}() failed: {first_line(err)}",
             hint=hint if is_out_of_memory(err) else "It is called without arguments.",

@@ -22,7 +22,7 @@ class Allocated:
     peak_bytes: int
     reserved_bytes: int
     step_s: float
-    """Wall time of the step while its memory was recorded: the first of its size, a few per cent more than others."""
+    """Wall time of the step while its memory was recorded: a few per cent more than others."""
     backend: str
     workspaces: Workspaces
     """What single operators held for themselves; empty on CUDA, where the allocator does not tell."""

@@ -262,14 +262,15 @@ class Worker:
         started = time.monotonic()
         step = self._step()
         first_s = self._install(job.plan, step)
-        allocated = self._allocated(step)
+        is_long = job.warm_up and first_s >= _LONG_S
         times: tuple[float, ...] = () if job.warm_up else (first_s,)
-        times += (allocated.step_s,) if allocated.step_s >= _LONG_S else ()
-        times += self._step_times(step, job.steps - len(times))
+        times += self._step_times(step, job.steps - len(times) - is_long)
         self._start.enter()
         clock = trace.Clock(self._settings.device)
         with clock if job.plan == ORIGINAL else contextlib.nullcontext():
             counted = trace.count(step)
+        allocated = self._allocated(step)
+        times += (allocated.step_s,) if is_long else ()
         if job.plan == ORIGINAL:
             self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
         return Measurement(
@@ -405,7 +406,7 @@ class Worker:
 
     @functools.cached_property
     def _small_workspaces(self) -> Workspaces:
-        """None where there is no step of a few samples."""
+        """Empty where there is no step of a few samples."""
         if self._small is None or self._small.is_full:
             return Workspaces()
         return self._workspaces_of(self._small.step)
@@ -414,7 +415,7 @@ class Worker:
     def _estimated_workspaces(self) -> Workspaces:
         """Those of the small step; one of a sample less tells how they grow, where it can be run."""
         found = self._small_workspaces
-        if self._small is None or self._small.is_full or self._batch < _SMALL_BATCH:
+        if found == Workspaces() or self._batch < _SMALL_BATCH:
             return found
         try:
             return found.compared(self._workspaces_of(replace(self._step(_SMALL_BATCH - 1), optimizer=None)))
@@ -512,7 +513,7 @@ class Worker:
     def _step_times(self, step: Step, least: int) -> tuple[float, ...]:
         """At least ``least`` steps; more of steps so short that three would tell little."""
         times: list[float] = []
-        while len(times) < least or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+        while len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
             times.append(self._timed(step))
         return tuple(times)
 

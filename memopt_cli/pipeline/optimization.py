@@ -237,7 +237,7 @@ class _Job:
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
-        self.notes += self._bounds(search.probes)
+        self.notes += self._obstacles(search.probes)
         return rows
 
     def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
@@ -267,8 +267,8 @@ class _Job:
         try:
             return self._meet_goal(search, original)
         except (NothingFitsError, UsageError) as err:
-            err.hint = "\n".join([err.hint, *self._bounds(search.probes)])
-            raise
+            hints = [err.hint, *self._obstacles(search.probes)]
+            raise type(err)(err.message, hint="\n".join(filter(None, hints))) from err
 
     def _seek_again(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The same search as far as it came, without anything more being tried.
@@ -386,7 +386,7 @@ class _Job:
             rows.append(row)
         return rows[1:]
 
-    def _bounds(self, probes: SearchProbes) -> Iterator[str]:
+    def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
         """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
         for path, reason in probes.refusals.items():
             inner = find_part(self.prepared.loaded.module, path).modules()

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memopt_cli.apply import plan_of, remove_plan
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import StepError, UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import BATCH, find_spec
 from memopt_cli.measure.jobs import ORIGINAL, Data, Subject
@@ -76,6 +78,7 @@ def prepare_with_plan(
     settings = replace(settings, device=resolve_device(settings.device))
     loaded = _load(source, ask)
     refuse_batched(loaded.module)
+    _refuse_lazy(loaded.module)
     notes = list(loaded.notes)
     carried = plan_of(loaded.module)
     remove_plan(loaded.module)
@@ -117,6 +120,15 @@ def _load(source: ModelSource, ask: Ask | None) -> LoadedModel:
     loaded = load_model(source, ask_and_remember if ask else None)
     trust = replace(loaded.source.trust, globals=(*loaded.source.trust.globals, *vouched))
     return replace(loaded, source=replace(loaded.source, trust=trust))
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise StepError(
+                f"{name} has no value yet: a lazy module takes its shape from the first input",
+                hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
+            )
 
 
 def _inputs_note(spec: InputSpec) -> str:

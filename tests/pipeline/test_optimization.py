@@ -430,6 +430,16 @@ def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimi
     assert any("ended after 0 s (--search-time)" in note for note in summary.notes)
 
 
+def test_a_lazy_module_is_named(optimize: Memopt) -> None:
+    Path("lazy.py").write_text("from torch import nn\n\ndef make():\n    return nn.Sequential(nn.LazyLinear(3))\n")
+    done = optimize("lazy:make", "-i", "4x8")
+    assert done.code == 3
+    assert done.err.endswith(
+        "error: 0.weight has no value yet: a lazy module takes its shape from the first input\n"
+        "hint: Run the model on an input once, then save it; or let the callable that builds it do so.\n"
+    )
+
+
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])
 def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
