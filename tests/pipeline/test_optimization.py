@@ -131,7 +131,7 @@ def test_piped_output_is_plain(run: Run) -> None:
     assert run.done.out.count("\n0 ") == 1
     log = run.done.err.splitlines()
     assert [line for line in log if line.startswith("level") and "·" not in line] == [f"level {n}" for n in range(5)]
-    assert any(line.startswith("level 1 · segments on") and " → " in line for line in log)
+    assert any(line.startswith("level 1 · segments: ") and " → " in line for line in log)
     assert "verifying at batch 8" in log
     assert "Inputs: Bx1x16x16, B=8 (--input)." in run.done.out
 
