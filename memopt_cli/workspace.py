@@ -46,10 +46,11 @@ class _Run:
             return self.nbytes
         largest = max(differ, key=lambda n: math.prod(self.shapes[n]))
         here, there = math.prod(self.shapes[largest]), math.prod(shapes[largest])
-        elements, nbytes = 0, 0
-        is_line = self.smaller and (there < here or self.smaller.nbytes <= self.nbytes)
-        if self.smaller and is_line and (least := math.prod(self.smaller.shapes[largest])) < here:
-            elements, nbytes = least, self.smaller.nbytes
+        elements = nbytes = 0
+        if self.smaller and (there < here or self.smaller.nbytes <= self.nbytes):
+            least = math.prod(self.smaller.shapes[largest])
+            if least < here:
+                elements, nbytes = least, self.smaller.nbytes
         return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // max(1, here - elements))
 
 
