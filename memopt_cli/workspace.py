@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import ne
 
+ASIDE = "memopt: set aside"
+"""Label, in a profile, of what is run beside the step: no operator of it counts, and no memory that it allocates."""
 _LEAST_BYTES = 1 << 16
 """Operators that take less are left out."""
 
@@ -119,10 +121,16 @@ class OperatorRun:
     start_ns: int
     end_ns: int
 
+    def calls_again(self, next_run: OperatorRun) -> bool:
+        """Whether the run that begins next is this one, once more."""
+        same = (self.operator, self.shapes) == (next_run.operator, next_run.shapes)
+        return same and next_run.end_ns <= self.end_ns
+
 
 def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, int]]) -> Workspaces:
     """Workspaces from a profile.
 
+    ``runs``: an operator before those that it calls; one that a dispatch mode calls again counts once.
     ``allocations``: (time in ns, change in bytes), sorted.  A workspace is the highest level during the operator less
     the higher of the levels before and after it.
     """
@@ -131,7 +139,11 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     for _, change in allocations:
         levels.append(levels[-1] + change)
     found = Workspaces()
+    caller: OperatorRun | None = None
     for run in runs:
+        if caller and caller.calls_again(run):
+            continue
+        caller = run
         first, last = bisect.bisect_left(times, run.start_ns), bisect.bisect_right(times, run.end_ns)
         if last > first:
             during = levels[first : last + 1]

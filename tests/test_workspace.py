@@ -48,6 +48,12 @@ def test_nested_operators_each_have_theirs() -> None:
     assert seen.of("aten::inner", SHAPES) == 100 * KIB
 
 
+def test_an_operator_that_is_called_again_counts_once() -> None:
+    allocations = [(10, 200 * KIB), (12, -200 * KIB)]
+    assert len(found(allocations, ("conv", 8, 15), ("conv", 9, 13))._runs["aten::conv"]) == 1
+    assert len(found(allocations, ("conv", 8, 11), ("conv", 11, 13))._runs["aten::conv"]) == 2
+
+
 def test_an_operator_that_allocates_nothing() -> None:
     assert found([(1, 500 * KIB)], ("view", 5, 6)).of("aten::view", SHAPES) == 0
     assert found([], ("view", 5, 6)).of("aten::view", SHAPES) == 0

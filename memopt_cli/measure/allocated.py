@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memopt_cli.workspace import OperatorRun, Workspaces, argument_shapes, find_workspaces
+from memopt_cli.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 _MEMORY_EVENT = "[memory]"
 
@@ -43,30 +43,37 @@ def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
         step_s = _seconds(step)
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
-    events = profiled.profiler.kineto_results.events()
-    allocations = _allocations(profiled.profiler.kineto_results.experimental_event_tree())
+    results = profiled.profiler.kineto_results
+    allocations = _allocations(results.experimental_event_tree())
     live = peak = held_before_bytes
     for _, change in allocations:
         live += change
         peak = max(peak, live)
-    runs = (
-        OperatorRun(e.name(), argument_shapes(e.shapes()), e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in events
-        if e.name().startswith("aten::")
-    )
-    return Allocated(peak, peak, step_s, "cpu profiler", find_workspaces(runs, allocations))
+    return Allocated(peak, peak, step_s, "cpu profiler", find_workspaces(_runs(results.events()), allocations))
+
+
+def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
+    """Operators by time, one before those that it calls, but for what is set aside."""
+    aside_ns = 0
+    for e in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
+        end_ns = e.start_ns() + e.duration_ns()
+        if e.name() == ASIDE:
+            aside_ns = end_ns
+        elif e.name().startswith("aten::") and e.start_ns() >= aside_ns:
+            yield OperatorRun(e.name(), argument_shapes(e.shapes()), e.start_ns(), end_ns)
 
 
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     """Start in ns and bytes, negative where they are freed, by time; of memory that was allocated here alone.
 
-    The profiler remembers addresses of profiles before this one: it reports that memory is freed which was allocated
-    between them, and only if it lies, by chance, at such an address; then with the size that was there before.
+    What is set aside does not count.  The profiler remembers addresses of profiles before this one: it reports that
+    memory is freed which was allocated between them, and only if it lies, by chance, at such an address; then with the
+    size that was there before.
     """
     pending, found = list(tree), []
     while pending:
         event = pending.pop()
-        pending += event.children
+        pending += event.children if event.name != ASIDE else ()
         if event.name == _MEMORY_EVENT:
             found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
     known: set[int] = set()

@@ -103,6 +103,14 @@ def _take(step: Step) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Observed:
+    """What a step of the original at full size told of its operators."""
+
+    workspaces: Workspaces
+    times: Sequence[trace.OperatorTime]
+
+
+@dataclass(frozen=True, slots=True)
 class _Small:
     """A step that is quick to run: of a few samples, or the full one where its size cannot be changed."""
 
@@ -132,8 +140,6 @@ class Worker:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
         """The step of the original."""
-        self._measured_times: Sequence[trace.OperatorTime] | None = None
-        """Of the original's operators, where it was measured."""
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
@@ -194,8 +200,10 @@ class Worker:
         return Traced(trace=recorded, fake=False, note=why, unknown=(no_seconds,) if no_seconds else ())
 
     def _with_seconds(self, recorded: StepTrace, plan: Plan) -> tuple[StepTrace, str]:
-        times = self._measured_times if plan == ORIGINAL else None
-        times = times or self._at_full_size(trace.time_operators)
+        if plan == ORIGINAL:
+            times = self._observed and self._observed.times
+        else:
+            times = self._at_full_size(trace.time_operators)
         return trace.with_seconds(recorded, times) if times else (recorded, "")
 
     def _require_data(self, reason: str) -> NoReturn:
@@ -272,7 +280,7 @@ class Worker:
         allocated = self._allocated(step)
         times += (allocated.step_s,) if is_long else ()
         if job.plan == ORIGINAL:
-            self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
+            self._observed = _Observed(allocated.workspaces, clock.times)
         return Measurement(
             tensor_peak_bytes=counted.tensor_peak_bytes,
             allocated_peak_bytes=allocated.peak_bytes,
@@ -394,15 +402,15 @@ class Worker:
 
     def _workspaces_for(self, plan: Plan) -> Workspaces:
         """Of the original at full size; where that does not fit, of a small batch, with how they grow."""
-        found = self._recorded_workspaces
-        if found is None:
+        if self._observed is None:
             return self._estimated_workspaces
+        found = self._observed.workspaces
         return self._growing_workspaces if any(s.chunks > 1 for s in plan.segments) else found
 
     @functools.cached_property
     def _growing_workspaces(self) -> Workspaces:
-        assert self._recorded_workspaces is not None
-        return self._recorded_workspaces.compared(self._small_workspaces)
+        assert self._observed is not None
+        return self._observed.workspaces.compared(self._small_workspaces)
 
     @functools.cached_property
     def _small_workspaces(self) -> Workspaces:
@@ -431,8 +439,14 @@ class Worker:
             self._reset()
 
     @functools.cached_property
-    def _recorded_workspaces(self) -> Workspaces | None:
-        return self._at_full_size(lambda step: self._allocated(step).workspaces)
+    def _observed(self) -> _Observed | None:
+        """``None`` where such a step does not fit."""
+        return self._at_full_size(self._observe)
+
+    def _observe(self, step: Step) -> _Observed:
+        clock = trace.Clock(self._settings.device)
+        with clock:
+            return _Observed(self._allocated(step).workspaces, clock.times)
 
     def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit."""
@@ -517,10 +531,10 @@ class Worker:
             times.append(self._timed(step))
         return tuple(times)
 
-    def _allocated(self, step: Step, take: Callable[[Step], object] = _take) -> Allocated:
+    def _allocated(self, step: Step) -> Allocated:
         self._start.enter()
         seed_everything(self._settings.seed)
-        return measure_allocated(lambda: take(step), self._settings.device, trace.resident_bytes(step))
+        return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
 
 
 @contextlib.contextmanager
