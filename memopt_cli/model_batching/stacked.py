@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.extension import AbstractBatchModule, batch_class_of
+from memopt_cli.runtime import uninitialized
 
 StateDict = Mapping[str, Tensor]
 
@@ -146,7 +146,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _unsupported(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "a ScriptModule's parameters cannot be exchanged; batch the module it was made from"
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+    if uninitialized(module, recurse=False):
         return "its parameters are not initialized yet; run the model once"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | nn.SyncBatchNorm):
         return "it spreads one model over several devices; batch the plain module"

@@ -8,7 +8,6 @@ from importlib.metadata import version
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from memopt_cli.apply import plan_of, remove_plan
 from memopt_cli.errors import StepError, UsageError
@@ -19,6 +18,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.progress import Ask, Progress, WantedGlobal
 from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, Plan, StepSettings
+from memopt_cli.runtime import uninitialized
 from memopt_cli.spec_text import format_tensor
 
 
@@ -123,12 +123,11 @@ def _load(source: ModelSource, ask: Ask | None) -> LoadedModel:
 
 
 def _refuse_lazy(module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise StepError(
-                f"{name} has no value yet: a lazy module takes its shape from the first input",
-                hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
-            )
+    if name := uninitialized(module):
+        raise StepError(
+            f"{name} has no value yet: a lazy module takes its shape from the first input",
+            hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
+        )
 
 
 def _inputs_note(spec: InputSpec) -> str:

@@ -26,7 +26,7 @@ from memopt_cli.runtime.container import (
     segment_of,
 )
 from memopt_cli.runtime.runs import Run, add_runs, find_part, group_layers, named_parts, remove_runs
-from memopt_cli.runtime.state import reset_hidden_state
+from memopt_cli.runtime.state import reset_hidden_state, uninitialized
 
 __all__ = [
     "BitSpikeCompressor",
@@ -52,4 +52,5 @@ __all__ = [
     "remove_segment",
     "reset_hidden_state",
     "segment_of",
+    "uninitialized",
 ]

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
@@ -41,7 +40,7 @@ from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState
+from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
 from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
 
@@ -155,7 +154,7 @@ def refusal(module: nn.Module) -> str:
         return "it has a forward of its own on the instance, which would bypass the segment"
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+    if uninitialized(module, recurse=False):
         return "its parameters are not initialized yet; run the model once"
     if overwriting := _overwriting(module):
         return (

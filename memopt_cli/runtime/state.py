@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,6 +29,12 @@ _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMEN
 """Attributes of every module that are no state: its parameters, children and hooks."""
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of values that are put back as they are; most attributes are of one."""
+
+
+def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
+    """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
+    tensors = (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse))
+    return next((name for name, tensor in tensors if is_lazy(tensor)), "")
 
 
 @dataclass(slots=True)
