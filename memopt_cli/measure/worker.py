@@ -117,6 +117,7 @@ class _Small:
     step: Step
     recorded: StepTrace
     """With what its tensors hold."""
+    workspaces: Workspaces
     is_full: bool
 
 
@@ -417,7 +418,7 @@ class Worker:
         """Empty where there is no step of a few samples."""
         if self._small is None or self._small.is_full:
             return Workspaces()
-        return self._workspaces_of(self._small.step)
+        return self._small.workspaces
 
     @functools.cached_property
     def _estimated_workspaces(self) -> Workspaces:
@@ -426,15 +427,11 @@ class Worker:
         if found == Workspaces() or self._batch < _SMALL_BATCH:
             return found
         try:
-            return found.compared(self._workspaces_of(replace(self._step(_SMALL_BATCH - 1), optimizer=None)))
+            return found.compared(self._allocated(replace(self._step(_SMALL_BATCH - 1), optimizer=None)).workspaces)
         except Exception as error:  # inputs, or a model, that do not go by ones
             if is_out_of_memory(error):
                 raise
             return found
-
-    def _workspaces_of(self, step: Step) -> Workspaces:
-        try:
-            return self._allocated(step).workspaces
         finally:
             self._reset()
 
@@ -475,7 +472,7 @@ class Worker:
         self._start.enter()
         try:
             step = replace(self._step(min(_SMALL_BATCH, self._batch)), optimizer=None)
-            return _Small(step, self._look_into(step), is_full=False)
+            return self._looked_into(step, is_full=False)
         except Exception as error:  # inputs, or a model, of a size that cannot be changed
             if is_out_of_memory(error):
                 raise
@@ -484,7 +481,12 @@ class Worker:
         if self._subject.data == "small batch":
             return None
         step = replace(self._step(), optimizer=None)
-        return _Small(step, self._look_into(step), is_full=True)
+        return self._looked_into(step, is_full=True)
+
+    def _looked_into(self, step: Step, *, is_full: bool) -> _Small:
+        found: list[StepTrace] = []
+        allocated = measure_allocated(lambda: found.append(self._look_into(step)), self._settings.device, 0)
+        return _Small(step, found[0], allocated.workspaces, is_full)
 
     def _look_into(self, step: Step) -> StepTrace:
         return trace.record(step, self._batch, contents=True, frees=False)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
 from memopt_cli.trace.log import StorageLog, held_bytes
+from memopt_cli.workspace import ASIDE
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 
@@ -38,7 +42,7 @@ class Contents:
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
         """What packing holds it in, and the bytes."""
-        with torch.no_grad(), _disable_current_modes():
+        with _aside():
             codec = codec_for(tensor)
             packed = codec.compress(tensor) if codec else None
         if codec is None or packed is None or packed.raw:
@@ -56,8 +60,14 @@ class Contents:
 
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
-    with torch.no_grad(), _disable_current_modes():
+    with _aside():
         return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _CODECS}
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    with torch.no_grad(), _disable_current_modes(), record_function(ASIDE):
+        yield
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
+from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import (
@@ -28,7 +29,6 @@ from memopt_cli.records import (
     TensorSpec,
     Trust,
 )
-from memopt_cli.step import Step
 
 ORIGINAL = Plan(level=0)
 MiB = 1 << 20
@@ -151,24 +151,26 @@ def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     assert all(op.seconds > 0 for op in traced.trace.ops)
 
 
-def test_how_workspaces_grow_is_looked_at_for_chunks_alone(
+def test_a_search_takes_one_step_at_full_size_and_one_of_a_few_samples(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
 
-    def watched(one: Worker, step: Step, *take: Any) -> Any:
-        batches.append(step.args[0].shape[0])
-        return allocated(one, step, *take)
+    def watched(take: Callable[[], object], device: str, held_bytes: int) -> Allocated:
+        handle = one._model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
+        try:
+            return measure_allocated(take, device, held_bytes)
+        finally:
+            handle.remove()
 
-    allocated = Worker._allocated
-    monkeypatch.setattr(Worker, "_allocated", watched)
+    monkeypatch.setattr("memopt_cli.measure.worker.measure_allocated", watched)
     one = worker()
     one.do(TraceJob(fake=True))
     one.do(CountJob(plan=plan("0", "1"), fake=True))
-    assert batches == [8]
-    for _ in range(2):
-        one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
+    one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
     assert batches == [8, 3]
+    growing = one._workspaces_for(plan("2", chunks=2))._runs["aten::convolution"]
+    assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
