@@ -442,8 +442,7 @@ class Worker:
 
     def _observe(self, step: Step) -> _Observed:
         clock = trace.Clock(self._settings.device)
-        with clock:
-            return _Observed(self._allocated(step).workspaces, clock.times)
+        return _Observed(self._allocated(step, clock).workspaces, clock.times)
 
     def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit."""
@@ -533,10 +532,16 @@ class Worker:
             times.append(self._timed(step))
         return tuple(times)
 
-    def _allocated(self, step: Step) -> Allocated:
+    def _allocated(self, step: Step, clock: trace.Clock | None = None) -> Allocated:
+        """The step's allocated peak, and the times of its operators where there is a clock."""
+
+        def take() -> None:
+            with clock or contextlib.nullcontext():
+                _take(step)
+
         self._start.enter()
         seed_everything(self._settings.seed)
-        return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
+        return measure_allocated(take, self._settings.device, trace.resident_bytes(step))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.measure.allocated import Allocated, measure_allocated
-from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, TraceJob, VerifyJob
+from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, Traced, TraceJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import (
     ChunkRule,
@@ -146,9 +146,19 @@ def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     monkeypatch.setattr("memopt_cli.trace.time_operators", lambda step: pytest.fail("it was"))
     one = worker(optimizer=optimizer)
     one.do(MeasureJob(plan=ORIGINAL, steps=3))
-    traced = one.do(TraceJob(fake=True))
+    assert_timed(one.do(TraceJob(fake=True)))
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_step_that_was_not_measured_is_timed(optimizer: str, fake: bool, worker: Callable[..., Worker]) -> None:
+    assert_timed(worker(optimizer=optimizer).do(TraceJob(fake=fake)))
+
+
+def assert_timed(traced: Traced) -> None:
     assert not traced.unknown
     assert all(op.seconds > 0 for op in traced.trace.ops)
+    assert all(module.forward_s > 0 for module in traced.trace.modules)
 
 
 def test_a_search_takes_one_step_at_full_size_and_one_of_a_few_samples(
