@@ -303,8 +303,7 @@ class Worker:
             if job.replicas > 1:
                 example = self._step(min(job.batch, self._batch), job.dims)
                 step, route = replicated_step(step, job.replicas, example)
-            if step.optimizer is not None and not step.optimizer.state:
-                self._timed(step)  # makes it
+            self._make_state(step)
             try:
                 allocated = self._allocated(step)
             except Exception as error:
@@ -441,6 +440,7 @@ class Worker:
         return self._at_full_size(self._observe)
 
     def _observe(self, step: Step) -> _Observed:
+        self._make_state(step)
         clock = trace.Clock(self._settings.device)
         return _Observed(self._allocated(step, clock).workspaces, clock.times)
 
@@ -513,6 +513,11 @@ class Worker:
                 hint="Remove it from the plan.",
             )
         return elapsed
+
+    def _make_state(self, step: Step) -> None:
+        """That of the optimizer, which its first step makes."""
+        if step.optimizer is not None and not step.optimizer.state:
+            self._timed(step)
 
     def _timed(self, step: Step) -> float:
         self._start.enter()
