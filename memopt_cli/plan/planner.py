@@ -27,6 +27,8 @@ _LEAST_STEP = 0.002
 """Share of the budget by which it is lowered, at least, where a dry run passed it."""
 _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
+_WORTH_ASKING = 0.05
+"""Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
 _MOST_QUESTIONS = 12
 """Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
 _REARRANGEMENTS = 4
@@ -205,7 +207,8 @@ class Planner:
                 if self._confirm_chunks(plan):
                     return plan
                 continue
-            least = self._least_plan(2 * self._model.peak_bytes) if may_learn else None
+            learns = may_learn and self._is_worth_asking(target)
+            least = self._least_plan(2 * self._model.peak_bytes) if learns else None
             if least is None or not self._learn_chunks(least):
                 return None
 
@@ -315,6 +318,18 @@ class Planner:
             self._certain.add(block.path)
             return True
         return False
+
+    def _is_worth_asking(self, target: int) -> bool:
+        """Whether chunks could give a plan within the target that is faster than all so far, or the first."""
+        best = self._fastest_counted(target)
+        if best is None or not self._may_chunk:
+            return True
+        hopeful = dict(self._allowed.chunks)
+        for path, module in self._modules.items():
+            if path not in self._asked and module.input_shape and module.input_shape[0] > 1:
+                hopeful.setdefault(path, (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), module.input_shape[0]))
+        way = Solver(self._root, replace(self._allowed, chunks=hopeful), self._tick).fastest(target)
+        return way is not None and self._slowdown(self._plan(way, packed=False)) < best.slowdown - _WORTH_ASKING
 
     def _allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self._allowed = replace(self._allowed, chunks=chunks)
