@@ -114,7 +114,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spawn_memopt: Memopt) -> Run:
     folder = tmp_path_factory.mktemp("run")
     torch.save(conv_net(), folder / "net.pt")
     sha256 = hashlib.sha256((folder / "net.pt").read_bytes()).hexdigest()
-    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --search-time 20".split()
+    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --search-time 8".split()
     return Run(spawn_memopt(folder, *arguments), folder, sha256)
 
 
@@ -597,7 +597,7 @@ def save_program(kind: str, path: str) -> None:
     ("kind", "path", "flags"),
     [
         ("scripted", "net.ts", "-i Bx1x16x16 --level 1"),
-        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --search-time 30 --no-recommend-batch"),
+        ("traced", "net.ts", "-i Bx1x16x16 --level 3 --search-time 10 --no-recommend-batch"),
         ("exported", "net.pt2", "--level 1"),  # it brings its own inputs
     ],
 )

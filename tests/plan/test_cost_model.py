@@ -488,6 +488,31 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
 
 
+@pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (5.0, False)])
+def test_chunks_are_asked_for_where_they_could_save_enough(
+    worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.plan.planner._WORTH_ASKING", worth)
+    subject = SUBJECTS["chain"]()
+    asked: list[str] = []
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        asked.append(path)
+        return rule_along(0)
+
+    plans = planner(subject, chunking)
+    assert plans._is_worth_asking(0)  # nothing is within that yet
+    slow = plans._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
+    whole = planner(subject).least(start(subject).peak_bytes)
+    assert slow is not None
+    assert whole is not None
+    assert slow.peak_bytes < whole.peak_bytes
+    found = plans.within(slow.peak_bytes)
+    assert found is not None
+    assert bool(asked) is asks
+    assert found.peak_bytes <= slow.peak_bytes
+
+
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     subject = SUBJECTS["chain"]()
