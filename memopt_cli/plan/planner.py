@@ -320,14 +320,16 @@ class Planner:
         return False
 
     def _is_worth_asking(self, target: int) -> bool:
-        """Whether chunks could give a plan within the target that is faster than all so far, or the first."""
+        """Whether chunks could give the first plan within the target, or one that is faster by enough."""
         best = self._fastest_counted(target)
         if best is None or not self._may_chunk:
             return True
         hopeful = dict(self._allowed.chunks)
         for path, module in self._modules.items():
-            if path not in self._asked and module.input_shape and module.input_shape[0] > 1:
-                hopeful.setdefault(path, (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), module.input_shape[0]))
+            lengths = module.input_shape[:2]
+            length = max(lengths, default=0)
+            if path not in self._asked and length > 1:
+                hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
         way = Solver(self._root, replace(self._allowed, chunks=hopeful), self._tick).fastest(target)
         return way is not None and self._slowdown(self._plan(way, packed=False)) < best.slowdown - _WORTH_ASKING
 
