@@ -104,7 +104,7 @@ def _take(step: Step) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """What a step of the original at full size told of its operators."""
+    """What steps of the original at full size told of its operators."""
 
     workspaces: Workspaces
     times: Sequence[trace.OperatorTime]
@@ -303,7 +303,8 @@ class Worker:
             if job.replicas > 1:
                 example = self._step(min(job.batch, self._batch), job.dims)
                 step, route = replicated_step(step, job.replicas, example)
-            self._make_state(step)
+            if step.optimizer is not None and not step.optimizer.state:
+                self._timed(step)  # makes it
             try:
                 allocated = self._allocated(step)
             except Exception as error:
@@ -436,13 +437,13 @@ class Worker:
 
     @functools.cached_property
     def _observed(self) -> _Observed | None:
-        """``None`` where such a step does not fit."""
+        """``None`` where no such step fits."""
         return self._at_full_size(self._observe)
 
     def _observe(self, step: Step) -> _Observed:
-        self._make_state(step)
-        clock = trace.Clock(self._settings.device)
-        return _Observed(self._allocated(step, clock).workspaces, clock.times)
+        workspaces = self._allocated(step).workspaces  # the first step, whose operators take longer
+        self._reset()
+        return _Observed(workspaces, trace.time_operators(step))
 
     def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit."""
@@ -514,11 +515,6 @@ class Worker:
             )
         return elapsed
 
-    def _make_state(self, step: Step) -> None:
-        """That of the optimizer, which its first step makes."""
-        if step.optimizer is not None and not step.optimizer.state:
-            self._timed(step)
-
     def _timed(self, step: Step) -> float:
         self._start.enter()
         seed_everything(self._settings.seed)
@@ -537,16 +533,10 @@ class Worker:
             times.append(self._timed(step))
         return tuple(times)
 
-    def _allocated(self, step: Step, clock: trace.Clock | None = None) -> Allocated:
-        """The step's allocated peak, and the times of its operators where there is a clock."""
-
-        def take() -> None:
-            with clock or contextlib.nullcontext():
-                _take(step)
-
+    def _allocated(self, step: Step) -> Allocated:
         self._start.enter()
         seed_everything(self._settings.seed)
-        return measure_allocated(take, self._settings.device, trace.resident_bytes(step))
+        return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
 
 
 @contextlib.contextmanager

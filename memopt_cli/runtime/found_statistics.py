@@ -26,9 +26,7 @@ from memopt_cli.runtime.selective import uncounted
 
 _thread = threading.local()
 
-NATIVE_NORM = torch.ops.aten.native_batch_norm.default
-"""What ``batch_norm`` calls on the CPU."""
-_NAME = "aten::native_batch_norm"
+_NATIVE, _NAME = torch.ops.aten.native_batch_norm.default, "aten::native_batch_norm"
 _LAYOUTS = {torch.contiguous_format: range(2, 6), torch.channels_last: (4,), torch.channels_last_3d: (5,)}
 """Layouts of an input, and of how many dimensions it may be, for which the kernel is the one that this is about."""
 
@@ -55,13 +53,13 @@ class RepeatableNorm:
                 "segment."
             )
         scale = self.invstd if weight is None else weight * self.invstd
-        output, *_ = NATIVE_NORM(x, scale, bias, self.mean, torch.ones_like(self.invstd), False, 0.0, 0.0)
+        output, *_ = _NATIVE(x, scale, bias, self.mean, torch.ones_like(self.invstd), False, 0.0, 0.0)
         return output, self.mean.detach(), self.invstd.detach()
 
 
 def repeatable_norm(func: Any, args: Sequence[Any], result: Any) -> RepeatableNorm | None:
     """The call, if it is a batch norm that can be repeated to the bit."""
-    if func is not NATIVE_NORM or not _is_repeatable(*args):
+    if func is not _NATIVE or not _is_repeatable(*args):
         return None
     x, (_, mean, invstd) = args[0], result
     return RepeatableNorm(x.shape, x.dtype, mean.detach(), invstd.detach())
@@ -96,7 +94,7 @@ def _is_exact(dtype: torch.dtype) -> bool:
         weight = bias = whole[0, :, 0, 0].contiguous()
         for x in (whole, whole.contiguous(memory_format=torch.channels_last)):
             args = (x, weight, bias, None, None, True, 0.1, 1e-5)
-            output, mean, invstd = NATIVE_NORM(*args)
+            output, mean, invstd = _NATIVE(*args)
             if not same_bits(output, RepeatableNorm(x.shape, dtype, mean, invstd).repeat(args)[0]):
                 return False
     return True
@@ -166,7 +164,7 @@ class _Recording(_Norms):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is NATIVE_NORM:
+        if func is _NATIVE:
             with uncounted():
                 norm = repeatable_norm(func, args, result)
                 running = tuple(t.clone() if norm and t is not None else None for t in args[3:5])
@@ -180,7 +178,7 @@ class _Replaying(_Norms):  # type: ignore[no-untyped-call]
         self._left = iter(calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = next(self._left, None) if func is NATIVE_NORM else None
+        call = next(self._left, None) if func is _NATIVE else None
         if call is None or call.norm is None:
             return func(*args, **(kwargs or {}))
         with uncounted():

@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import OpTrace, StepTrace
-from memopt_cli.runtime.found_statistics import NATIVE_NORM, repeatable_norm
+from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
-from memopt_cli.workspace import ASIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +48,13 @@ class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _repeat_s(self, func: Any, args: Any, output: Any) -> float | None:
         """Of a norm, where the memory that the step leaves is enough to run it once more."""
-        if func is not NATIVE_NORM:
+        norm = repeatable_norm(func, args, output)
+        try:
+            return self._timed(lambda: norm.repeat(args))[1] if norm else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             return None
-        with record_function(ASIDE):
-            norm = repeatable_norm(func, args, output)
-            try:
-                return self._timed(lambda: norm.repeat(args))[1] if norm else None
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                return None
 
     def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)

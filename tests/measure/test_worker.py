@@ -161,7 +161,7 @@ def assert_timed(traced: Traced) -> None:
     assert all(module.forward_s > 0 for module in traced.trace.modules)
 
 
-def test_a_search_takes_one_step_at_full_size_and_one_of_a_few_samples(
+def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
