@@ -58,7 +58,7 @@ def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
     for e in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
         end_ns = e.start_ns() + e.duration_ns()
         if e.name() == ASIDE:
-            aside_ns = end_ns
+            aside_ns = max(aside_ns, end_ns)
         elif e.name().startswith("aten::") and e.start_ns() >= aside_ns:
             yield OperatorRun(e.name(), argument_shapes(e.shapes()), e.start_ns(), end_ns)
 
@@ -66,15 +66,16 @@ def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     """Start in ns and bytes, negative where they are freed, by time; of memory that was allocated here alone.
 
-    What is set aside does not count.  The profiler remembers addresses of profiles before this one: it reports that
-    memory is freed which was allocated between them, and only if it lies, by chance, at such an address; then with the
-    size that was there before.
+    What is set aside allocates nothing that counts.  The profiler remembers addresses of profiles before this one: it
+    reports that memory is freed which was allocated between them, and only if it lies, by chance, at such an address;
+    then with the size that was there before.
     """
-    pending, found = list(tree), []
+    pending, found = [(event, False) for event in tree], []
     while pending:
-        event = pending.pop()
-        pending += event.children if event.name != ASIDE else ()
-        if event.name == _MEMORY_EVENT:
+        event, aside = pending.pop()
+        aside = aside or event.name == ASIDE
+        pending += [(child, aside) for child in event.children]
+        if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
             found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
     known: set[int] = set()
     allocations = []

@@ -103,14 +103,6 @@ def _take(step: Step) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
-    """What steps of the original at full size told of its operators."""
-
-    workspaces: Workspaces
-    times: Sequence[trace.OperatorTime]
-
-
-@dataclass(frozen=True, slots=True)
 class _Small:
     """A step that is quick to run: of a few samples, or the full one where its size cannot be changed."""
 
@@ -118,7 +110,7 @@ class _Small:
     recorded: StepTrace
     """With what its tensors hold."""
     workspaces: Workspaces
-    is_full: bool
+    """None of the full one."""
 
 
 class Worker:
@@ -141,6 +133,8 @@ class Worker:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
         """The step of the original."""
+        self._measured_times: Sequence[trace.OperatorTime] | None = None
+        """Of the original's operators, where it was measured."""
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
@@ -201,10 +195,8 @@ class Worker:
         return Traced(trace=recorded, fake=False, note=why, unknown=(no_seconds,) if no_seconds else ())
 
     def _with_seconds(self, recorded: StepTrace, plan: Plan) -> tuple[StepTrace, str]:
-        if plan == ORIGINAL:
-            times = self._observed and self._observed.times
-        else:
-            times = self._at_full_size(trace.time_operators)
+        times = self._measured_times if plan == ORIGINAL else None
+        times = times or self._at_full_size(trace.time_operators)
         return trace.with_seconds(recorded, times) if times else (recorded, "")
 
     def _require_data(self, reason: str) -> NoReturn:
@@ -281,7 +273,7 @@ class Worker:
         allocated = self._allocated(step)
         times += (allocated.step_s,) if is_long else ()
         if job.plan == ORIGINAL:
-            self._observed = _Observed(allocated.workspaces, clock.times)
+            self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
         return Measurement(
             tensor_peak_bytes=counted.tensor_peak_bytes,
             allocated_peak_bytes=allocated.peak_bytes,
@@ -403,22 +395,20 @@ class Worker:
 
     def _workspaces_for(self, plan: Plan) -> Workspaces:
         """Of the original at full size; where that does not fit, of a small batch, with how they grow."""
-        if self._observed is None:
+        found = self._recorded_workspaces
+        if found is None:
             return self._estimated_workspaces
-        found = self._observed.workspaces
         return self._growing_workspaces if any(s.chunks > 1 for s in plan.segments) else found
 
     @functools.cached_property
     def _growing_workspaces(self) -> Workspaces:
-        assert self._observed is not None
-        return self._observed.workspaces.compared(self._small_workspaces)
+        assert self._recorded_workspaces is not None
+        return self._recorded_workspaces.compared(self._small_workspaces)
 
     @functools.cached_property
     def _small_workspaces(self) -> Workspaces:
         """Empty where there is no step of a few samples."""
-        if self._small is None or self._small.is_full:
-            return Workspaces()
-        return self._small.workspaces
+        return self._small.workspaces if self._small else Workspaces()
 
     @functools.cached_property
     def _estimated_workspaces(self) -> Workspaces:
@@ -436,14 +426,8 @@ class Worker:
             self._reset()
 
     @functools.cached_property
-    def _observed(self) -> _Observed | None:
-        """``None`` where no such step fits."""
-        return self._at_full_size(self._observe)
-
-    def _observe(self, step: Step) -> _Observed:
-        workspaces = self._allocated(step).workspaces  # the first step, whose operators take longer
-        self._reset()
-        return _Observed(workspaces, trace.time_operators(step))
+    def _recorded_workspaces(self) -> Workspaces | None:
+        return self._at_full_size(lambda step: self._allocated(step).workspaces)
 
     def _at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit."""
@@ -472,7 +456,9 @@ class Worker:
         self._start.enter()
         try:
             step = replace(self._step(min(_SMALL_BATCH, self._batch)), optimizer=None)
-            return self._looked_into(step, is_full=False)
+            found: list[StepTrace] = []
+            allocated = measure_allocated(lambda: found.append(self._look_into(step)), self._settings.device, 0)
+            return _Small(step, found[0], allocated.workspaces)
         except Exception as error:  # inputs, or a model, of a size that cannot be changed
             if is_out_of_memory(error):
                 raise
@@ -481,12 +467,7 @@ class Worker:
         if self._subject.data == "small batch":
             return None
         step = replace(self._step(), optimizer=None)
-        return self._looked_into(step, is_full=True)
-
-    def _looked_into(self, step: Step, *, is_full: bool) -> _Small:
-        found: list[StepTrace] = []
-        allocated = measure_allocated(lambda: found.append(self._look_into(step)), self._settings.device, 0)
-        return _Small(step, found[0], allocated.workspaces, is_full)
+        return _Small(step, self._look_into(step), Workspaces())
 
     def _look_into(self, step: Step) -> StepTrace:
         return trace.record(step, self._batch, contents=True, frees=False)

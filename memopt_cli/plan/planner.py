@@ -151,7 +151,7 @@ class Planner:
         target, dry_runs, bias = budget_bytes, 0, 1.0
         step = int(budget_bytes * _LEAST_STEP)
         for _ in range(_SOLUTIONS):
-            plan = self._fastest(packed, target, may_learn=may_learn) if dry_runs < _DRY_RUNS else None
+            plan = self._fastest(packed, target, budget_bytes, may_learn=may_learn) if dry_runs < _DRY_RUNS else None
             if plan is None:
                 break
             predicted_bytes = self._predict(plan).allocated_peak_bytes
@@ -198,7 +198,7 @@ class Planner:
         choices = (False, True) if self._may_pack else (False,)
         return {packed: Solver(self._root, replace(self._allowed, packed=packed), self._tick) for packed in choices}
 
-    def _fastest(self, packed: bool, target: int, *, may_learn: bool) -> Plan | None:
+    def _fastest(self, packed: bool, target: int, budget_bytes: int, *, may_learn: bool) -> Plan | None:
         """A plan within the target; where there is none, modules may be put in chunks until there is."""
         while True:
             way = self._solvers[packed].fastest(target)
@@ -207,7 +207,7 @@ class Planner:
                 if self._confirm_chunks(plan):
                     return plan
                 continue
-            learns = may_learn and self._is_worth_asking(target)
+            learns = may_learn and self._is_worth_asking(target, budget_bytes)
             least = self._least_plan(2 * self._model.peak_bytes) if learns else None
             if least is None or not self._learn_chunks(least):
                 return None
@@ -319,19 +319,22 @@ class Planner:
             return True
         return False
 
-    def _is_worth_asking(self, target: int) -> bool:
-        """Whether chunks could give the first plan within the target, or one that is faster by enough."""
-        best = self._fastest_counted(target)
-        if best is None or not self._may_chunk:
+    def _is_worth_asking(self, target: int, budget_bytes: int) -> bool:
+        """Whether chunks could give the first plan within the budget, or about one that is faster by enough."""
+        best = self._fastest_counted(budget_bytes)
+        if best is None:
             return True
+        wanted = best.slowdown - _WORTH_ASKING
+        if not self._may_chunk or self._questions >= _MOST_QUESTIONS or wanted <= min(1.0, self._ground_slowdown):
+            return False
         hopeful = dict(self._allowed.chunks)
         for path, module in self._modules.items():
             lengths = module.input_shape[:2]
             length = max(lengths, default=0)
-            if path not in self._asked and length > 1:
+            if path not in self._asked and length > 1 and self._saves_by_chunks(module):
                 hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
         way = Solver(self._root, replace(self._allowed, chunks=hopeful), self._tick).fastest(target)
-        return way is not None and self._slowdown(self._plan(way, packed=False)) < best.slowdown - _WORTH_ASKING
+        return way is not None and self._slowdown(self._plan(way, packed=False)) < wanted
 
     def _allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self._allowed = replace(self._allowed, chunks=chunks)

@@ -33,8 +33,11 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
     """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
-    tensors = (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse))
-    return next((name for name, tensor in tensors if is_lazy(tensor)), "")
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if is_lazy(tensor):
+                return f"{path}.{name}".removeprefix(".")
+    return ""
 
 
 @dataclass(slots=True)

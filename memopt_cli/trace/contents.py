@@ -42,7 +42,7 @@ class Contents:
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
         """What packing holds it in, and the bytes."""
-        with _aside():
+        with aside():
             codec = codec_for(tensor)
             packed = codec.compress(tensor) if codec else None
         if codec is None or packed is None or packed.raw:
@@ -60,12 +60,13 @@ class Contents:
 
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
-    with _aside():
+    with aside():
         return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _CODECS}
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
+    """What runs within is no part of the step."""
     with torch.no_grad(), _disable_current_modes(), record_function(ASIDE):
         yield
 

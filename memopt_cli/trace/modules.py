@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
@@ -17,7 +15,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, dec
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
-from memopt_cli.trace.contents import Contents
+from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import Storage, StorageLog, held_bytes
 
 
@@ -132,7 +130,7 @@ def asked_compressor(module: nn.Module) -> CompressorName | None:
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
-    with torch.no_grad(), _disable_current_modes():
+    with aside():
         return sum(codec.compress(t).nbytes for t in tensors)
 
 

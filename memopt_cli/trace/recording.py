@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import CompressorName, ModuleCall, OpTrace, Phase, StepTrace, StorageTrace
@@ -25,7 +24,7 @@ from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks
-from memopt_cli.trace.contents import Contents
+from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import (
     Codecs,
     Storage,
@@ -219,7 +218,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         if storage is not None and storage.kind != "parameters":
             self._savers[storage.index][_next_node() - 1] = None
             if self._contents is not None and storage.index not in self._packed:
-                with torch.no_grad(), _disable_current_modes():
+                with aside():
                     whole = (
                         alias if alias.nbytes == storage.nbytes else alias.new_empty(0).set_(alias.untyped_storage())
                     )

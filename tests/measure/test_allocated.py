@@ -52,9 +52,18 @@ def test_what_is_freed_at_an_address_of_another_profile_is_not_taken_from_what_i
     assert measure_allocated(lambda: step(first=False), "cpu", 16 * MIB).peak_bytes == 28 * MIB
 
 
+class First(nn.Module):
+    """Of several feature maps: a view of a larger storage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0]
+
+
 def test_looking_into_tensors_does_not_count() -> None:
-    """Convolutions take workspace, which has to be told from what packing the saved tensors takes."""
-    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, dilation=2))
+    """Convolutions take workspace, which has to be told from what packing the saved tensors, views too, takes."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Unflatten(1, (4, 16)), First(), nn.Conv2d(16, 64, 3)
+    )
     spikes = (torch.rand(4, 3, 40, 40) > 0.5).float()
     step = Step(model=model, args=(spikes,), kwargs={}, settings=StepSettings(device="cpu"))
     plain = measure_allocated(lambda: step.backward(step.forward()), "cpu", 0)

@@ -501,7 +501,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
         return rule_along(0)
 
     plans = planner(subject, chunking)
-    assert plans._is_worth_asking(0)  # nothing is within that yet
+    assert plans._is_worth_asking(0, 0)  # nothing is within that yet
     slow = plans._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
     whole = planner(subject).least(start(subject).peak_bytes)
     assert slow is not None
@@ -511,6 +511,29 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
     assert found is not None
     assert bool(asked) is asks
     assert found.peak_bytes <= slow.peak_bytes
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
+    axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(64, 1, 64)
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+    subject = Subject(nn.Sequential(*blocks), x.transpose(0, axis))
+
+    def counted(*plans: Plan) -> tuple[Planner, int]:
+        """And the least budget, which the first of the plans is within."""
+        planned = planner(subject, lambda path: rule_along(axis))
+        first, *_ = (planned._count(plan) for plan in plans)
+        assert first is not None
+        return planned, first.peak_bytes
+
+    plans, budget = counted(segments("0", "1", "2", chunks=16, axis=axis))
+    assert plans._is_worth_asking(budget, budget)  # fewer chunks, or of fewer, are faster
+    monkeypatch.setattr(plans, "_questions", 12)
+    assert not plans._is_worth_asking(budget, budget)
+    plans, budget = counted(segments("0", "1", "2", chunks=16, axis=axis), Plan(level=4))
+    assert not plans._is_worth_asking(budget, start(subject).peak_bytes)  # the original is within that
 
 
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
