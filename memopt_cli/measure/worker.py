@@ -405,7 +405,7 @@ class Worker:
         assert self._recorded_workspaces is not None
         return self._recorded_workspaces.compared(self._small_workspaces)
 
-    @functools.cached_property
+    @property
     def _small_workspaces(self) -> Workspaces:
         """Empty where there is no step of a few samples."""
         return self._small.workspaces if self._small else Workspaces()
