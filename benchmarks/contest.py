@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing.connection import Connection
 
 import torch
@@ -23,6 +24,8 @@ from memopt_cli.measure.jobs import Subject
 from memopt_cli.step import Step, place, seed_everything
 from memopt_cli.trace import resident_bytes
 
+_HEAT = 5
+"""Processes that stand beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG, its heap included."""
 Prepare = Callable[[Step], nn.Module]
 """Makes of the step's model the one that is run; a function that pickles."""
 
@@ -47,6 +50,8 @@ class Contestant:
     measuring_s: float = 0.0
     """Of that, time in which steps of memopt's plans, and of the original, were measured."""
     times_s: list[float] = field(default_factory=list)
+    beside_s: list[float] = field(default_factory=list)
+    """The steps of the first contestant in the same rounds."""
 
     def start(self, threads: int) -> str:
         """Start it and measure its peak; why it cannot take part, or nothing."""
@@ -94,29 +99,41 @@ def take(step: Step) -> None:
 def contest(
     contestants: Iterable[Contestant], rounds: int, threads: int
 ) -> Iterator[tuple[list[Contestant], list[str]]]:
-    """After every round of steps: those that run, with their peaks and steps, and why the others do not."""
-    running: list[Contestant] = []
-    failed = []
-    for one in contestants:
-        reason = one.start(threads)
-        shown = reason or f"{one.peak_bytes / 2**20:.1f} MiB, found in {one.search_s:.1f} s"
-        print(f"{one.name}: {shown}", file=sys.stderr, flush=True)
-        if reason:
-            failed.append(f"{one.name}: {reason}")
-        else:
-            running.append(one)
-    for _ in range(rounds):
+    """A few at a time, beside the first: those that ran, with peaks and steps, and why others do not, after each heat.
+
+    Raises :class:`RuntimeError` if the first cannot run.
+    """
+    waiting = iter(contestants)
+    first = next(waiting)
+    if reason := _started(first, threads):
+        raise RuntimeError(reason)
+    done, failed = [first], []
+    while heat := list(islice(waiting, _HEAT)):
+        reasons = {one.name: _started(one, threads) for one in heat}
+        failed += filter(None, reasons.values())
+        running = [one for one in heat if not reasons[one.name]]
+        for _ in range(rounds):
+            first.take_step()
+            for one in running:
+                one.take_step()
+                one.beside_s.append(first.times_s[-1])
         for one in running:
-            one.take_step()
-        yield running, failed
-    for one in running:
-        one.stop()
+            one.stop()
+        done += running
+        yield done, failed
+    first.stop()
+
+
+def _started(one: Contestant, threads: int) -> str:
+    reason = one.start(threads)
+    shown = reason or f"{one.peak_bytes / 2**20:.1f} MiB, found in {one.search_s:.1f} s"
+    print(f"{one.name}: {shown}", file=sys.stderr, flush=True)
+    return f"{one.name}: {reason}" if reason else ""
 
 
 def contest_table(found: Sequence[Contestant]) -> str:
-    """Peaks and median steps, beside those of the first."""
+    """Peaks and median steps, beside those of the first in the same rounds."""
     first = found[0]
-    base_s = statistics.median(first.times_s)
     rows = [
         [
             one.name,
@@ -125,7 +142,7 @@ def contest_table(found: Sequence[Contestant]) -> str:
             f"{one.peak_bytes / 2**20:.1f} MiB",
             f"{one.peak_bytes / first.peak_bytes:.2f}",
             f"{statistics.median(one.times_s):.3f} s",
-            f"{statistics.median(one.times_s) / base_s:.2f}",
+            f"{statistics.median(one.times_s) / statistics.median(one.beside_s or one.times_s):.2f}",
         ]
         for one in found
     ]

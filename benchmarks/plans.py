@@ -162,14 +162,15 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
-    """A section for every model, written anew after every round of steps."""
+    """A section for every model, written anew after every heat."""
     for name in names:
         ways = contestants(name, options.level, compilers=options.compile)
-        for done, (ran, failed) in enumerate(contest(ways, options.rounds, options.threads), 1):
+        for ran, failed in contest(ways, options.rounds, options.threads):
             text = (
-                f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {done}. "
-                "*Found in*: of memopt's plans everything, from the measurement of the original to that of the plan, "
-                "PyTorch's import left out; a level comes after those below it.\n\n"
+                f"{options.threads} threads; every way in a process of its own, five at a time in turns with the model "
+                f"as it is, medians of {options.rounds} steps, ratios to its steps of the same rounds. *Found in*: of "
+                "memopt's plans everything, from the measurement of the original to that of the plan, PyTorch's import "
+                "left out; a level comes after those below it.\n\n"
             )
             text += contest_table(ran) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
             write_section(f"Plans: contest on {name}", this_command(), text)
