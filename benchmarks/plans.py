@@ -131,11 +131,10 @@ def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contest
     if compilers and shutil.which("g++"):
         for share in COMPILE_BUDGETS:
             yield one(f"`torch.compile`, budget {share}", prepare=functools.partial(compiled, budget=share))
-    if name == SPIKINGJELLY:
-        for level in range(1, highest + 1):
-            yield one(f"SpikingJelly level {level}", prepare=functools.partial(spikingjelly, level=level))
     levels = optimized(name, highest, SearchGoal())
     for row in levels[1:]:
+        if name == SPIKINGJELLY:
+            yield one(f"SpikingJelly level {row.level}", prepare=functools.partial(spikingjelly, level=row.level))
         prepare = functools.partial(planned, plan=row.plan)
         yield one(f"memopt level {row.level}", prepare=prepare, **_spent(levels[: row.level + 1]))
     for share in SHARES:
