@@ -382,11 +382,18 @@ class Planner:
         return [path, *(m.path for m in alike if m.path != path and self._saves_by_chunks(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
-        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once."""
+        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
+
+        If nothing of that would ever save by chunks, what it lies in, from within.
+        """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
-        inside = [b for b in self._root if any(is_within(b.path, s) for s in segments) and b.path not in self._asked]
-        usable = [b for b in inside if b.path and not b.refusal and self._saves_by_chunks(self._modules[b.path])]
-        yield from sorted({b.path: b for b in usable}.values(), key=lambda b: -b.kept_bytes)
+        usable = {
+            b.path: b for b in self._root if b.path and not b.refusal and self._saves_by_chunks(self._modules[b.path])
+        }
+        inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
+        largest = sorted(inside, key=lambda b: -b.kept_bytes)
+        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: b.kept_bytes)
+        yield from (block for block in largest or outwards if block.path not in self._asked)
 
     @staticmethod
     def _saves_by_chunks(module: ModuleTrace) -> bool:

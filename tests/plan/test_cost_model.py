@@ -488,6 +488,35 @@ def test_chunks_go_below_what_segments_reach() -> None:
     assert ModuleTree(subject.trace)[chunked.candidate.plan.segments[0].path]
 
 
+class Loop(nn.Module):
+    """What takes memory is between its layers, none of which saves anything by chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() -> None:
+    subject = Subject(nn.Sequential(Loop()), torch.randn(512, 64))
+    asked: list[str] = []
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        asked.append(path)
+        return rule_along(0)
+
+    high = start(subject).peak_bytes
+    found = planner(subject, chunking).within(high * 2 // 3)
+    assert found is not None
+    assert asked == ["0"]
+    assert [(s.path, s.chunks > 1) for s in found.candidate.plan.segments] == [("0", True)]
+    assert planner(subject).within(high * 2 // 3) is None
+
+
 @pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (5.0, False)])
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
