@@ -24,7 +24,7 @@ from memopt_cli.measure.jobs import Subject
 from memopt_cli.step import Step, place, seed_everything
 from memopt_cli.trace import resident_bytes
 
-_HEAT = 5
+HEAT = 5
 """Processes that stand beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG, its heap included."""
 Prepare = Callable[[Step], nn.Module]
 """Makes of the step's model the one that is run; a function that pickles."""
@@ -107,21 +107,25 @@ def contest(
     first = next(waiting)
     if reason := _started(first, threads):
         raise RuntimeError(reason)
-    done, failed = [first], []
-    while heat := list(islice(waiting, _HEAT)):
-        reasons = {one.name: _started(one, threads) for one in heat}
-        failed += filter(None, reasons.values())
-        running = [one for one in heat if not reasons[one.name]]
-        for _ in range(rounds):
-            first.take_step()
+    done, failed = [first], list[str]()
+    running: list[Contestant] = []
+    try:
+        while heat := list(islice(waiting, HEAT)):
+            reasons = [_started(one, threads) for one in heat]
+            failed += filter(None, reasons)
+            running = [one for one, reason in zip(heat, reasons, strict=True) if not reason]
+            for _ in range(rounds):
+                first.take_step()
+                for one in running:
+                    one.take_step()
+                    one.beside_s.append(first.times_s[-1])
             for one in running:
-                one.take_step()
-                one.beside_s.append(first.times_s[-1])
-        for one in running:
+                one.stop()
+            done += running
+            yield done, failed
+    finally:
+        for one in (first, *running):
             one.stop()
-        done += running
-        yield done, failed
-    first.stop()
 
 
 def _started(one: Contestant, threads: int) -> str:
@@ -132,7 +136,7 @@ def _started(one: Contestant, threads: int) -> str:
 
 
 def contest_table(found: Sequence[Contestant]) -> str:
-    """Peaks and median steps, beside those of the first in the same rounds."""
+    """Peaks, median steps, and the median ratio of a step to the first's in the same round."""
     first = found[0]
     rows = [
         [
@@ -142,11 +146,17 @@ def contest_table(found: Sequence[Contestant]) -> str:
             f"{one.peak_bytes / 2**20:.1f} MiB",
             f"{one.peak_bytes / first.peak_bytes:.2f}",
             f"{statistics.median(one.times_s):.3f} s",
-            f"{statistics.median(one.times_s) / statistics.median(one.beside_s or one.times_s):.2f}",
+            f"{_ratio(one):.2f}",
         ]
         for one in found
     ]
     return table(["", "found in", "of it measuring", "allocated peak", "of as it is", "step", "of as it is"], rows)
+
+
+def _ratio(one: Contestant) -> float:
+    """To the first's steps; the first stands beside itself."""
+    pairs = zip(one.times_s, one.beside_s or one.times_s, strict=True)
+    return statistics.median(own / first for own, first in pairs)
 
 
 def _serve(pipe: Connection, subject: Subject, prepare: Prepare, threads: int) -> None:

@@ -6,7 +6,7 @@ Models: gpt, resnet, spiking_vgg, lif_rnn, char_rnn (``make samples``) and spiki
 ``benchmarks/RESULTS.md``, named by the models:
 
 contest    the model as it is, ``checkpoint`` on every block, ``torch.compile`` with an activation memory budget,
-           memopt's levels and budgets; on SpikingJelly's VGG also SpikingJelly's levels.  All side by side.
+           memopt's levels and budgets; on SpikingJelly's VGG also SpikingJelly's levels.  A few at a time.
 accuracy   five plans a model: the cost model's peak beside the dry run's beside the measured one.
 shortlist  of thousands of plans the six that the cost model likes best, beside the best of a long search.
 budgets    ten budgets a model: the measured peak of the plan, and the fastest plan of a long search; plans are kept.
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.contest import Contestant, contest, contest_table, make_step, take
+from benchmarks.contest import HEAT, Contestant, contest, contest_table, make_step, take
 from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
@@ -166,10 +166,11 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
         ways = contestants(name, options.level, compilers=options.compile)
         for ran, failed in contest(ways, options.rounds, options.threads):
             text = (
-                f"{options.threads} threads; every way in a process of its own, five at a time in turns with the model "
-                f"as it is, medians of {options.rounds} steps, ratios to its steps of the same rounds. *Found in*: of "
-                "memopt's plans everything, from the measurement of the original to that of the plan, PyTorch's import "
-                "left out; a level comes after those below it.\n\n"
+                f"{options.threads} threads; every way in a process of its own, {HEAT} at a time in turns with the "
+                f"model as it is. Steps: medians of {options.rounds} rounds, of the model as it is of all. Ratios: to "
+                "its step of the same round, median; across those few only ratios compare. *Found in*: of memopt's "
+                "plans everything, from the measurement of the original to that of the plan, PyTorch's import left "
+                "out; a level comes after those below it.\n\n"
             )
             text += contest_table(ran) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
             write_section(f"Plans: contest on {name}", this_command(), text)

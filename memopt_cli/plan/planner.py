@@ -261,8 +261,7 @@ class Planner:
         """The plan with one of the modules that may run in chunks, or all of its class, in so many chunks."""
         classes: dict[str, list[str]] = defaultdict(list)
         for path in self._allowed.chunks:
-            usable = self._allowed.targets(path) and self._saves_by_chunks(self._modules[path])
-            if usable and not any(_nested(path, head.path) for head in self._heads):
+            if self._is_cuttable(path):
                 classes[self._modules[path].class_name].append(path)
         for paths in classes.values():
             length = max(self._allowed.chunks[path][1] for path in paths)
@@ -384,16 +383,19 @@ class Planner:
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
-        If nothing of that would ever save by chunks, what it lies in, from within.
+        If nothing of that saves by chunks, whether it may run in them or not: what it lies in, from within.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
-        usable = {
-            b.path: b for b in self._root if b.path and not b.refusal and self._saves_by_chunks(self._modules[b.path])
-        }
+        usable = {b.path: b for b in self._root if b.path and not b.refusal and self._is_cuttable(b.path)}
         inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
         largest = sorted(inside, key=lambda b: -b.kept_bytes)
-        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: b.kept_bytes)
-        yield from (block for block in largest or outwards if block.path not in self._asked)
+        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
+        yield from [block for block in largest or outwards if block.path not in self._asked]
+
+    def _is_cuttable(self, path: str) -> bool:
+        """Whether chunks of a module may be in a plan, and would save something."""
+        may_be = self._allowed.targets(path) and not any(_nested(path, head.path) for head in self._heads)
+        return may_be and self._saves_by_chunks(self._modules[path])
 
     @staticmethod
     def _saves_by_chunks(module: ModuleTrace) -> bool:

@@ -502,19 +502,29 @@ class Loop(nn.Module):
 
 
 def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() -> None:
-    subject = Subject(nn.Sequential(Loop()), torch.randn(512, 64))
+    subject = Subject(nn.Sequential(nn.Sequential(Loop())), torch.randn(512, 64))
+    assert subject.model.predict(Plan(level=4)).module.startswith("0.0.layers.")
     asked: list[str] = []
 
     def chunking(path: str) -> ChunkRule | Refused:
         asked.append(path)
-        return rule_along(0)
+        return Refused(reason="no") if path == "0.0" else rule_along(0)
 
     high = start(subject).peak_bytes
     found = planner(subject, chunking).within(high * 2 // 3)
     assert found is not None
-    assert asked == ["0"]
+    assert asked == ["0.0", "0"]
     assert [(s.path, s.chunks > 1) for s in found.candidate.plan.segments] == [("0", True)]
     assert planner(subject).within(high * 2 // 3) is None
+
+
+def test_what_no_plan_may_cut_is_not_asked() -> None:
+    subject = Subject(nn.Sequential(nn.Sequential(Loop())), torch.randn(512, 64))
+    plans = planner(subject, lambda path: rule_along(0))
+    plans._allowed = replace(plans._allowed, targets=lambda path: path != "0.0")
+    assert [block.path for block in plans._around("0.0.layers.3", Plan(level=4))] == ["0"]
+    plans._heads = (SegmentPlan(path="0.0.layers.7", chunks=2, through_loss=True),)
+    assert not [*plans._around("0.0.layers.3", Plan(level=4))]
 
 
 @pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (5.0, False)])
