@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import torch
 from torch import nn
@@ -51,14 +52,23 @@ class Contestant:
     """Of that, time in which steps of memopt's plans, and of the original, were measured."""
     times_s: list[float] = field(default_factory=list)
     beside_s: list[float] = field(default_factory=list)
-    """The steps of the first contestant in the same rounds."""
+    """The steps of the first contestant in the same rounds; of the first, none."""
+    _process: BaseProcess | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Median of its steps to the first's in the same round; the first stands beside itself."""
+        pairs = zip(self.times_s, self.beside_s or self.times_s, strict=True)
+        return statistics.median(own / first for own, first in pairs)
 
     def start(self, threads: int) -> str:
-        """Start it and measure its peak; why it cannot take part, or nothing."""
+        """Start it, if it does not run yet, and measure its peak; why it cannot take part, or nothing."""
+        if self._process is not None:
+            return ""
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self.subject, self.prepare, threads), daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=(other, self.subject, self.prepare, threads), daemon=True)
+        process.start()
         other.close()
         try:
             answer = self._pipe.recv()
@@ -66,7 +76,7 @@ class Contestant:
             return "its process ended"
         if isinstance(answer, str):
             return answer
-        self.peak_bytes: int = answer.peak_bytes
+        self._process, self.peak_bytes = process, int(answer.peak_bytes)
         self.search_s = answer.prepared_s if self.search_s is None else self.search_s
         return ""
 
@@ -77,6 +87,7 @@ class Contestant:
 
     def stop(self) -> None:
         """End its process."""
+        assert self._process is not None
         self._process.kill()
         self._process.join()
 
@@ -146,17 +157,11 @@ def contest_table(found: Sequence[Contestant]) -> str:
             f"{one.peak_bytes / 2**20:.1f} MiB",
             f"{one.peak_bytes / first.peak_bytes:.2f}",
             f"{statistics.median(one.times_s):.3f} s",
-            f"{_ratio(one):.2f}",
+            f"{one.ratio:.2f}",
         ]
         for one in found
     ]
     return table(["", "found in", "of it measuring", "allocated peak", "of as it is", "step", "of as it is"], rows)
-
-
-def _ratio(one: Contestant) -> float:
-    """To the first's steps; the first stands beside itself."""
-    pairs = zip(one.times_s, one.beside_s or one.times_s, strict=True)
-    return statistics.median(own / first for own, first in pairs)
 
 
 def _serve(pipe: Connection, subject: Subject, prepare: Prepare, threads: int) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.contest import Contestant, make_step
+from benchmarks.contest import Contestant, contest, make_step
 from benchmarks.planning import SPIKINGJELLY, Bench, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
@@ -139,31 +139,27 @@ def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Itera
 
 def _contest(case: str, subject: Subject, contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
     first = Contestant("as it is", subject, as_it_is)
-    running = [first, *contestants]
-    for one in running:
-        reason = "" if one.name == _LEVEL_4 else one.start(options.threads)  # that one had to be there before
-        if reason:
-            raise SystemExit(f"{one.name}: {reason}")
-    for _ in range(options.rounds):
-        for one in running:
-            one.take_step()
-    for one in running:
-        one.stop()
-    resident = _resident_bytes(subject)
-    base_s, base = statistics.median(first.times_s), first.peak_bytes - resident
+    for ran, failed in contest([first, *contestants], options.rounds, options.threads):
+        _show(case, ran, failed, _resident_bytes(subject), options)
+
+
+def _show(
+    case: str, ran: Sequence[Contestant], failed: Sequence[str], resident: int, options: argparse.Namespace
+) -> None:
+    base = ran[0].peak_bytes - resident
     rows = []
-    for one in running:
+    for one in ran:
         step_s, activations = statistics.median(one.times_s), one.peak_bytes - resident
         mib = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (one.peak_bytes, activations)]
         found_s = f"{one.search_s:.1f} s" if one.search_s is not None else ""
-        rows.append([one.name, found_s, *mib, f"{activations / base:.3f}", f"{step_s:.3f} s", f"{step_s / base_s:.3f}"])
+        rows.append([one.name, found_s, *mib, f"{activations / base:.3f}", f"{step_s:.3f} s", f"{one.ratio:.3f}"])
     text = (
-        f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {options.rounds}. "
-        "*Activation peak*: less all parameters, gradients and inputs. *Found in*: of memopt's plans recording and "
-        "planning; of nobody's the import of PyTorch.\n\n"
+        f"{options.threads} threads; every way in a process of its own, steps in turns, medians of {options.rounds}; "
+        "ratios to the step of the same round. *Activation peak*: less all parameters, gradients and inputs. "
+        "*Found in*: of memopt's plans recording and planning; of nobody's the import of PyTorch.\n\n"
     )
     header = ["", "found in", "allocated peak", "activation peak", "of as it is", "step", "of as it is"]
-    _write(case, text + table(header, rows))
+    _write(case, text + table(header, rows) + "".join(f"\n\nLeft out: {reason}" for reason in failed))
 
 
 def _resident_bytes(subject: Subject) -> int:
