@@ -42,11 +42,18 @@ class Traced:
 
     trace: StepTrace
     fake: bool
-    """On fake tensors: dry runs are possible."""
-    note: str
-    """Why not, if not."""
+    """On fake tensors."""
+    dry_run_bytes: int | None
+    """The tensor peak of the same step on fake tensors; ``None`` where dry runs are not possible."""
+    note: str = ""
+    """Why they are not, if so."""
     unknown: tuple[str, ...] = ()
     """What is not known of the step, and why."""
+
+    @property
+    def has_dry_runs(self) -> bool:
+        """Whether plans can be counted without running them."""
+        return self.dry_run_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

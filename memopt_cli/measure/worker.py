@@ -166,7 +166,7 @@ class Worker:
     def _trace(self, job: TraceJob) -> Traced:
         workspaces = self._workspaces_for(job.plan)
         if not job.fake:
-            return self._record_really(job.plan, workspaces, "")
+            return self._record_really(self._step(), job.plan, workspaces)
         try:
             packs = job.plan.packed or any(segment.compressor != "null" for segment in job.plan.segments)
             codecs = self._codecs if packs else None
@@ -178,21 +178,28 @@ class Worker:
             reason = f"the model cannot run on tensors without data ({first_line(error)})"
             if self._subject.data != "full size":
                 self._require_data(reason)
-            return self._record_really(job.plan, workspaces, reason)
+            return replace(self._record_really(self._step(), job.plan, workspaces), note=reason)
+        traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes)
         if self._small is None:
-            return Traced(trace=recorded, fake=True, note="")
+            return traced
         with self._planned(self._model, job.plan):
             small = self._small.recorded if job.plan == ORIGINAL else self._look_into(self._small.step)
             recorded, no_contents = trace.with_contents(recorded, small)
             recorded, no_seconds = self._with_seconds(recorded, job.plan)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
-        return Traced(trace=recorded, fake=True, note="", unknown=unknown)
+        traced = replace(traced, trace=recorded, unknown=unknown)
+        if not unknown:
+            return traced
+        # Of other operators on data, or on a few samples, only a full step on data can tell.
+        really = self._at_full_size(lambda step: self._record_really(step, job.plan, workspaces))
+        return replace(really, dry_run_bytes=traced.dry_run_bytes) if really else traced
 
-    def _record_really(self, plan: Plan, workspaces: Workspaces, why: str) -> Traced:
+    def _record_really(self, step: Step, plan: Plan, workspaces: Workspaces) -> Traced:
         with self._planned(self._model, plan):
-            recorded = trace.record(self._step(), self._batch, contents=True, workspaces=workspaces)
+            recorded = trace.record(step, self._batch, contents=True, workspaces=workspaces)
             recorded, no_seconds = self._with_seconds(recorded, plan)
-        return Traced(trace=recorded, fake=False, note=why, unknown=(no_seconds,) if no_seconds else ())
+        unknown = (no_seconds,) if no_seconds else ()
+        return Traced(trace=recorded, fake=False, dry_run_bytes=None, unknown=unknown)
 
     def _with_seconds(self, recorded: StepTrace, plan: Plan) -> tuple[StepTrace, str]:
         times = self._measured_times if plan == ORIGINAL else None

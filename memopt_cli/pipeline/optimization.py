@@ -231,7 +231,7 @@ class _Job:
                 if self.options.level == 0:
                     return rows
                 search = self._start(session, original)
-                rows[0] = _row(rows[0].plan, original, search.first if search.traced.fake else None, 0, started)
+                rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
@@ -243,7 +243,7 @@ class _Job:
     def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
         consequence = "every plan is run to be counted"
         traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
-        start = session().count(Plan(level=0), fake=traced.fake)
+        start = session().count(Plan(level=0), fake=traced.has_dry_runs)
         if not isinstance(start, Counted):
             raise_failure(start, "a step of the model could not be counted: ")
         if not isinstance(original, Measurement):
@@ -255,7 +255,7 @@ class _Job:
         probes = SearchProbes(
             session,
             first,
-            fake=traced.fake,
+            fake=traced.has_dry_runs,
             limit_s=self.request.search_limit_s,
             allow_inexact=self.options.allow_inexact,
         )
@@ -336,7 +336,7 @@ class _Job:
             measure=self.measure,
             progress=self.progress,
             level=options.level,
-            dry_run=ground.traced.fake,
+            dry_run=ground.traced.has_dry_runs,
         )
         if is_limited(options) or options.max_split_rounds is not None:
             self.notes.append(
@@ -375,7 +375,7 @@ class _Job:
             if changed:
                 self.progress.update(improvement.tried, improvement.tried, "measuring the best plan")
             outcome = self.measure(best.plan) if changed else rows[-1].outcome
-            row = _row(best.plan, outcome, best if traced.fake else None, improvement.tried, started)
+            row = _row(best.plan, outcome, best if traced.has_dry_runs else None, improvement.tried, started)
             if not changed:
                 measured = next(r.level for r in reversed(rows) if not r.note)
                 row = replace(row, note=f"the plan of level {measured}, measured there")

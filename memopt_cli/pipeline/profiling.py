@@ -75,8 +75,9 @@ def record_step(
     If they do not, a note says so and what follows from it.
     """
     traced = session.trace(plan, fake=True)
-    if isinstance(traced, Traced) and traced.fake and isinstance(measured, Measurement):
-        predicted, true = traced.trace.tensor_peak_bytes, measured.tensor_peak_bytes
+    predicted = traced.dry_run_bytes if isinstance(traced, Traced) else None
+    if predicted is not None and isinstance(measured, Measurement):
+        true = measured.tensor_peak_bytes
         if abs(predicted - true) > _TRUSTED_ERROR * true:
             notes.append(
                 f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "

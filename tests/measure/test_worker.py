@@ -12,11 +12,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.measure.allocated import Allocated, measure_allocated
-from memopt_cli.measure.jobs import ChunkingJob, CountJob, MeasureJob, ProbeJob, Subject, Traced, TraceJob, VerifyJob
+from memopt_cli.measure.jobs import (
+    ChunkingJob,
+    CountJob,
+    Data,
+    MeasureJob,
+    ProbeJob,
+    Subject,
+    Traced,
+    TraceJob,
+    VerifyJob,
+)
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import (
     ChunkRule,
@@ -282,13 +293,37 @@ class EverLonger(ByBatch):
         return x
 
 
-@pytest.mark.parametrize(("model", "told"), [(ByBatch, "can be packed"), (EverLonger, "times are estimated")])
-def test_what_another_step_does_not_tell_is_said(model: type[nn.Module], told: str) -> None:
-    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40)),), dims={"B": 8}, source="here")
-    worker = Worker(Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings()), build=model)
-    traced = worker.do(TraceJob(fake=True))
-    assert traced.fake
-    assert any(told in reason for reason in traced.unknown)
+class ByData(ByBatch):
+    """Runs another operator on data than without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:2] if isinstance(x, FakeTensor) else x)
+
+
+def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40), values="spikes:0.5"),), dims={"B": 8}, source="here")
+    subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(), data=data)
+    found = Worker(subject, build=model).do(TraceJob(fake=True))
+    assert isinstance(found, Traced)
+    return found
+
+
+@pytest.mark.parametrize("model", [ByBatch, ByData])
+def test_where_operators_depend_on_the_data_a_full_step_tells_of_it(model: type[nn.Module]) -> None:
+    found = traced(model)
+    assert not found.fake
+    assert found.has_dry_runs
+    assert_timed(found)
+    assert [op.name for op in found.trace.ops[:2]] == ["aten::mul", "aten::tanh"]
+    assert [s.compressor for s in found.trace.storages if s.kind == "inputs"] == ["bit"]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "told"),
+    [(ByBatch, "small batch", "can be packed"), (EverLonger, "full size", "times are estimated")],
+)
+def test_what_another_step_does_not_tell_is_said(model: type[nn.Module], data: Data, told: str) -> None:
+    assert any(told in reason for reason in traced(model, data).unknown)
 
 
 def two_norms() -> nn.Module:
