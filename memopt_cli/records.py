@@ -767,6 +767,11 @@ class SearchGoal:
     pick: int | None = None
     """Which of those to apply, from 1; ``None``: none."""
 
+    @property
+    def applies(self) -> bool:
+        """Whether a plan is chosen, not shown alone."""
+        return self.budget is not None or self.pick is not None or not self.frontier
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:

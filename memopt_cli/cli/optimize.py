@@ -72,11 +72,8 @@ def optimize(
     verbose: options.Verbose = False,
 ) -> None:
     """Find how one training step needs the least memory, prove it exact, and write the optimized model."""
-    if budget is not None and (frontier or pick is not None):
-        raise UsageError(
-            f"--budget and --{'frontier' if frontier else 'pick'} exclude each other",
-            hint="Keep --budget, or --frontier with --pick N.",
-        )
+    if budget is not None and pick is not None:
+        raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
     request = OptimizeRequest(

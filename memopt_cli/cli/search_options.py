@@ -183,7 +183,9 @@ BudgetChoice = Annotated[
 Frontier = Annotated[
     bool,
     typer.Option(
-        "--frontier", rich_help_panel=_SEARCH, help="Show plans from the fastest to the smallest; apply none of them."
+        "--frontier",
+        rich_help_panel=_SEARCH,
+        help="Show plans from the fastest to the smallest; --pick or --budget applies one.",
     ),
 ]
 Pick = Annotated[

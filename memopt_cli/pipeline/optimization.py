@@ -90,7 +90,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
             "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
         )
     paths = output_paths(request.source.location, request.output)
-    if not request.dry_run and request.goal != SearchGoal(frontier=True):
+    if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
     summary = find_plan(request, resolved, prepared, progress)
@@ -116,8 +116,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
     rows = job.search()
-    nothing_chosen = request.goal == SearchGoal(frontier=True)
-    best, verification = (rows[0], None) if nothing_chosen else job.verify(rows)
+    best, verification = job.verify(rows) if request.goal.applies else (rows[0], None)
     wants_advice = request.recommend_batch and not job.interrupted
     advice = job.advise(best) if verification and verification.passed and wants_advice else None
     summary = summarize(
@@ -310,7 +309,7 @@ class _Job:
     def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, options = self.request.goal, self.options
-        self.progress.stage("frontier" if goal.budget is None else "budget")
+        self.progress.stage("frontier" if goal.frontier else "budget")
         started = time.monotonic()
         first, ground = search.first, self._ground(search)
         tree = ModuleTree(ground.traced.trace)
@@ -348,10 +347,10 @@ class _Job:
             peak = _allocated(original) if isinstance(original.outcome, Measurement) else first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
             rows.append(planned.within(self.budget_bytes, start))
-        else:
-            self.frontier = planned.frontier(start, original.outcome)
-            if goal.pick is not None:
-                rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
+        if goal.frontier:
+            self.frontier = planned.frontier(start, original.outcome, runs=len(self.measured) - 1)
+        if goal.pick is not None:
+            rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
         usable = sum(not module.refusal for module in tree)
         chosen = rows[-1].plan.segments if rows else ()
         self.selection = chosen_by_goal(usable, [tree[s.path] for s in chosen])

@@ -212,7 +212,6 @@ def test_a_file_that_runs_code_must_be_named(
         ("--budget -5%", "'-5%' is not a memory size"),
         ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
         ("--budget 0MiB", "it is 0 bytes; nothing fits into that"),
-        ("--budget 8GiB --frontier", "--budget and --frontier exclude each other"),
         ("--budget 8GiB --pick 2", "--budget and --pick exclude each other"),
     ],
 )

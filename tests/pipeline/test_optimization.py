@@ -440,6 +440,22 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
     )
 
 
+def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
+    torch.save(deep_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--frontier", "--budget", "60%", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    first, *_, last = summary.frontier
+    assert not first.plan.segments
+    assert len(last.plan.segments) > 0
+    chosen = summary.levels[-1].outcome
+    assert isinstance(chosen, Measurement)
+    assert summary.budget_bytes is not None
+    assert chosen.allocated_peak_bytes <= summary.budget_bytes
+    assert summary.plan == summary.levels[-1].plan
+    assert segments(memopt_cli.load("net.memopt.pt"))
+
+
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])
 def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
