@@ -53,7 +53,7 @@ class Contestant:
     times_s: list[float] = field(default_factory=list)
     beside_s: list[float] = field(default_factory=list)
     """The steps of the first contestant in the same rounds; of the first, none."""
-    _process: BaseProcess | None = None
+    _process: BaseProcess | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def ratio(self) -> float:

@@ -111,13 +111,13 @@ class Bench:
 
 @contextlib.contextmanager
 def bench(name: str) -> Iterator[Bench]:
-    """Load, and record a step on tensors without data."""
+    """Load, and record a step of which dry runs are possible."""
     started = time.perf_counter()
     ready = prepared(name)
     with replaceable(lambda: ready.session(TIMEOUT_S), lambda: None) as session:
         traced = session().trace(fake=True)
         original = session().count(Plan(level=LEVEL), fake=True)
-        if isinstance(traced, Failure) or not traced.fake or not isinstance(original, Counted):
+        if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
         first = Candidate(plan=Plan(level=LEVEL), counted=original)
         probes = SearchProbes(session, first, fake=True, limit_s=None)

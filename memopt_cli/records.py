@@ -683,7 +683,7 @@ class MemOptSummary:
     budget_bytes: int | None = None
     """The allocated peak that was not to be exceeded."""
     frontier: list[ParetoPoint] = field(default_factory=list)
-    """Fastest first; the plan that was picked from it is the applied one."""
+    """Fastest first; a plan that was picked from it is the applied one."""
     interrupted: bool = False
     """By the user, in the search: the plan is the best of what had been tried."""
 
@@ -765,7 +765,7 @@ class SearchGoal:
     frontier: bool = False
     """Plans from the fastest to the smallest."""
     pick: int | None = None
-    """Which of those to apply, from 1; ``None``: none."""
+    """Which of those, which have to be asked for, to apply, from 1; ``None``: none."""
 
     @property
     def applies(self) -> bool:

@@ -44,9 +44,9 @@ class Traced:
     fake: bool
     """On fake tensors."""
     dry_run_bytes: int | None
-    """The tensor peak of the same step on fake tensors; ``None`` where dry runs are not possible."""
+    """The tensor peak of the same step on fake tensors, if it was recorded on them too: dry runs are possible."""
     note: str = ""
-    """Why they are not, if so."""
+    """Why they are not, if the model does not allow them."""
     unknown: tuple[str, ...] = ()
     """What is not known of the step, and why."""
 

@@ -106,8 +106,16 @@ class Session:
     # ------------------------------------------------------------------------------------------ jobs
 
     def trace(self, plan: Plan = ORIGINAL, *, fake: bool) -> Traced | Failure:
-        """Record a step under ``plan``, on fake tensors if asked to and possible."""
-        return self._ask(TraceJob(fake=fake, plan=plan), Traced)
+        """Record a step under ``plan``, on fake tensors if asked to and possible.
+
+        Where its operators depend on the data, or on how many samples there are, only a full step on data tells all of
+        it.  One is recorded if it may be; should that fail, the answer is what is known without.
+        """
+        traced = self._ask(TraceJob(fake=fake, plan=plan), Traced)
+        if not isinstance(traced, Traced) or not (traced.fake and traced.unknown) or self._subject.data != "full size":
+            return traced
+        really = self._ask(TraceJob(fake=False, plan=plan), Traced)
+        return replace(really, dry_run_bytes=traced.dry_run_bytes) if isinstance(really, Traced) else traced
 
     def count(
         self, plan: Plan, *, fake: bool, batch: int | None = None, dims: Mapping[str, int] | None = None

@@ -133,6 +133,8 @@ class Worker:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
         """The step of the original."""
+        self._dry_run: StepTrace | None = None
+        """The same, where that is of a real run, on tensors without data."""
         self._measured_times: Sequence[trace.OperatorTime] | None = None
         """Of the original's operators, where it was measured."""
 
@@ -161,12 +163,13 @@ class Worker:
         traced = self._trace(job)
         if job.plan == ORIGINAL:
             self._recorded = traced
+            self._dry_run = traced.trace if traced.fake else self._dry_run
         return traced
 
     def _trace(self, job: TraceJob) -> Traced:
         workspaces = self._workspaces_for(job.plan)
         if not job.fake:
-            return self._record_really(self._step(), job.plan, workspaces)
+            return self._record_really(job.plan, workspaces)
         try:
             packs = job.plan.packed or any(segment.compressor != "null" for segment in job.plan.segments)
             codecs = self._codecs if packs else None
@@ -178,7 +181,7 @@ class Worker:
             reason = f"the model cannot run on tensors without data ({first_line(error)})"
             if self._subject.data != "full size":
                 self._require_data(reason)
-            return replace(self._record_really(self._step(), job.plan, workspaces), note=reason)
+            return replace(self._record_really(job.plan, workspaces), note=reason)
         traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes)
         if self._small is None:
             return traced
@@ -187,16 +190,11 @@ class Worker:
             recorded, no_contents = trace.with_contents(recorded, small)
             recorded, no_seconds = self._with_seconds(recorded, job.plan)
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
-        traced = replace(traced, trace=recorded, unknown=unknown)
-        if not unknown:
-            return traced
-        # Of other operators on data, or on a few samples, only a full step on data can tell.
-        really = self._at_full_size(lambda step: self._record_really(step, job.plan, workspaces))
-        return replace(really, dry_run_bytes=traced.dry_run_bytes) if really else traced
+        return replace(traced, trace=recorded, unknown=unknown)
 
-    def _record_really(self, step: Step, plan: Plan, workspaces: Workspaces) -> Traced:
+    def _record_really(self, plan: Plan, workspaces: Workspaces) -> Traced:
         with self._planned(self._model, plan):
-            recorded = trace.record(step, self._batch, contents=True, workspaces=workspaces)
+            recorded = trace.record(self._step(), self._batch, contents=True, workspaces=workspaces)
             recorded, no_seconds = self._with_seconds(recorded, plan)
         unknown = (no_seconds,) if no_seconds else ()
         return Traced(trace=recorded, fake=False, dry_run_bytes=None, unknown=unknown)
@@ -234,8 +232,8 @@ class Worker:
     @functools.cached_property
     def _codecs(self) -> trace.Codecs:
         """What a step with data holds in less, for steps without."""
-        traced = self._trace(TraceJob(fake=True)) if self._recorded is None else self._recorded
-        return trace.codecs_of(traced.trace)
+        traced = self._record(TraceJob(fake=True)) if self._recorded is None else self._recorded
+        return trace.codecs_of(traced.trace, self._dry_run or traced.trace)
 
     def _count_really(self, step: Step) -> Counted:
         counted = trace.count(step)

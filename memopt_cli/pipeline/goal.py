@@ -14,7 +14,7 @@ from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemo
 from memopt_cli.units import format_bytes
 
 _MEASURED = 6
-"""Plans that are run in profiling subprocesses, at most."""
+"""Plans that are run in profiling subprocesses for a budget, or for a frontier, at most."""
 _DOUBT = 0.02
 """A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
 
@@ -60,11 +60,11 @@ class GoalSearch:
             target = min(target, found.peak_bytes) - max(1, over)
         raise self._nothing_fits(budget_bytes, least_bytes or (least or self._least(start)).peak_bytes)
 
-    def frontier(self, start: Priced, original: Measurement | Failure, runs: int = 0) -> list[ParetoPoint]:
-        """From the original to the least peak: thinned to what may be run, after ``runs`` of plans before."""
+    def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
+        """From the original to the least peak: what is measured is thinned to as many as may be run."""
         found = self.planner.frontier(start)
         points: list[ParetoPoint] = []
-        for priced in _spread(found, _MEASURED - runs + 1):
+        for priced in _spread(found, _MEASURED + 1):
             self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
             is_original = priced.candidate.plan.segments == () and not priced.candidate.plan.packed
             points.append(
@@ -132,4 +132,4 @@ def _spread(found: Sequence[Priced], most: int) -> list[Priced]:
     """At most so many, the first and the last among them."""
     if len(found) <= most:
         return list(found)
-    return [found[round(i * (len(found) - 1) / max(1, most - 1))] for i in range(most)]
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]

@@ -309,7 +309,6 @@ class _Job:
     def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
         goal, options = self.request.goal, self.options
-        self.progress.stage("frontier" if goal.frontier else "budget")
         started = time.monotonic()
         first, ground = search.first, self._ground(search)
         tree = ModuleTree(ground.traced.trace)
@@ -343,12 +342,14 @@ class _Job:
             )
         start = Priced(candidate=first, slowdown=1.0)
         rows: list[LevelRow] = []
+        if goal.frontier:
+            self.progress.stage("frontier")
+            self.frontier = planned.frontier(start, original.outcome)
         if goal.budget is not None:
+            self.progress.stage("budget")
             peak = _allocated(original) if isinstance(original.outcome, Measurement) else first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
             rows.append(planned.within(self.budget_bytes, start))
-        if goal.frontier:
-            self.frontier = planned.frontier(start, original.outcome, runs=len(self.measured) - 1)
         if goal.pick is not None:
             rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
         usable = sum(not module.refusal for module in tree)

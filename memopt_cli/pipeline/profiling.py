@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from memopt_cli.loading.factory import is_factory
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced
@@ -70,20 +71,19 @@ def record_step(
     *,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
-    """The recorded step: on tensors without data if they tell the truth, which a measurement of it would show.
+    """The recorded step; dry runs of it only if they tell the truth, which a measurement would show.
 
     If they do not, a note says so and what follows from it.
     """
     traced = session.trace(plan, fake=True)
-    predicted = traced.dry_run_bytes if isinstance(traced, Traced) else None
-    if predicted is not None and isinstance(measured, Measurement):
-        true = measured.tensor_peak_bytes
+    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
+        predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes
         if abs(predicted - true) > _TRUSTED_ERROR * true:
             notes.append(
                 f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
                 f"{format_bytes(true)} (its kernels differ there); {consequence}."
             )
-            traced = session.trace(plan, fake=False)
+            traced = session.trace(plan, fake=False) if traced.fake else replace(traced, dry_run_bytes=None)
     if not isinstance(traced, Traced):
         raise_failure(traced, "a step of the model could not be recorded: ")
     if traced.note:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
-from memopt_cli.records import Counted, ModuleShare, StepTrace, break_down
+from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
 from memopt_cli.step import Step
 from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
@@ -31,17 +31,27 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
     )
 
 
-def codecs_of(trace: StepTrace) -> Codecs:
-    """Of the storages, and of the modules' inputs, of a recorded step that were held in less."""
-    made: Counter[str] = Counter()
-    found = {}
-    for storage in trace.storages:
-        if storage.born >= 0 and trace.ops[storage.born].phase == "forward":
-            if storage.compressor != "null":
-                found[storage.module, made[storage.module]] = storage.compressor
-            made[storage.module] += 1
+def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
+    """Of the storages, and of the modules' inputs, of a recorded step that were held in less.
+
+    Of a module that makes its storages by other operators in the dry run, of none.
+    """
+    made, there = _made_in_forward(trace), _made_in_forward(dry_run)
+    alike = (
+        path for path in made.keys() & there.keys() if [op for op, _ in made[path]] == [op for op, _ in there[path]]
+    )
+    found = {(path, n): s.compressor for path in alike for n, (_, s) in enumerate(made[path]) if s.compressor != "null"}
     inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
     return Codecs(saved=found, inputs=inputs)
+
+
+def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
+    """Path of a module -> what it makes there, in turn, and by which operator."""
+    made: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
+    for storage in trace.storages:
+        if storage.born >= 0 and trace.ops[storage.born].phase == "forward":
+            made[storage.module].append((trace.ops[storage.born].name, storage))
+    return made
 
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:

@@ -28,6 +28,7 @@ from memopt_cli.measure.jobs import (
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import (
     ChunkRule,
@@ -303,7 +304,8 @@ class ByData(ByBatch):
 def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 40), values="spikes:0.5"),), dims={"B": 8}, source="here")
     subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(), data=data)
-    found = Worker(subject, build=model).do(TraceJob(fake=True))
+    with LocalSession(subject, 60.0, build=model) as session:
+        found = session.trace(fake=True)
     assert isinstance(found, Traced)
     return found
 
@@ -316,6 +318,14 @@ def test_where_operators_depend_on_the_data_a_full_step_tells_of_it(model: type[
     assert_timed(found)
     assert [op.name for op in found.trace.ops[:2]] == ["aten::mul", "aten::tanh"]
     assert [s.compressor for s in found.trace.storages if s.kind == "inputs"] == ["bit"]
+
+
+def test_a_full_step_that_cannot_be_recorded_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_record_really", lambda *_: 1 / 0)
+    found = traced(ByBatch)
+    assert found.fake
+    assert found.has_dry_runs
+    assert found.unknown
 
 
 @pytest.mark.parametrize(

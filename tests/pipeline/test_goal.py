@@ -154,14 +154,6 @@ def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> Non
             picked(points, number)
 
 
-@pytest.mark.parametrize("runs", [1, 5, 6])
-def test_what_a_budget_measured_counts_for_a_frontier(runs: int) -> None:
-    search, asked = goal(measured)
-    points = search.frontier(priced(1000), measured(1000), runs=runs)
-    assert len(asked) == len(points) - 1 == 6 - runs
-    assert points[0].predicted_allocated_peak_bytes == 1000
-
-
 @pytest.mark.parametrize(("budget", "expected"), [(Budget(nbytes=123), 123), (Budget(share=0.6), 600)])
 def test_a_budget_in_bytes(budget: Budget, expected: int) -> None:
     assert budget_bytes(budget, 1000) == expected

@@ -304,6 +304,18 @@ def test_a_frontier_is_shown_by_the_numbers_to_pick() -> None:
     assert not any(p.applied for p in points_of(summary))
 
 
+def test_what_a_budget_chose_is_shown_beside_the_frontier() -> None:
+    summary = a_result().summary
+    original = ParetoPoint(
+        plan=Plan(level=4), predicted_allocated_peak_bytes=1, predicted_slowdown=1.0, outcome=measured(117, 1.0)
+    )
+    summary.frontier, summary.budget_bytes = [original], 100
+    assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("budget", True)]
+    assert points_of(summary)[-1].peak_bytes == summary.levels[-1].outcome.allocated_peak_bytes  # type: ignore[union-attr]
+    summary.frontier = [original, replace(original, plan=summary.plan)]  # type: ignore[arg-type]
+    assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("pick 2", True)]
+
+
 # ---------------------------------------------------------------------------------------------- the page
 
 

@@ -369,6 +369,15 @@ def test_contents_of_another_step_tell_nothing_of_storages() -> None:
     assert "other operators" in unknown
 
 
+def test_of_modules_that_run_other_operators_in_a_dry_run_nothing_is_known() -> None:
+    trace = record(step_of(Spikes(), torch.randn(64, 40)), 64, contents=True)
+    saved = codecs_of(trace, trace).saved
+    ((module, _),) = saved
+    for path, left in ((module, {}), ("elsewhere", saved)):
+        ops = tuple(replace(op, name="aten::other") if op.module == path else op for op in trace.ops)
+        assert codecs_of(trace, replace(trace, ops=ops)).saved == left
+
+
 def test_times_come_to_their_operators() -> None:
     step = step_of(Spikes(), torch.randn(64, 40), optimizer="sgd")
     step.update()
@@ -509,5 +518,5 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     really = peak(None, plan, None)
     assert really < 0.75 * peak(None, raw, None)
     assert peak(fake, plan, None) == peak(None, raw, None)
-    assert peak(fake, plan, codecs_of(trace)) == pytest.approx(really, rel=0.05)
+    assert peak(fake, plan, codecs_of(trace, trace)) == pytest.approx(really, rel=0.05)
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(really, rel=0.05)

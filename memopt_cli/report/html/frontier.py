@@ -26,14 +26,21 @@ class FrontierPoint:
 
 
 def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
-    """The plans of the frontier that ran, by the number to pick them by; without a frontier, the levels that ran."""
+    """The plans of the frontier that ran, by the number to pick them by; without a frontier, the levels that ran.
+
+    A budget may have chosen a plan between those that are shown.
+    """
     if not summary.frontier:
         return _levels(summary)
-    return [
+    points = [
         _point(f"pick {number}", found.outcome, applied=summary.verification is not None and found.plan == summary.plan)
         for number, found in enumerate(summary.frontier, 1)
         if isinstance(found.outcome, Measurement)
     ]
+    if summary.budget_bytes is not None and not any(point.applied for point in points):
+        chosen = summary.levels[-1].outcome
+        points += [_point("budget", chosen, applied=True)] if isinstance(chosen, Measurement) else []
+    return points
 
 
 def _levels(summary: MemOptSummary) -> list[FrontierPoint]:
