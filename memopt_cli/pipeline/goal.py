@@ -15,6 +15,8 @@ from memopt_cli.units import format_bytes
 
 _MEASURED = 6
 """Plans that are run in profiling subprocesses for a budget, or for a frontier, at most."""
+_LESS_WHERE_MEMORY_RAN_OUT = 4
+"""By this part of itself what is asked for becomes less; how much there was is not known."""
 _DOUBT = 0.02
 """A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
 
@@ -36,6 +38,7 @@ class GoalSearch:
         Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
+        ran_out: int | None = None
         least: Priced | None = None
         least_bytes: int | None = None
         for _ in range(_MEASURED):
@@ -53,11 +56,20 @@ class GoalSearch:
                 return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
-            over = target // 20
+            over = target // _LESS_WHERE_MEMORY_RAN_OUT
             if isinstance(outcome, Measurement):
                 over = outcome.allocated_peak_bytes - budget_bytes
                 least_bytes = min(least_bytes or outcome.allocated_peak_bytes, outcome.allocated_peak_bytes)
+            else:
+                ran_out = found.peak_bytes
             target = min(target, found.peak_bytes) - max(1, over)
+        if ran_out is not None and least_bytes is None:
+            raise NothingFitsError(
+                f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
+                f"with {format_bytes(ran_out)} too",
+                hint="Lower --budget, or take a smaller batch (--dim B=…).\n"
+                "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
+            )
         raise self._nothing_fits(budget_bytes, least_bytes or (least or self._least(start)).peak_bytes)
 
     def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:

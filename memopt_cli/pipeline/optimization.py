@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -150,9 +151,10 @@ def _record_steps(
     """The step of the original, and that of the applied plan."""
     progress.stage("recording the step before and after")
     traces = {}
+    fits = isinstance(summary.levels[0].outcome, Measurement)  # kernel workspace is recorded of the original
+    data: Data = "full size" if fits else "small batch"
     for row in summary.levels:
         if row.level in (0, summary.applied_level):
-            data: Data = "full size" if isinstance(row.outcome, Measurement) else "small batch"
             with prepared.session(request.timeout_s, data) as session:
                 traces[row.level] = record_step(session, row.plan, row.outcome, summary.notes).trace
     return RecordedSteps(original=traces[0], optimized=traces[summary.applied_level])
@@ -221,11 +223,15 @@ class _Job:
         started = time.monotonic()
         search: _Search | None = None
         try:
-            # An original that does not fit ends its subprocess: nothing is lost by that.
-            with replaceable(self.session, lambda: self._session_lost() if search else None) as session:
+            with contextlib.ExitStack() as sessions:
+                session = sessions.enter_context(replaceable(self.session, self._session_lost))
                 original = self._measure_in(session(), Plan(level=0))
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
+                if isinstance(original, OutOfMemory):  # the next full step might be killed as well
+                    sessions.close()
+                    open_session = functools.partial(self.prepared.session, self.request.timeout_s, "small batch")
+                    session = sessions.enter_context(replaceable(open_session, self._session_lost))
                 rows = [_row(Plan(level=0), original, None, 0, started)]
                 if self.options.level == 0:
                     return rows

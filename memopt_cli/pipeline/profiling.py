@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.loading.factory import is_factory
@@ -53,7 +53,13 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             session = sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
         progress.stage("recording a step")
-        traced = record_step(session, plan, measured, notes)
+        traced = record_step(
+            session,
+            plan,
+            measured,
+            notes,
+            smaller=lambda: sessions.enter_context(prepared.session(request.timeout_s, "small batch")),
+        )
     return _profile(prepared, plan, measured, traced, notes)
 
 
@@ -69,13 +75,18 @@ def record_step(
     measured: Measurement | Failure | None,
     notes: list[str],
     *,
+    smaller: Callable[[], Session] | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
     """The recorded step; dry runs of it only if they tell the truth, which a measurement would show.
 
-    If they do not, a note says so and what follows from it.
+    If they do not, a note says so and what follows from it.  ``smaller`` opens a session that runs a few samples alone,
+    for a plan that fits where the original, of which kernel workspace is recorded, does not.
     """
     traced = session.trace(plan, fake=True)
+    if isinstance(traced, OutOfMemory) and smaller is not None:
+        session = smaller()
+        traced = session.trace(plan, fake=True)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
         predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes
         if abs(predicted - true) > _TRUSTED_ERROR * true:

@@ -105,7 +105,14 @@ def test_a_measurement_over_the_budget_asks_for_less() -> None:
 def test_memory_that_runs_out_asks_for_less() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 500 else measured(peak))
     assert search.within(750, priced(1000)).predicted_allocated_peak_bytes == 500
-    assert asked == [700, 600, 500]
+    assert asked == [700, 500]
+
+
+def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
+    search, asked = goal(lambda peak: OutOfMemory(detail=""))
+    with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
+        search.within(750, priced(1000))
+    assert asked == [700, 500, 300]
 
 
 def test_nothing_fits() -> None:

@@ -344,6 +344,34 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert summary.advice.recommended_batch < 16 * 100
 
 
+def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system does it where memory runs out: no exception tells of it."""
+    torch.save(deep_net(), "net.pt")
+    measure = LocalSession.measure
+
+    def killed(session: LocalSession, plan: Plan, *arguments: Any, **settings: Any) -> Any:
+        if not plan.segments:
+            return OutOfMemory(detail="the profiling subprocess was killed")
+        return measure(session, plan, *arguments, **settings)
+
+    def trace(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+        assert session._subject.data == "small batch"
+        return traced(session, plan, **settings)
+
+    traced = LocalSession.trace
+    monkeypatch.setattr(LocalSession, "measure", killed)
+    monkeypatch.setattr(LocalSession, "trace", trace)
+    done = optimize("net.pt", *SPEC, "--budget", "60%", "--json", "--snapshot", "step.pickle")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert isinstance(summary.levels[0].outcome, OutOfMemory)
+    assert isinstance(summary.levels[-1].outcome, Measurement)
+    assert summary.verification is not None
+    assert summary.verification.passed
+
+
 def address_space_without_tensors() -> int:
     """Bytes that a profiling subprocess maps to measure the same model on tiny inputs."""
     source = ModelSource(location="deep.pt", trust=Trust(code_paths=("train.py",)))
