@@ -208,7 +208,7 @@ class Worker:
         """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""
         if self._subject.data == "small batch":
             run_checked(self._step(min(_SMALL_BATCH, self._batch)))
-        raise StepError(reason, hint="Take a batch that fits, without --fake: the step is then run on data.")
+        raise StepError(reason, hint="Take a batch that fits (and memopt profile without --fake).")
 
     @contextlib.contextmanager
     def _planned(self, model: nn.Module, plan: Plan) -> Iterator[None]:

@@ -47,6 +47,9 @@ class GoalSearch:
                 least = self._least(start)
                 is_close = least is not start and least.peak_bytes <= budget_bytes * (1 + _DOUBT)
                 found = least if is_close else None
+            elif found is None and ran_out is not None and least is None:
+                least = self._least(start)
+                found = least if least.peak_bytes < ran_out else None
             if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.candidate.plan.segments)}")
@@ -63,7 +66,7 @@ class GoalSearch:
             else:
                 ran_out = found.peak_bytes
             target = min(target, found.peak_bytes) - max(1, over)
-        if ran_out is not None and least_bytes is None:
+        if ran_out is not None and ran_out <= budget_bytes and least_bytes is None:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
                 f"with {format_bytes(ran_out)} too",
@@ -72,9 +75,8 @@ class GoalSearch:
             )
         raise self._nothing_fits(budget_bytes, least_bytes or (least or self._least(start)).peak_bytes)
 
-    def frontier(self, start: Priced, original: Measurement | Failure) -> list[ParetoPoint]:
+    def frontier(self, found: Sequence[Priced], original: Measurement | Failure) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""
-        found = self.planner.frontier(start)
         points: list[ParetoPoint] = []
         for priced in _spread(found, _MEASURED + 1):
             self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")

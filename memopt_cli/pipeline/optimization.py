@@ -348,14 +348,14 @@ class _Job:
             )
         start = Priced(candidate=first, slowdown=1.0)
         rows: list[LevelRow] = []
-        if goal.frontier:
-            self.progress.stage("frontier")
-            self.frontier = planned.frontier(start, original.outcome)
+        self.progress.stage("frontier" if goal.frontier else "budget")
+        found = planner.frontier(start) if goal.frontier else []
         if goal.budget is not None:
-            self.progress.stage("budget")
             peak = _allocated(original) if isinstance(original.outcome, Measurement) else first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
             rows.append(planned.within(self.budget_bytes, start))
+        if goal.frontier:
+            self.frontier = planned.frontier(found, original.outcome)
         if goal.pick is not None:
             rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
         usable = sum(not module.refusal for module in tree)

@@ -49,16 +49,20 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(request.timeout_s, data))
         measured = None if request.fake else _measure(session, plan, progress)
+
+        def smaller() -> Session:
+            return sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
+
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
-            session = sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
+            session = smaller()
         progress.stage("recording a step")
         traced = record_step(
             session,
             plan,
             measured,
             notes,
-            smaller=lambda: sessions.enter_context(prepared.session(request.timeout_s, "small batch")),
+            smaller=smaller if isinstance(measured, Measurement) else None,
         )
     return _profile(prepared, plan, measured, traced, notes)
 

@@ -135,7 +135,7 @@ def _plan(path: str | None, prepared: Prepared) -> Plan:
 
 
 def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> StepMemory:
-    with prepared.session(timeout_s) as session:
+    with prepared.session(timeout_s, "small batch") as session:  # the original may not fit where the plan does
         progress.stage("measuring a step")
         measured = session.measure(plan)
         if not isinstance(measured, Measurement):

@@ -108,6 +108,12 @@ def test_memory_that_runs_out_asks_for_less() -> None:
     assert asked == [700, 500]
 
 
+def test_where_memory_runs_out_the_least_plan_is_tried_in_the_end() -> None:
+    search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 350 else measured(peak))
+    assert search.within(450, priced(1000)).predicted_allocated_peak_bytes == 300
+    assert asked == [400, 300]
+
+
 def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail=""))
     with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
@@ -149,7 +155,7 @@ def test_a_measurement_that_fails_is_not_called_too_large() -> None:
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
     search, asked = goal(measured)
     original = measured(1000)
-    points = search.frontier(priced(1000), original)
+    points = search.frontier(search.planner.frontier(priced(1000)), original)
     assert points[0].outcome is original
     assert len(asked) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300

@@ -34,6 +34,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.optimization import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -482,6 +483,13 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     assert chosen.allocated_peak_bytes <= summary.budget_bytes
     assert summary.plan == summary.levels[-1].plan
     assert segments(memopt_cli.load("net.memopt.pt"))
+
+
+def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(deep_net(), "net.pt")
+    monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
+    done = optimize("net.pt", *SPEC, "--frontier", "--budget", "1KiB")
+    assert done.code == 6, done.err
 
 
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])
