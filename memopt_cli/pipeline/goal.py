@@ -39,6 +39,7 @@ class GoalSearch:
         """
         started, target = time.monotonic(), budget_bytes
         ran_out: int | None = None
+        last_bytes = start.peak_bytes
         least: Priced | None = None
         least_bytes: int | None = None
         for _ in range(_MEASURED):
@@ -47,9 +48,9 @@ class GoalSearch:
                 least = self._least(start)
                 is_close = least is not start and least.peak_bytes <= budget_bytes * (1 + _DOUBT)
                 found = least if is_close else None
-            elif found is None and ran_out is not None and least is None:
+            elif found is None and least is None:  # what was run took more than it may
                 least = self._least(start)
-                found = least if least.peak_bytes < ran_out else None
+                found = least if least.peak_bytes < last_bytes else None
             if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.candidate.plan.segments)}")
@@ -59,6 +60,7 @@ class GoalSearch:
                 return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
+            last_bytes = found.peak_bytes
             over = target // _LESS_WHERE_MEMORY_RAN_OUT
             if isinstance(outcome, Measurement):
                 over = outcome.allocated_peak_bytes - budget_bytes

@@ -274,7 +274,7 @@ def _what(plan: Plan) -> str:
 
 def _remarks(summary: MemOptSummary) -> Iterator[str]:
     if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --pick N"
+        yield "nothing is applied; choose a plan with --pick N or --budget"
     else:
         yield from _of_the_applied_plan(summary)
     yield from _rough_times(summary)

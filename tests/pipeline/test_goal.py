@@ -114,6 +114,12 @@ def test_where_memory_runs_out_the_least_plan_is_tried_in_the_end() -> None:
     assert asked == [400, 300]
 
 
+def test_where_measurements_pass_the_budget_the_least_plan_is_tried_in_the_end() -> None:
+    search, asked = goal(lambda peak: measured(peak + 150 if peak > 350 else peak))
+    assert search.within(440, priced(1000)).predicted_allocated_peak_bytes == 300
+    assert asked == [400, 300]
+
+
 def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail=""))
     with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):

@@ -260,7 +260,7 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     )
     summary.frontier, summary.verification = [point], None
     text = shown(TextReport(), result(summary, files=()))
-    assert "nothing is applied; choose a plan with --pick N" in text
+    assert "nothing is applied; choose a plan with --pick N or --budget" in text
     assert "inputs are a [guess] from conv1" in text
 
 
