@@ -146,6 +146,11 @@ def _started(one: Contestant, threads: int) -> str:
     return f"{one.name}: {reason}" if reason else ""
 
 
+def left_out(failed: Sequence[str]) -> str:
+    """A paragraph for each that could not take part."""
+    return "".join(f"\n\nLeft out: {reason}" for reason in failed)
+
+
 def contest_table(found: Sequence[Contestant]) -> str:
     """Peaks, median steps, and the median ratio of a step to the first's in the same round."""
     first = found[0]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.contest import HEAT, Contestant, contest, contest_table, make_step, take
+from benchmarks.contest import HEAT, Contestant, contest, contest_table, left_out, make_step, take
 from benchmarks.planning import LEVEL, SPIKINGJELLY, LongSearch, bench, prepared
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.apply import apply_plan, remove_plan
@@ -172,7 +172,7 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
                 "plans everything, from the measurement of the original to that of the plan, PyTorch's import left "
                 "out; a level comes after those below it.\n\n"
             )
-            text += contest_table(ran) + "".join(f"\n\nLeft out: {reason}" for reason in failed)
+            text += contest_table(ran) + left_out(failed)
             write_section(f"Plans: contest on {name}", this_command(), text)
             print(contest_table(ran), flush=True)
 

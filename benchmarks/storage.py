@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.contest import Contestant, contest, make_step
+from benchmarks.contest import Contestant, contest, left_out, make_step
 from benchmarks.planning import SPIKINGJELLY, Bench, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
@@ -138,9 +138,9 @@ def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Itera
 
 
 def _contest(case: str, subject: Subject, contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
-    first = Contestant("as it is", subject, as_it_is)
+    first, resident = Contestant("as it is", subject, as_it_is), _resident_bytes(subject)
     for ran, failed in contest([first, *contestants], options.rounds, options.threads):
-        _show(case, ran, failed, _resident_bytes(subject), options)
+        _show(case, ran, failed, resident, options)
 
 
 def _show(
@@ -159,7 +159,7 @@ def _show(
         "*Found in*: of memopt's plans recording and planning; of nobody's the import of PyTorch.\n\n"
     )
     header = ["", "found in", "allocated peak", "activation peak", "of as it is", "step", "of as it is"]
-    _write(case, text + table(header, rows) + "".join(f"\n\nLeft out: {reason}" for reason in failed))
+    _write(case, text + table(header, rows) + left_out(failed))
 
 
 def _resident_bytes(subject: Subject) -> int:

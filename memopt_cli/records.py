@@ -765,7 +765,7 @@ class SearchGoal:
     frontier: bool = False
     """Plans from the fastest to the smallest."""
     pick: int | None = None
-    """Which of those, which have to be asked for, to apply, from 1; ``None``: none."""
+    """Which of those to apply, from 1, if ``frontier``; ``None``: none."""
 
     @property
     def applies(self) -> bool:

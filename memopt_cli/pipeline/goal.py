@@ -38,19 +38,15 @@ class GoalSearch:
         Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
-        ran_out: int | None = None
-        last_bytes = start.peak_bytes
         least: Priced | None = None
-        least_bytes: int | None = None
+        tried: list[int] = []
+        measured: list[int] = []
         for _ in range(_MEASURED):
             found = self.planner.within(target)
-            if found is None and target == budget_bytes:
+            if found is None and least is None:
                 least = self._least(start)
-                is_close = least is not start and least.peak_bytes <= budget_bytes * (1 + _DOUBT)
-                found = least if is_close else None
-            elif found is None and least is None:  # what was run took more than it may
-                least = self._least(start)
-                found = least if least.peak_bytes < last_bytes else None
+                limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
+                found = least if least is not start and least.peak_bytes <= limit else None
             if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.candidate.plan.segments)}")
@@ -60,22 +56,21 @@ class GoalSearch:
                 return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
-            last_bytes = found.peak_bytes
+            tried.append(found.peak_bytes)
             over = target // _LESS_WHERE_MEMORY_RAN_OUT
             if isinstance(outcome, Measurement):
                 over = outcome.allocated_peak_bytes - budget_bytes
-                least_bytes = min(least_bytes or outcome.allocated_peak_bytes, outcome.allocated_peak_bytes)
-            else:
-                ran_out = found.peak_bytes
+                measured.append(outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
-        if ran_out is not None and ran_out <= budget_bytes and least_bytes is None:
+        if tried and tried[-1] <= budget_bytes and not measured:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
-                f"with {format_bytes(ran_out)} too",
+                f"with {format_bytes(tried[-1])} too",
                 hint="Lower --budget, or take a smaller batch (--dim B=…).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        raise self._nothing_fits(budget_bytes, least_bytes or (least or self._least(start)).peak_bytes)
+        least_bytes = min(measured) if measured else (least or self._least(start)).peak_bytes
+        raise self._nothing_fits(budget_bytes, least_bytes)
 
     def frontier(self, found: Sequence[Priced], original: Measurement | Failure) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""

@@ -230,7 +230,7 @@ class _Job:
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.close()
-                    open_session = functools.partial(self.prepared.session, self.request.timeout_s, "small batch")
+                    open_session = functools.partial(self.session, "small batch")
                     session = sessions.enter_context(replaceable(open_session, self._session_lost))
                 rows = [_row(Plan(level=0), original, None, 0, started)]
                 if self.options.level == 0:
@@ -482,7 +482,7 @@ class _Job:
             name=f"80 % of {capacity.limited_by}",
             longest_step_s=self.request.longest_step_s,
         )
-        open_session = functools.partial(self.prepared.session, self.request.timeout_s, "small batch")
+        open_session = functools.partial(self.session, "small batch")
         with replaceable(open_session, self._session_lost) as session:
             probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
             search = probes.search(batch, limits)
@@ -496,9 +496,9 @@ class _Job:
             return None
         return advice
 
-    def session(self) -> Session:
-        """A fresh profiling subprocess."""
-        return self.prepared.session(self.request.timeout_s)
+    def session(self, data: Data = "full size") -> Session:
+        """A fresh profiling subprocess, and what it may run."""
+        return self.prepared.session(self.request.timeout_s, data)
 
 
 class _Reporter:

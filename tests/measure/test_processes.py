@@ -157,6 +157,8 @@ def test_it_is_kept_as_long_as_it_is_said(start: Callable[[], Session]) -> None:
         with start() as second:
             assert of(second)[1] == server
     assert not Path(f"/proc/{server}").exists()
+    with start() as third:
+        assert of(third)[1] != server
 
 
 def test_an_environment_that_changes_ends_no_session(
