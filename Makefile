@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TRUST := --allow-package sample_models
 SAMPLES := sample_models/build/.written
 
 # What check-memory checks, in a few seconds each.
@@ -14,7 +15,7 @@ SMALLER_spiking_vgg := --dim T=4 --dim B=1
 .PHONY: demo samples test lint check-memory baselines bench clean
 
 demo: $(SAMPLES)
-	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 --force
+	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
 
 samples: $(SAMPLES)
 
@@ -29,11 +30,11 @@ lint: $(INSTALLED)
 
 check-memory: $(SAMPLES)
 	failed=0; for name in $(MODELS); do echo "$$name:"; \
-	  $(BIN)/memopt check sample_models/build/$$name.pt --baseline benchmarks/baselines/$$name.json -q || failed=1; \
+	  $(BIN)/memopt check sample_models/build/$$name.pt $(TRUST) --baseline benchmarks/baselines/$$name.json -q || failed=1; \
 	done; exit $$failed
 
 baselines: $(SAMPLES)
-	$(foreach name,$(MODELS),$(BIN)/memopt baseline sample_models/build/$(name).pt $(SMALLER_$(name)) \
+	$(foreach name,$(MODELS),$(BIN)/memopt baseline sample_models/build/$(name).pt $(TRUST) $(SMALLER_$(name)) \
 	  -o benchmarks/baselines/$(name).json --force &&) true
 
 bench: $(SAMPLES)

@@ -1,8 +1,12 @@
 """``memopt``, and ``python -m memopt_cli``: answers Ctrl-C before anything else is imported."""
 
 import os
-import signal
 import sys
+
+if __name__ == "__main__" and sys.path[:1] == [os.getcwd()]:
+    del sys.path[0]  # python -m puts it there: a file in this folder may have the name of a library
+
+import signal
 import warnings
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, here and in every spawned subprocess

@@ -39,6 +39,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime import named_parts, segment_of
+from memopt_cli.trace import codec_paths
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -282,7 +283,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     return summarize(
         Findings(
             resolved=resolved,
-            model=net,
+            asked_codecs=codec_paths(net),
             model_format=FORMAT,
             device=device,
             plan=plan,

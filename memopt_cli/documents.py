@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from memopt_cli.errors import UsageError
 
+MOST_BYTES = 64 << 20
+"""Of a document that people read, or that memopt wrote for them."""
+_DEEPEST = 200
+"""Values within values: Python walks them by recursion."""
 _MOST_DIGITS = 80
 """No whole number that fits 64 bits is longer, underscores and base included."""
 
@@ -55,10 +63,27 @@ class _ExactDumper(yaml.SafeDumper):
 _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 
 
+def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """What a file holds: a regular one, or a pipe; a device may have no end.
+
+    ``most``: bytes that it may have.  Raises :class:`OSError` with a reason for people.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    with open(path, "rb") as file:
+        data = file.read() if most is None else file.read(most + 1)
+    if most is not None and len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+    return data
+
+
 def read_yaml(path: Path) -> Any:
     """The plain values of a YAML file; raises :class:`UsageError` if it cannot be read or is no YAML."""
     try:
-        return yaml.load(path.read_bytes(), _PlainLoader)
+        return yaml.load(read_bytes(path, MOST_BYTES), _PlainLoader)
     except OSError as err:
         raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
     except (
@@ -82,14 +107,103 @@ def yaml_text(data: Any) -> str:
     return yaml.dump(data, Dumper=_ExactDumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 
+def read_json(data: bytes | str, *, unique: bool = False) -> Any:
+    """The plain values of a JSON document, whose numbers and depth are those that such documents have.
+
+    ``unique``: no object names a key twice.  Raises :class:`ValueError` that says what is wrong with it.
+    """
+    try:
+        text = data.decode() if isinstance(data, bytes) else data
+        hook = _unique if unique else dict
+        value = json.loads(
+            text, object_pairs_hook=hook, parse_int=_whole, parse_float=_float, parse_constant=_no_number
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise ValueError("it is not JSON") from err
+    _check_depth(value)
+    return value
+
+
 def json_text(data: Any) -> str:
-    """Plain values -> indented JSON that any reader accepts: a number that is not finite becomes ``null``."""
-    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Plain values -> indented JSON that any reader accepts: a number that is not finite becomes ``null``.
+
+    What a terminal or a CI system would obey is written as an escape.
+    """
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
+
+
+_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\[|vso\[)")
+"""Within JSON text: characters that may not be printable, and what CI systems take for a command."""
+
+
+def _json_escape(character: str) -> str:
+    if character.isprintable() and character != "#":
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
 
 
 def printable(text: str) -> str:
     """The text with what a terminal would obey, such as escape sequences, spelled out."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_data(data: Any) -> Any:
+    """Plain values, as they come from a file or from a process that has read one, with all text printable."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {printable_data(key): printable_data(value) for key, value in data.items()}
+    return [printable_data(item) for item in data] if isinstance(data, list) else data
+
+
+_COMMAND: Final = re.compile(r"^(\s*)(::)|##(?=\[|vso\[)", re.MULTILINE)
+
+
+def no_commands(text: str) -> str:
+    """Lines of a report or a log, none of which a CI system takes for a command (``::error::``, ``##[error]``)."""
+    return _COMMAND.sub(lambda found: f"{found[1]}\\::" if found[2] else "#\\#", text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("it names something twice")
+    return dict(pairs)
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**64:
+        raise ValueError("a number in it is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError("a number in it is too large")
+    return float(text)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} in it is no number")
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST}")
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
 
 
 def _finite(data: Any) -> Any:

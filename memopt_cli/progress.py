@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from memopt_cli.records import WantedGlobal
 
 
 class Progress:
@@ -20,18 +21,6 @@ class Progress:
 
     def close(self) -> None:
         """The job is over, however it ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedGlobal:
-    """A class or function that a model file wants to import and that is not allowed without asking."""
-
-    name: str
-    """Qualified name, e.g. ``mymodels.net.Net``."""
-    package: str
-    """Top-level package, e.g. ``mymodels``."""
-    reason: str
-    """Why it is not allowed, for people."""
 
 
 Ask = Callable[[Sequence[WantedGlobal]], bool]

@@ -67,6 +67,20 @@ class Trust:
     """Files or folders made importable, whose module classes are trusted (``--code-path``)."""
     pickle: bool = False
     """No check at all (``--trust-pickle``)."""
+    sandbox: bool = True
+    """Subprocesses that load and run the model are confined, unless nothing is checked (``--no-sandbox`` says no)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedGlobal:
+    """A class or function that a model file wants to import and that is not allowed without asking."""
+
+    name: str
+    """Qualified name, e.g. ``mymodels.net.Net``."""
+    package: str
+    """Top-level package, e.g. ``mymodels``."""
+    reason: str
+    """Why it is not allowed, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,8 @@ class ModelSource:
     """Path of a file, or ``package.module:callable``."""
     weights: str | None = None
     """Path of a state dict that fills the model (``--weights``)."""
+    key: str | None = None
+    """Which entry is meant of a file that holds several, as keys joined by dots (``--key``)."""
     trust: Trust = Trust()
 
 
@@ -87,12 +103,32 @@ class LoadedModel:
     module: nn.Module
     source: ModelSource
     format: str
-    """``pickle``, ``torchscript``, ``exported`` or ``factory``."""
+    """``pickle``, ``torchscript``, ``exported``, ``pretrained`` or ``factory``."""
     sha256: str | None
     """Hash of the model file; ``None`` for a factory."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
     """The inputs that the file carries, if it does (``.pt2``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a command must know of a model that was loaded in another process."""
+
+    format: str
+    """As of :class:`LoadedModel`."""
+    sha256: str | None
+    notes: tuple[str, ...]
+    spec: InputSpec | None
+    """The inputs of its step; ``None`` if they were not asked for."""
+    carried: Plan
+    """The plan that the file carries."""
+    asked_codecs: tuple[str, ...]
+    """Paths of the modules that name a codec for their inputs (``x_compressor``)."""
+    batch_norms: bool
+    """A layer of it normalizes by statistics of the batch."""
+    sync_norms: tuple[str, ...]
+    """Paths of batch norms that need all processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,6 +518,8 @@ class StepFailed:
     message: str
     hint: str = ""
     exit_code: int = 3
+    wanted: tuple[WantedGlobal, ...] = ()
+    """What the model's file would have to be allowed, where a yes would do."""
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import METRICS, Limit, TensorSpec
@@ -122,6 +123,11 @@ def parse_factory(text: str) -> tuple[str, str] | None:
     """``"package.module:callable"`` -> the module and the name in it; ``None`` if the text is of another form."""
     match = _FACTORY.fullmatch(text)
     return (match[1], match[2]) if match else None
+
+
+def is_factory(location: str) -> bool:
+    """Whether a location names code rather than a file."""
+    return parse_factory(location) is not None and not Path(location).exists()
 
 
 def parse_shape(text: str) -> tuple[int | str, ...]:

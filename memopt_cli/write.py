@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from memopt_cli.documents import json_text, read_mapping, yaml_text
-from memopt_cli.errors import BaselineError, UsageError, WriteError, first_line
+from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
+from memopt_cli.errors import BaselineError, UsageError, WriteError
 from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
@@ -72,10 +72,16 @@ def _beside(location: str) -> Path:
     factory = parse_factory(location)
     if factory and not os.path.exists(location):
         return Path(f"{factory[0].rpartition('.')[2]}.memopt.pt")
-    return Path(location).parent / f"{Path(location).stem}.memopt.pt"
+    path = Path(location)
+    return path.parent / f"{path.resolve().name if path.is_dir() else path.stem}.memopt.pt"
 
 
 # ---------------------------------------------------------------------------------------------- to the disk
+
+_MODE = 0o666
+"""Permissions of a new file, less what the process's mask takes."""
+_LONGEST_STEM = 60
+"""Characters of a name that stay in a temporary one: 255 bytes are the most, and a character may take four."""
 
 
 def check_targets(paths: Iterable[Path], *, force: bool) -> None:
@@ -114,10 +120,11 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     Raises as :func:`check_targets`, and :class:`WriteError` when the disk is full or fails.
     """
     check_targets(files, force=force)
-    staged = {path: _sibling(path, "new") for path in files}
+    staged: dict[Path, Path] = {}
     try:
         for path, fill in files.items():
             with _os_errors(path):
+                staged[path] = _sibling(path)
                 _fill(staged[path], fill)
         check_targets(files, force=force)  # someone else may have written there meanwhile
         _rename_all(staged)
@@ -129,14 +136,16 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 
 
 def _fill(path: Path, fill: Fill) -> None:
-    with open(path, "wb") as file:
+    # A new file of this process's own: nobody can have put a link in its place.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, _MODE), "wb") as file:
         fill(file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _rename_all(staged: Mapping[Path, Path]) -> None:
-    backups = {path: _sibling(path, "old") for path in staged}
+    backups = {path: _sibling(path) for path in staged}
     begun: list[Path] = []
     try:
         for path, temporary in staged.items():
@@ -160,8 +169,9 @@ def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
         path.unlink()
 
 
-def _sibling(path: Path, role: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{role}")
+def _sibling(path: Path) -> Path:
+    """A name in the same folder that nobody can foresee."""
+    return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
 
 
 @contextmanager
@@ -228,7 +238,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
     Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
     """
     try:
-        data = json.loads(Path(path).read_bytes())
+        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise UsageError(f"its schema_version is {version!r}, and this memopt reads {SCHEMA_VERSION}")
@@ -240,10 +250,8 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         return from_data(Baseline, {"header": to_data(header), **parts}, where="the file")
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
-        raise BaselineError(f"{path} is no baseline: it is not JSON", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
-        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or first_line(err)
+        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err
 
 

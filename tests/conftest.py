@@ -45,7 +45,7 @@ def _one_import(_one_thread: None) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses."""
     from memopt_cli.measure import processes
 
-    with processes.kept("cpu"):
+    with processes.kept(early=True):
         yield
 
 

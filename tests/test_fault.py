@@ -26,7 +26,7 @@ from memopt_cli.measure import runner
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline import prepare
+from memopt_cli.pipeline import inspection, prepare
 from memopt_cli.records import (
     Counted,
     Crashed,
@@ -140,7 +140,7 @@ CHATTING = [
 ]
 
 AN_ANSWER = "an answer of a subprocess"
-LOADED, FILLED = "memopt_cli.pipeline.prepare.load_model", "memopt_cli.write._fill"
+LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.write._fill"
 CTRL_C = [
     # command, in which stage, just after what
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
@@ -155,9 +155,9 @@ CTRL_C = [
     ("profile good.pt -i 8x6", "loading", LOADED),
     ("profile good.pt -i 8x6", "measuring", AN_ANSWER),
     ("profile good.pt -i 8x6", "recording", AN_ANSWER),
-    ("apply good.pt p.yaml", "", "memopt_cli.pipeline.application.load_model"),
+    ("apply good.pt p.yaml", "", "memopt_cli.pipeline.application.open_model"),
     ("apply good.pt p.yaml", "", FILLED),
-    ("inspect good.pt", "", "memopt_cli.pipeline.inspection.read_file"),
+    ("inspect good.pt", "", AN_ANSWER),
     ("baseline good.pt -i 8x6", "loading", LOADED),
     ("baseline good.pt -i 8x6", "measuring", AN_ANSWER),
     ("baseline good.pt -i 8x6", "recording", AN_ANSWER),
@@ -278,6 +278,7 @@ def test_fault_ctrl_c(
     command: str, stage: str, moment: str, memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "Session", Attended)
+    monkeypatch.setattr(inspection, "Session", Attended)
     left = press_ctrl_c(stage, moment, monkeypatch)
     assert_failed(memopt(*command.split()), 130, ["interrupted"])
     assert left == [1 if moment == AN_ANSWER else 0]
@@ -297,8 +298,8 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
     name = name if owner else "_ask"
     original = getattr(target, name)
 
-    def pressed(*arguments: Any) -> Any:
-        result = original(*arguments)
+    def pressed(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
         if announced.startswith(stage):
             alive.append(len(workers_of(os.getpid())))
             signal.raise_signal(signal.SIGINT)

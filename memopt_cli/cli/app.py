@@ -23,6 +23,7 @@ from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
 from memopt_cli.cli.recommend_batch import recommend_batch
+from memopt_cli.documents import no_commands, printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 
 
@@ -128,9 +129,16 @@ def _usage_hint(err: TyperException) -> str:
 def _print_failure(failure: MemoptError, err: BaseException) -> None:
     if is_verbose():
         traceback.print_exception(err)
-    print(f"error: {failure.message}", file=sys.stderr)
-    if failure.hint:
-        print(f"hint: {failure.hint}", file=sys.stderr)
+    for kind, text in (("error", failure.message), ("hint", failure.hint)):
+        first, *more = text.splitlines() or [""]
+        if first:
+            print(f"{kind}: {_shown(first)}", file=sys.stderr)
+        for line in more:
+            print(f"  | {_shown(line)}" if kind == "error" else f"      {_shown(line)}", file=sys.stderr)
+
+
+def _shown(line: str) -> str:
+    return no_commands(printable(line))
 
 
 def _drop_stdout() -> None:

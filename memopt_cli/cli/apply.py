@@ -10,6 +10,7 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.measure import processes
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -20,11 +21,13 @@ def apply(
     model: options.Model,
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A *.plan.yaml file.", show_default=False)],
     *,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     output: options.Output = None,
     force: options.Force = False,
@@ -33,7 +36,8 @@ def apply(
     verbose: options.Verbose = False,
 ) -> None:
     """Install a saved plan on a model and write the result; nothing is searched or measured."""
-    source = model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle)
+    source = model_source(context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox)
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (_, ask):

@@ -33,11 +33,13 @@ def baseline(
     optimizer: options.Optimizer = "none",
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = (
         "memopt-baseline.json"
@@ -49,7 +51,9 @@ def baseline(
 ) -> None:
     """Measure what one training step needs and write it to a file that `memopt check` measures against."""
     request = BaselineRequest(
-        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
         plan_path=plan,
@@ -57,7 +61,7 @@ def baseline(
         force=force,
         timeout_s=timeout,
     )
-    context.with_resource(processes.kept(device))
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -63,11 +63,13 @@ def check(
     optimizer: Annotated[OptimizerName | None, options.OPTIMIZER] = None,
     seed: Annotated[int | None, options.SEED] = None,
     timeout: options.Timeout = 600.0,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -79,7 +81,9 @@ def check(
     Without a baseline, or with one that was recorded under other conditions, it exits with 5.
     """
     request = CheckRequest(
-        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
         baseline_path=baseline,
         limits=tuple(map(parse_limit, fail_on)),
         spec=input_spec(context, inputs, input_data, input_script, dims),
@@ -93,7 +97,7 @@ def check(
     )
     report = _report("json" if json else format)
     try:
-        context.with_resource(processes.kept(device or "auto"))
+        context.with_resource(processes.kept(early=True))
         from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
         with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

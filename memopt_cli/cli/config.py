@@ -16,8 +16,8 @@ DEFAULT_PATH = Path("memopt.yaml")
 _COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force", "output", "html", "snapshot"}
 """Flags a file must not set: they switch a check off, or name a file to write, and every command writes another."""
 
-_RUNS_CODE = {"code-path", "loss", "input-script", "allow-package", "allow-global"}
-"""Flags that run code or vouch for it.  A file must be named to set them: one may lie in a downloaded folder."""
+_RUNS_CODE = {"trust", "code-path", "loss", "input-script", "allow-package", "allow-global", "sandbox", "no-sandbox"}
+"""Keys that run code or vouch for it.  A file must be named to set them: one may lie in a downloaded folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,19 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     context.obj = Config()
     if path is None and not file.exists():
         return None
+    if path is None and not file.is_file():
+        raise UsageError(f"{file} in this folder is no regular file", hint="Remove it, or name another with --config.")
     data = read_mapping(file)
-    context.obj = Config(
-        path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
-    )
-    context.default_map = _defaults(context, file, data)
     unsafe = sorted(_RUNS_CODE & data.keys()) if path is None else []
     if unsafe:
         raise UnsafeFileError(
             f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
             hint=f"If the file is yours, say --config {file}.",
         )
+    context.obj = Config(
+        path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
+    )
+    context.default_map = _defaults(context, file, data)
     return path
 
 

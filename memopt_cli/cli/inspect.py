@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 
+import typer
+
 from memopt_cli.cli import options
+from memopt_cli.measure import processes
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
-def inspect(model: options.Model, *, json: options.Json = False, verbose: options.Verbose = False) -> None:
+def inspect(
+    context: typer.Context, model: options.Model, *, json: options.Json = False, verbose: options.Verbose = False
+) -> None:
     """Tell what is in a model file: format, modules, parameters, and what loading it would import; runs none of it."""
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()

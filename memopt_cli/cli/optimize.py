@@ -56,11 +56,13 @@ def optimize(
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
     longest_step: options.LongestStep = 10.0,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     output: options.Output = None,
     force: options.Force = False,
@@ -77,7 +79,9 @@ def optimize(
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
     request = OptimizeRequest(
-        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
         search=SearchRequest(
@@ -108,7 +112,7 @@ def optimize(
         search_limit_s=search_time,
         interruptible=True,
     )
-    context.with_resource(processes.kept(device))
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

@@ -75,9 +75,13 @@ def seconds(low: float) -> Callable[[str], float]:
     return parse
 
 
+_SETTINGS = ("config.json", "adapter_config.json")
+"""What a folder of ``save_pretrained`` holds."""
+
+
 def _check_model(location: str) -> str:
-    if os.path.isdir(location):
-        raise typer.BadParameter(f"'{location}' is a folder, not a model file")
+    if os.path.isdir(location) and not any(os.path.exists(os.path.join(location, name)) for name in _SETTINGS):
+        raise typer.BadParameter(f"'{location}' is a folder without {_SETTINGS[0]}, not a model")
     if os.path.exists(location):
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
@@ -106,7 +110,8 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         callback=_check_model,
-        help="A file of torch.save, torch.jit.save or torch.export.save, or package.module:callable.",
+        help="A file of torch.save, torch.jit.save or torch.export.save, a folder of save_pretrained, or "
+        "package.module:callable.",
         show_default=False,
     ),
 ]
@@ -207,6 +212,23 @@ LongestStep = Annotated[
 
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", rich_help_panel=_TRUST, help="Load without any check: the file may run code.")
+]
+Sandbox = Annotated[
+    bool,
+    typer.Option(
+        "--sandbox/--no-sandbox",
+        rich_help_panel=_TRUST,
+        help="Confine what loads and runs the model: no other files are written, no programs started (Linux).",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=_TRUST,
+        show_default=False,
+        help="Which entry of a file that holds several models, or of --weights: model, or ema.model.",
+    ),
 ]
 AllowPackage = Annotated[
     list[str],

@@ -40,11 +40,13 @@ def profile(
     optimizer: options.Optimizer = "none",
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     html: Html = None,
     snapshot: Snapshot = None,
@@ -55,7 +57,9 @@ def profile(
 ) -> None:
     """Show where the memory of one training step goes: when it peaks, by category, by module, by saved tensor."""
     request = ProfileRequest(
-        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
         plan_path=plan,
@@ -64,7 +68,7 @@ def profile(
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
-    context.with_resource(processes.kept(device))
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):

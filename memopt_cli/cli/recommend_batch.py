@@ -42,11 +42,13 @@ def recommend_batch(
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = 60.0,
+    key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
     allow_package: options.AllowPackage,
     allow_global: options.AllowGlobal,
     trust_pickle: options.TrustPickle = False,
+    sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
     output: batch.Output = None,
     force: options.Force = False,
@@ -57,7 +59,9 @@ def recommend_batch(
     """Find the largest and the fastest batch that fit into memory, each proven by a run."""
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
-        source=model_source(context, model, weights, code_path, allow_package, allow_global, trust_pickle),
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
         spec=input_spec(context, inputs, input_data, input_script, sizes),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
         memory=0.9 if memory is None else memory,
@@ -76,7 +80,7 @@ def recommend_batch(
     )
     if request.strategies:
         batch.check_strategies(request, objective)
-    context.with_resource(processes.kept(device))
+    context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()

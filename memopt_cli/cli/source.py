@@ -13,16 +13,19 @@ from memopt_cli.records import ModelSource, Trust
 def model_source(
     context: typer.Context,
     model: str,
+    key: str | None,
     weights: str | None,
     code_paths: Sequence[str],
     packages: Sequence[str],
     single_globals: Sequence[str],
     trust_pickle: bool,
+    sandbox: bool,
 ) -> ModelSource:
     """Where the model comes from, trusting what the flags and the config file's ``trust`` name."""
     config: Config = context.obj
     return ModelSource(
         location=model,
+        key=key,
         weights=weights,
         trust=Trust(
             libraries=config.trust,
@@ -30,5 +33,6 @@ def model_source(
             globals=tuple(single_globals),
             code_paths=tuple(code_paths),
             pickle=trust_pickle,
+            sandbox=sandbox,
         ),
     )

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from memopt_cli.documents import no_commands, printable
 from memopt_cli.errors import Terminated
-from memopt_cli.progress import Ask, Progress, WantedGlobal
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import WantedGlobal
 
 
 class LogProgress(Progress):
@@ -30,7 +32,7 @@ class LogProgress(Progress):
         self.note(_line(self._stage, done, total, text))
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(no_commands(printable(text)), file=sys.stderr, flush=True)
 
 
 class BarProgress(Progress):
@@ -59,7 +61,7 @@ class BarProgress(Progress):
         self._bar.update(self._task, description=description, completed=done, total=total)
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self._bar.stop()
@@ -119,9 +121,9 @@ def _asker(progress: Progress) -> Ask:
 def _ask(wanted: Sequence[WantedGlobal]) -> bool:
     print("The model file wants to import what memopt does not know to be safe:", file=sys.stderr)
     for package, members in groupby(sorted(wanted, key=lambda g: (g.package, g.name)), key=lambda g: g.package):
-        print(f"  {package}", file=sys.stderr)
+        print(f"  {printable(package)}", file=sys.stderr)
         for member in members:
-            print(f"    {member.name}{f'  ({member.reason})' if member.reason else ''}", file=sys.stderr)
+            print(f"    {printable(member.name)}{f'  ({member.reason})' if member.reason else ''}", file=sys.stderr)
     print("Imported code can do anything you can do. Allow all of it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -9,18 +9,20 @@ from typing import Final
 
 from torch import nn
 
+from memopt_cli.documents import read_bytes
 from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.exported import Exported
-from memopt_cli.loading.factory import build, fill, is_factory
+from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.interface import Format, Loaded, ModelFile
 from memopt_cli.loading.module_pickle import ModulePickle
+from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
-from memopt_cli.progress import Ask
 from memopt_cli.records import LoadedModel, ModelSource, Trust
+from memopt_cli.spec_text import is_factory
 
 __all__ = ["load", "load_model", "read_file"]
 
@@ -28,25 +30,25 @@ _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(),
 """Tried in this order; the last one takes every file."""
 
 
-def load_model(source: ModelSource, ask: Ask | None = None) -> LoadedModel:
-    """Load a model onto the CPU, as ``source`` says; the current folder is importable.
+def load_model(source: ModelSource) -> LoadedModel:
+    """Load a model onto the CPU, as ``source`` says; for code that it names, the current folder is importable.
 
-    ``ask`` is called once if the file wants globals that are not allowed, and decides for all of them; without it they
-    are refused.  Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file that
-    holds no model and :class:`UnsafeFileError` for one that wants what is not allowed.
+    Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file that holds no model
+    and :class:`UnsafeFileError` for one that wants what is not allowed.
     """
-    make_importable(Path.cwd(), first=False)
     notes = ("Loaded without any check of its code (--trust-pickle).",) if source.trust.pickle else ()
     if is_factory(source.location):
+        make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)
         loaded, kind, sha256, notes = Loaded(module=build(source.location)), "factory", None, ()
+    elif Path(source.location).is_dir():
+        (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
     else:
-        file = read_file(source.location)
-        loaded, kind = _load_file(file, source.trust, ask)
+        file = read_file(source.location, source.key if source.weights is None else None)
+        loaded, kind = _load_file(file, source.trust)
         sha256 = hashlib.sha256(file.data).hexdigest()
     if source.weights is not None:
-        weights = read_file(source.weights)
-        fill(loaded.module, weights.path, weights.data)
+        notes = (*notes, *fill(loaded.module, read_file(source.weights, source.key)))
     return LoadedModel(
         module=loaded.module,
         source=source,
@@ -58,13 +60,15 @@ def load_model(source: ModelSource, ask: Ask | None = None) -> LoadedModel:
 
 
 def load(path: str | os.PathLike[str], *, trust: Trust = Trust()) -> nn.Module:
-    """Load a model that memopt wrote, or any saved module, onto the CPU under ``weights_only=True``.
+    """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
 
     ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
     ``Trust(packages=("mymodels",))``.  Raises as :func:`load_model` does.
     """
     try:
-        return _load_file(read_file(os.fspath(path)), trust, None)[0].module
+        if Path(path).is_dir():
+            return load_pretrained(os.fspath(path))[0].module
+        return _load_file(read_file(os.fspath(path)), trust)[0].module
     except Unvouched as err:
         if err.remedy == Trust():
             raise
@@ -72,17 +76,17 @@ def load(path: str | os.PathLike[str], *, trust: Trust = Trust()) -> nn.Module:
         raise UnsafeFileError(err.message, hint=hint) from err
 
 
-def _load_file(file: ModelFile, trust: Trust, ask: Ask | None) -> tuple[Loaded, str]:
+def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
     if file.data.startswith(b"PK") and not trust.pickle:
         check_archive(file.data, file.path)
     format_ = next(f for f in _FORMATS if f.recognizes(file))
-    return format_.load(file, trust, ask), format_.name
+    return format_.load(file, trust), format_.name
 
 
-def read_file(path: str) -> ModelFile:
+def read_file(path: str, key: str | None = None) -> ModelFile:
     """The bytes of a file.  Raises :class:`UsageError`, which says why, if there are none to be had."""
     try:
-        return ModelFile(path=path, data=Path(path).read_bytes())
+        return ModelFile(path=path, data=read_bytes(path), key=key)
     except IsADirectoryError as err:
         raise UsageError(f"{path} is a folder, not a model file") from err
     except FileNotFoundError as err:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
@@ -14,6 +15,9 @@ from memopt_cli.units import format_bytes
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
+_FIELD = struct.Struct("<2H")
+_HEADER = struct.Struct("<4s22x2H")
+"""What stands before a record: its signature, and how long its name and its further fields are."""
 _LONG = 1000
 _EXPANSION, _ALLOWANCE = 16, 16 << 20
 """Records may unpack to 16 times the archive's size and 16 MiB: PyTorch compresses source code only, eight to one."""
@@ -31,17 +35,38 @@ class Archive:
     def __init__(self, data: bytes, path: str) -> None:
         sizes = check_archive(data, path)
         self._path = path
-        self._folder = next(iter(sizes), "").partition("/")[0] + "/"
-        self._zip = zipfile.ZipFile(io.BytesIO(data))
-        self.sizes = {name.removeprefix(self._folder): size for name, size in sizes.items()}
+        self._data = memoryview(data)
+        folder = next(iter(sizes), "").partition("/")[0] + "/"
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            self._entries = {entry.orig_filename.removeprefix(folder): entry for entry in file.infolist()}
+        self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
         """Bytes of each record."""
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a record.  Raises :class:`FileFormatError` if it is missing or damaged."""
+    def view(self, name: str) -> memoryview:
+        """The bytes of a record, without a copy where it is not compressed.
+
+        Raises :class:`FileFormatError` if it is missing or damaged.
+        """
         try:
-            return self._zip.read(self._folder + name)
+            entry = self._entries[name]
+            start = entry.header_offset + _HEADER.size
+            signature, named, extra = _HEADER.unpack_from(self._data, entry.header_offset)
+            if signature != b"PK\x03\x04" or bytes(self._data[start : start + named]) != entry.orig_filename.encode():
+                raise ValueError("the record is not where the directory says")
+            start += named + extra
+            stored = self._data[start : start + entry.compress_size]
+            if entry.compress_type == zipfile.ZIP_DEFLATED:
+                unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+                stored = memoryview(unpacker.decompress(stored, entry.file_size + 1))
+            if stored.nbytes != entry.file_size:
+                raise ValueError("the record has another size than the directory says")
+            return stored
         except Exception as err:
             raise FileFormatError(f"{self._path} cannot be read: its record {name} is missing or damaged") from err
+
+    def read(self, name: str) -> bytes:
+        """The same as bytes of their own."""
+        return bytes(self.view(name))
 
     def text(self, name: str) -> str:
         """A short record as text; empty if there is none."""
@@ -78,6 +103,7 @@ def _records(data: bytes) -> dict[str, int]:
         raise ValueError("the archive is damaged, its directory is ambiguous")
     _check_names(record.orig_filename for record in records)
     for record in records:
+        _check_fields(record.extra)
         stored = record.compress_type == zipfile.ZIP_STORED
         if record.flag_bits & 1 or not (stored or record.compress_type == zipfile.ZIP_DEFLATED):
             raise ValueError("the archive is encrypted, or compressed in an unknown way")
@@ -89,6 +115,17 @@ def _records(data: bytes) -> dict[str, int]:
     if unpacked > _EXPANSION * len(data) + _ALLOWANCE:
         raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
     return {record.orig_filename: record.file_size for record in records}
+
+
+def _check_fields(extra: bytes) -> None:
+    """Of each kind of further field there is one at most: readers differ in which of two they heed."""
+    seen, start = set[int](), 0
+    while start < len(extra):
+        kind, length = _FIELD.unpack_from(extra, start)
+        start += _FIELD.size + length
+        if kind in seen or start > len(extra):
+            raise _HostileArchive("a record of it has a field twice")
+        seen.add(kind)
 
 
 def _count_records(data: bytes) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from memopt_cli.documents import printable
-from memopt_cli.loading.pickle_scan import Built, Global, Tuple, pairs
-from memopt_cli.loading.pickled_tensors import LARGEST, PickledTensor, tensor_of
-from memopt_cli.loading.trust import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
+from memopt_cli.loading.pickles.described import LARGEST, PickledTensor, tensor_of
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
+from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
 Registered = Mapping[str, Mapping[str, TensorKind]]
@@ -84,7 +84,7 @@ def count_items(tensor: StoredTensor) -> int:
 
 
 def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
-    """The modules and tensors in what :func:`memopt_cli.loading.pickle_scan.scan_pickle` returned.
+    """The modules and tensors in what :func:`memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
     ``registered`` is what the code of a TorchScript archive says of its attributes; tensors outside of modules are
     listed as ``loose``.  Raises :class:`ValueError` for modules nested deeper than any model's.
@@ -147,7 +147,7 @@ class _Walk:
         if id(state) in self._seen:
             return {}
         self._seen.add(id(state))
-        return {name: item for name, item in pairs(state) if isinstance(name, str)}
+        return {name: item for name, item in entries_of(state) if isinstance(name, str)}
 
     def _add_tensor(self, place: _Place, tensor: PickledTensor) -> None:
         storage = tensor.storage
@@ -180,13 +180,13 @@ class _Walk:
         home = self._add_module(place)
         registers: dict[str, TensorKind] = {"_parameters": "parameter", "_buffers": "buffer"}
         for register, kind in registers.items():
-            for name, value in pairs(attributes.get(register)):
+            for name, value in entries_of(attributes.get(register)):
                 yield _Place(_join(place.path, name), value, kind, home, place.depth + 1)
         for name, value in attributes.items():
             if tensor_of(value) is not None:
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
         for register in ("_modules", _RUNS):  # children first: runs hold them again
-            for name, value in pairs(attributes.get(register)):
+            for name, value in entries_of(attributes.get(register)):
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
 
     def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
@@ -205,7 +205,7 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
     elif isinstance(value, Built) and str(value.callee) in _SEQUENCES:
         named = enumerate(value.items)
     else:
-        named = pairs(value)
+        named = entries_of(value)
     for name, item in named:
         if isinstance(item, Built | Tuple) and isinstance(name, str | int):
             yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)

@@ -11,18 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memopt_cli.documents import printable
-from memopt_cli.errors import FileFormatError
+from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents, contents_of, count_items
 from memopt_cli.loading.exported_contents import PROGRAMS, read_exported
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import scan_file
-from memopt_cli.loading.pickle_scan import PickleScan, scan_pickle
+from memopt_cli.loading.module_pickle import judged
+from memopt_cli.loading.pickles.described import check_tensors
+from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
+from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
+from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
 from memopt_cli.loading.safetensors_file import is_safetensors, read_header
-from memopt_cli.loading.trust import Allowed, Denied, Missing, as_flags, verdict
-from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.script_archive import check_script_file
+from memopt_cli.loading.trust import as_flags
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
-from memopt_cli.runtime.script import UnsafeScript, check_script
 
 _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
@@ -85,28 +87,31 @@ def _reader(file: ModelFile) -> Callable[[ModelFile], _Found]:
 
 
 def _pickle(file: ModelFile) -> _Found:
-    scan = scan_file(file)
-    contents = contents_of(scan.root)
-    zipped = file.data.startswith(b"PK")
+    pickled = read_pickled(file)
+    built = [step.node for step in pickled.pickle.steps if step.action == "make"]
+    zipped = Archive(file.data, file.path) if pickled.form == "zip" else None
+    records = {name.removeprefix("data/"): size for name, size in zipped.sizes.items()} if zipped else None
+    check_tensors(built, records, len(file.data))
+    contents = contents_of(pickled.pickle.root)
     wrapped = bool(contents.modules) and contents.modules[0].path != ""
     if contents.modules:
         what = "container of a module" if wrapped else "module"
     else:
         what = "state dict" if contents.tensors else "something else"
     return _Found(
-        format=f"pickled {what} ({'zip' if zipped else 'legacy'})",
+        format=f"pickled {what} ({pickled.form})",
         contents=contents,
-        versions=_versions(Archive(file.data, file.path)) if zipped else {},
-        globals=tuple(_verdicts(scan)),
-        notes=("To run its module, save that by itself: torch.save(module, path).",) if wrapped else (),
+        versions=_versions(zipped) if zipped else {},
+        globals=tuple(_verdicts(file, pickled)),
+        notes=(f"Its module is the entry {contents.modules[0].path!r}.",) if wrapped else (),
     )
 
 
-def _verdicts(scan: PickleScan) -> Iterator[GlobalVerdict]:
-    """What loading without any trust would say."""
-    for wanted in sorted(scan.wanted, key=str):
-        match verdict(wanted, called=wanted in scan.called, trust=Trust(), code=UserCode(())):
-            case Allowed():
+def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
+    """What loading without any trust would say of each name that it would import."""
+    for wanted, verdict in sorted(judged(file, pickled).items(), key=lambda pair: str(pair[0])):
+        match verdict:
+            case None:
                 yield GlobalVerdict(name=str(wanted), verdict="allowed")
             case Missing(reason=reason):
                 yield GlobalVerdict(name=str(wanted), verdict="missing", reason=reason)
@@ -122,12 +127,10 @@ def _script(file: ModelFile) -> _Found:
     inputs = "traced_inputs.pkl" in archive.sizes
     traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
     try:
-        check_script(file.data)
+        check_script_file(file.data, file.path)
         note = "Every operator in its code is known to be harmless."
-    except UnsafeScript as err:
-        note = f"Its code uses {err}, which is not known to be harmless: loading it takes --trust-pickle."
-    except (RuntimeError, UnicodeDecodeError) as err:
-        raise ValueError("its code is damaged") from err
+    except UnsafeFileError as err:
+        note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes --trust-pickle."
     return _Found(
         format=f"TorchScript ({'traced' if inputs else 'scripted'})",
         contents=contents_of(_unpickled(archive, "data.pkl"), registered=registered),
@@ -148,7 +151,7 @@ def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]
 
 def _unpickled(archive: Archive, record: str) -> Any:
     data = archive.read(record)
-    return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values())))
+    return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values()))).root
 
 
 def _safetensors(file: ModelFile) -> _Found:

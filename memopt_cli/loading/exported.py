@@ -5,7 +5,6 @@ That loader evaluates expressions, imports modules by name and unpickles whateve
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.exported_graph import (
@@ -28,7 +28,7 @@ from memopt_cli.loading.exported_graph import (
     size_text,
 )
 from memopt_cli.loading.fixed_mode import mode_notes
-from memopt_cli.loading.interface import Ask, Loaded, ModelFile
+from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
@@ -60,7 +60,7 @@ class Exported:
         except MemoptError:
             return False
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+    def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
         if _PROGRAM not in archive.sizes:
             raise FileFormatError(
@@ -91,7 +91,7 @@ class _Program:
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
-        program = json.loads(archive.read(_PROGRAM))
+        program = read_json(archive.read(_PROGRAM))
         if program["schema_version"]["major"] != _SCHEMA:
             raise FileFormatError(
                 f"{path} has version {program['schema_version']['major']} of the format; memopt reads {_SCHEMA}",
@@ -118,7 +118,7 @@ class _Program:
         root = builder.scope((), self._class_name())
         arguments = self._arguments()
         mutations, results = self._mutations(results)
-        tree = _read_tree(json.loads(self._call["out_spec"])[1])
+        tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
         module = self._assemble(builder.scopes)
         spec, notes = _example_spec(self._examples(), arguments, self._graph["tensor_values"])
@@ -134,7 +134,7 @@ class _Program:
         read: dict[str, Tensor] = {}
         for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
             record = f"data/{folder}/model_{config}.json"
-            entries = json.loads(self._archive.read(record))["config"] if record in self._archive.sizes else {}
+            entries = read_json(self._archive.read(record))["config"] if record in self._archive.sizes else {}
             shared: dict[str, Tensor] = {}
             for name, entry in entries.items():
                 key = f"{entry['path_name']} {entry['tensor_meta']}"
@@ -214,7 +214,7 @@ class _Program:
 
     def _arguments(self) -> list[_Argument]:
         """The arguments of the model in order."""
-        positional, named = _read_tree(json.loads(self._call["in_spec"])[1]).children
+        positional, named = _read_tree(read_json(self._call["in_spec"])[1]).children
         names = self._call.get("forward_arg_names") or []
         names = [*names, *(f"input_{i}" for i in range(len(names), len(positional.children)))]
         trees = [*zip(names, positional.children, strict=False), *zip(named.keys, named.children, strict=True)]
@@ -268,7 +268,7 @@ class _Tree:
 def _read_tree(data: Any) -> _Tree:
     children = tuple(map(_read_tree, data["children_spec"]))
     context = data["context"]
-    keys = json.loads(context) if isinstance(context, str) and context.startswith("[") else []
+    keys = read_json(context) if isinstance(context, str) and context.startswith("[") else []
     return _Tree(data["type"], tuple(keys) if len(keys) == len(children) else (), children)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.documents import printable
+from memopt_cli.documents import printable, read_json
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents
-from memopt_cli.loading.pickled_tensors import LARGEST, item_bytes
+from memopt_cli.loading.pickles.described import LARGEST, item_bytes
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
 _DTYPES: Final = {
@@ -59,7 +58,7 @@ def read_exported(archive: Archive) -> Exported:
     record = next((name for name in PROGRAMS if name in archive.sizes), None)
     if record is None:
         raise ValueError("it holds no exported program")
-    program = json.loads(archive.read(record))
+    program = read_json(archive.read(record))
     graph, signature = program["graph_module"]["graph"], program["graph_module"]["signature"]
     values = graph["tensor_values"]
     schema = program.get("schema_version", {})
@@ -76,7 +75,7 @@ def read_exported(archive: Archive) -> Exported:
 def _records(archive: Archive) -> dict[str, str]:
     """Name of each weight -> where its bytes are, which is the same for tied weights."""
     config = "data/weights/model_weights_config.json"
-    weights = json.loads(archive.read(config))["config"] if config in archive.sizes else {}
+    weights = read_json(archive.read(config))["config"] if config in archive.sizes else {}
     return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in weights.items()}
 
 

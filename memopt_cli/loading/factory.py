@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
-from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.module_pickle import made_of, refuse_attacks
+from memopt_cli.loading.pickles.entries import entry_of, state_dicts_in
+from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
-from memopt_cli.spec_text import parse_factory
+from memopt_cli.loading.user_code import UserCode
 from memopt_cli.step import is_out_of_memory
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
-
-
-def is_factory(location: str) -> bool:
-    """Whether a location names code rather than a file."""
-    return parse_factory(location) is not None and not Path(location).exists()
 
 
 def build(location: str) -> nn.Module:
@@ -60,27 +57,85 @@ def build(location: str) -> nn.Module:
     return model
 
 
-def fill(model: nn.Module, path: str, data: bytes) -> None:
-    """Load a state dict into the model, strictly.  Raises :class:`FileFormatError` if they do not fit."""
-    weights = read_safetensors(data, path) if is_safetensors(data) else load_tensors(data, path)
-    if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise FileFormatError(
-            f"{path} is no state dict{_inner(weights)}", hint="Save one with torch.save(model.state_dict(), path)."
-        )
+def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
+    """Load a state dict into the model, strictly; what the user should know of where it was found.
+
+    It may lie in a checkpoint, as one of its entries, and under the prefixes that wrappers put before names.
+    Raises :class:`FileFormatError` if there is none that fits.
+    """
+    notes: list[str] = []
+    if is_safetensors(file.data):
+        weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
+    else:
+        weights = _state_dict_in(model, file, notes)
+    weights = _without_prefix(model.state_dict(), weights, notes)
     try:
         model.load_state_dict(weights, strict=True)
     except Exception as err:  # the model's own hooks run here
         reason = _mismatch(model.state_dict(), weights) or first_line(err)
         raise FileFormatError(
-            f"{path} does not fit {type(model).__name__}: {reason}",
+            f"{file.path} does not fit {type(model).__name__}: {reason}",
             hint="Give the weights of the model that the callable builds.",
         ) from err
+    return tuple(notes)
 
 
-def _inner(value: Any) -> str:
-    """Where in a checkpoint the state dict may be."""
-    keys = [key for key, item in value.items() if isinstance(item, Mapping)] if isinstance(value, Mapping) else []
-    return f"; it holds dictionaries under {', '.join(map(repr, keys[:_SHOWN]))}" if keys else ""
+def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
+    """The only one that the file holds, or the first whose names are the model's; nothing else of it is made."""
+    pickled = read_pickled(file)
+    refuse_attacks(file, pickled.scan.wanted, UserCode(()))
+    root = pickled.pickle.root if file.key is None else entry_of(pickled.pickle.root, file.key, file.path)
+    found = state_dicts_in(root)
+    own = model.state_dict().keys()
+    fitting = [
+        where for where, stored in found.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
+    ]
+    if not found:
+        raise FileFormatError(
+            f"{file.path} holds no state dict", hint="Save one with torch.save(model.state_dict(), path)."
+        )
+    where = next(iter(fitting or found))
+    if len(fitting) > 1 or (len(found) > 1 and not fitting):
+        names = ", ".join(repr(".".join(other)) for other in (fitting or found))
+        if not fitting:
+            raise FileFormatError(
+                f"{file.path} holds {len(found)} state dicts, none of which fits: {names}", hint="Say which: --key NAME"
+            )
+        notes.append(f"Of the state dicts {names} the first is taken; --key names another.")
+    elif where:
+        notes.append(f"The weights are the entry {'.'.join(where)!r} of {file.path}.")
+    made: Mapping[str, Tensor] = made_of(file, pickled, found[where])
+    return made
+
+
+def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
+    """The weights by the model's names, where a wrapper has put something before each of them."""
+    prefix = _prefix(own.keys(), list(weights))
+    if prefix is None or weights.keys() == own.keys():
+        return weights
+    notes.append(
+        f"The names of the weights begin with {prefix!r}." if prefix else "The weights are of a compiled model."
+    )
+    return {_plain(name).removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
+    """What stands before each of a model's names (``module.``), perhaps nothing; ``None`` if they are other names."""
+    plain = {_plain(name) for name in names}
+    if not own or len(plain) != len(own):
+        return None
+    first = next(iter(own))
+    for name in plain:
+        if name.endswith(first):
+            prefix = name[: len(name) - len(first)]
+            if plain == {prefix + other for other in own}:
+                return prefix
+    return None
+
+
+def _plain(name: str) -> str:
+    """Without what ``torch.compile`` puts into names."""
+    return name.replace("_orig_mod.", "")
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:

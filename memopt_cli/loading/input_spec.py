@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from memopt_cli.documents import read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.archive import check_archive
-from memopt_cli.loading.factory import is_factory
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.spec_text import (
     format_tensor,
+    is_factory,
     parse_dims,
     parse_dtype,
     parse_shape,
@@ -66,7 +67,8 @@ def find_spec(
     if given is not None and (given.tensors or given.data_file or given.script):
         spec = given
     else:
-        stem = Path(source.location).stem
+        path = Path(source.location)
+        stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         spec = _beside(source, stem) or carried or _beside(source, of_origin) or _guess(source, module)
         if given is not None:
@@ -149,7 +151,8 @@ def _guess(source: ModelSource, module: nn.Module) -> InputSpec:
         if tensor is not None:
             return InputSpec(tensors=(tensor,), source=f"a guess from {path or 'the model'} ({type(layer).__name__})")
     raise UsageError(
-        f"nothing is known of the inputs of {source.location}", hint=_EXAMPLE_LINE.format(model=source.location)
+        f"nothing is known of the inputs of {source.location}",
+        hint=_EXAMPLE_LINE.format(model=shlex.quote(source.location)),
     )
 
 

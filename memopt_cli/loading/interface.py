@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
 from memopt_cli.errors import FileFormatError
-from memopt_cli.progress import Ask as Ask
 from memopt_cli.records import InputSpec, Trust
 
 
@@ -18,6 +18,8 @@ class ModelFile:
 
     path: str
     data: bytes
+    key: str | None = None
+    """Which of its entries is wanted, as keys joined by dots; ``None``: what it holds, or its only model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Format(Protocol):
     def recognizes(self, file: ModelFile) -> bool:
         """Whether the bytes look like this format; reads, never runs."""
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+    def load(self, file: ModelFile, trust: Trust) -> Loaded:
         """The model, on the CPU.
 
         Raises :class:`UnsafeFileError` before anything runs that is not allowed, and :class:`FileFormatError` if the
@@ -52,5 +54,5 @@ def no_model(file: ModelFile, tensors: int) -> FileFormatError:
     """The error for a file of weights alone; ``tensors``: how many there are."""
     return FileFormatError(
         f"{file.path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
-        hint=f"Name the code that builds the model: package.module:callable --weights {file.path}",
+        hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(file.path)}",
     )

@@ -1,46 +1,48 @@
-"""``torch.save(model, path)``: a pickled ``nn.Module``, in the zip format or the legacy one (before PyTorch 1.6).
+"""``torch.save(model, path)`` or ``pickle.dump``: a pickled ``nn.Module``, of any protocol and form.
 
-It is loaded with ``weights_only=True`` and exactly the globals that it wants and that are allowed.
+PyTorch's unpickler is not used: see :mod:`memopt_cli.loading.pickles`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import io
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
-from memopt_cli.loading.archive import check_archive
-from memopt_cli.loading.interface import Loaded, ModelFile, no_model
-from memopt_cli.loading.pickle_scan import Global, PickleScan, scan_pickle
-from memopt_cli.loading.pickled_tensors import check_tensors
+from memopt_cli.loading.interface import Loaded, ModelFile
+from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
+from memopt_cli.loading.pickles.build import build
+from memopt_cli.loading.pickles.entries import module_in
+from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
+from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing
+from memopt_cli.loading.pickles.kinds.tensors import Stored
+from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
+from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.trust import (
-    RESTORE_SEGMENT,
-    Allowed,
-    Denied,
-    Missing,
     Unvouched,
-    Verdict,
     as_flags,
+    attack,
+    how_to_install,
     is_attack,
+    stores_code,
     together,
-    verdict,
+    unknown,
 )
 from memopt_cli.loading.user_code import UserCode
-from memopt_cli.progress import Ask, WantedGlobal
 from memopt_cli.records import Trust
-from memopt_cli.runtime.container import segment_classes
-from memopt_cli.runtime.script import UnsafeScript
+from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.script_code import UnsafeScript
 
-_LEGACY_PICKLES: Final = 5
-"""Magic number, protocol version, system information, the object, names of its storages."""
-_CLASS_OF_NOTE: Final = Global("memopt_cli.loading.module_pickle", "class_of_note")
+_UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
+_SHOWN: Final = 5
+"""Refused names that a message lists; the flags in its hint are for all."""
 
 
 class ModulePickle:
@@ -51,24 +53,20 @@ class ModulePickle:
     def recognizes(self, file: ModelFile) -> bool:
         return True
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
-        loaded = _load_trusted(file, trust) if trust.pickle else _load_checked(file, trust, ask)
-        if isinstance(loaded, nn.Module):
-            return Loaded(module=loaded)
-        items = list(_nested(loaded))
-        inside = next((item for item in items if isinstance(item, nn.Module)), None)
-        if inside is not None:
-            around, kind = type(loaded).__name__, type(inside).__name__
-            raise FileFormatError(
-                f"{file.path} holds a {around} with a {kind} in it, not a model by itself",
-                hint="Save the model by itself, with torch.save(model, path).",
-            )
-        tensors = sum(isinstance(item, Tensor) for item in items)
-        if tensors:
-            raise no_model(file, tensors)
-        raise FileFormatError(
-            f"{file.path} holds a {type(loaded).__name__}, not a model", hint="Save one with torch.save(model, path)."
-        )
+    def load(self, file: ModelFile, trust: Trust) -> Loaded:
+        if trust.pickle:
+            return Loaded(module=_load_unchecked(file, trust))
+        pickled = read_pickled(file)
+        refuse_attacks(file, pickled.scan.wanted, UserCode(trust.code_paths))
+        root, notes = module_in(pickled.pickle.root, file.key, file.path)
+        vouched = Vouched(trust, UserCode(trust.code_paths))
+        made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
+        if not isinstance(made, nn.Module):
+            raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
+        return Loaded(module=made, notes=notes)
+
+
+_SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
 
 
 def load_tensors(data: bytes, path: str) -> Any:
@@ -77,199 +75,149 @@ def load_tensors(data: bytes, path: str) -> Any:
     Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
     """
     try:
-        return _load_checked(ModelFile(path=path, data=data), Trust(), None)
+        file = ModelFile(path=path, data=data)
+        pickled = read_pickled(file)
+        refuse_attacks(file, pickled.scan.wanted, UserCode(()))
+        return made_of(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:
         kind = UnsafeFileError if isinstance(err, UnsafeFileError) else FileFormatError
         raise kind(err.message, hint="Save tensors in plain lists and dicts, with torch.save(tensors, path).") from err
 
 
-def class_of_note(tag: str, original: type, file: str, source: str) -> type:
-    """The class in a legacy file's note, whose source code is ignored."""
-    return original
+def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
+    """The tensors and plain containers that can be reached from ``root``; raises as :func:`load_tensors` does."""
+    nobody = Vouched(Trust(), UserCode(()))
+    return _make(file, pickled, root, kinds_of_data(_stored(pickled)), nobody)
 
 
-# ---------------------------------------------------------------------------------------------- reading
+def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
+    """Each name that loading the file would import, or must not, and what is said of it where nobody vouches.
 
-
-def _load_trusted(file: ModelFile, trust: Trust) -> Any:
-    code = UserCode(trust.code_paths)
-    code.run_scripts()
-    return _read(file, file.data, weights_only=False)
-
-
-def _load_checked(file: ModelFile, trust: Trust, ask: Ask | None) -> Any:
-    scan = scan_file(file)
-    allowed = _check(file, scan, trust, ask)
-    data = _without_notes(file.data, scan) if scan.class_notes else file.data
-    with _allowing(_restricted(allowed, scan)):
-        return _read(file, data, weights_only=True)
-
-
-def _read(file: ModelFile, data: bytes, *, weights_only: bool) -> Any:
+    Of a file that holds one model these are the names that it needs.
+    """
+    nobody = Vouched(Trust(), UserCode(()))
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
-    except UnsafeScript as err:
-        raise UnsafeFileError(f"{file.path} was not loaded: its TorchScript part uses {err}") from err
+        root, _ = module_in(pickled.pickle.root, file.key, file.path)
+    except FileFormatError:
+        root = pickled.pickle.root
+    known, of_none = claimed(uses_in(root), kinds_of(_stored(pickled), nobody))
+    verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
+    refused: dict[Global, Denied | Missing] = {use.name: unknown(use) for use in of_none}
+    refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
+    if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # else nothing is imported, either
+        audit = Audit(root, known, nobody.vouches)
+        refused |= {use.name: denied for use, denied in audit.denied.items()}
+        refused |= {use.name: missing for use, missing in audit.missing.items()}
+        if not refused:
+            refused |= {name: Denied(reason) for name, reason in audit.objections()}
+    return {name: verdict for name, verdict in (verdicts | refused).items() if name != PERSISTENT}
+
+
+# ---------------------------------------------------------------------------------------------- without a check
+
+
+def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
+    """By PyTorch's own unpickler; of a container its only module, or the entry that is asked for."""
+    UserCode(trust.code_paths).run_scripts()
+    try:
+        loaded = torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
     except Exception as err:  # a damaged file can make the unpickler raise anything
-        if "Unsupported operand" in str(err):
-            hint = "It was pickled with a protocol above 2: save it again with torch.save(model, path)."
-        else:
-            hint = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
-        raise FileFormatError(f"{file.path} cannot be read: {_plain(err)}", hint=hint) from err
-
-
-def _plain(err: Exception) -> str:
-    """PyTorch's first line ends before its advice to turn its check off."""
-    return first_line(err).partition(" In PyTorch 2.6")[0].replace("Weights only load failed.", "damaged")
-
-
-def scan_file(file: ModelFile) -> PickleScan:
-    """What the file says, of either format, read without running any of it.
-
-    Raises :class:`FileFormatError` if it is damaged or no pickle, and as :func:`check_archive`.
-    """
-    if not file.data:
-        raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
-    scan = PickleScan(size=len(file.data))
-    try:
-        if file.data.startswith(b"PK"):
-            records = check_archive(file.data, file.path)
-            scan.root = scan_pickle(io.BytesIO(_zip_record(file.data)), scan)
-            check_tensors(scan.built, {name.partition("/data/")[2]: size for name, size in records.items()}, 0)
-        else:
-            _scan_legacy(file.data, scan)
-            check_tensors(scan.built, None, len(file.data))
-    except ValueError as err:
         raise FileFormatError(
-            f"{file.path} is no model saved by torch.save ({err})",
-            hint="It may be damaged, truncated or another format.",
+            f"{file.path} cannot be read: {first_line(err)}", hint="Save the model again with torch.save(model, path)."
         ) from err
-    return scan
+    for name in file.key.split(".") if file.key else ():
+        if not isinstance(loaded, Mapping) or name not in loaded:
+            raise FileFormatError(f"{file.path} has no entry {file.key!r}")
+        loaded = loaded[name]
+    if isinstance(loaded, Mapping):
+        models = {name: item for name, item in loaded.items() if isinstance(item, nn.Module)}
+        if len(models) > 1:
+            raise FileFormatError(
+                f"{file.path} holds {len(models)} models",
+                hint=f"Say which: --key {shlex.quote(str(next(iter(models))))}",
+            )
+        loaded = next(iter(models.values()), loaded)
+    inner = getattr(loaded, "_orig_mod", loaded)
+    if not isinstance(inner, nn.Module):
+        raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
+    return inner
 
 
-def _zip_record(data: bytes) -> bytes:
-    # PyTorch's own reader: it must be the same record that torch.load will read.
+# ---------------------------------------------------------------------------------------------- with one
+
+
+def _stored(pickled: PickledFile) -> Stored:
+    return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
+
+
+def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
+    """Judge what can be reached, by its names, by what they stand for and as a whole; then make it."""
+    known, of_none = claimed(uses_in(root), kinds)
+    verdicts: list[tuple[Global, Denied | Missing]] = [(use.name, unknown(use)) for use in of_none]
+    if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
+        _refuse(file, verdicts)  # nothing needs to be imported for it
+    audit = Audit(root, known, vouched.vouches)
+    verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
+    verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
+    _refuse(file, verdicts)
+    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
+    if reason := audit.exhausting():
+        raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
     try:
-        record: bytes = torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl")
-    except RuntimeError as err:
-        known = zipfile.is_zipfile(io.BytesIO(data))
-        raise ValueError("the archive holds no data.pkl" if known else "the archive is damaged") from err
-    return record
+        return build(pickled.pickle, root, audit.recipes)
+    except Broken as err:
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
+    except (BadProgram, UnsafeScript) as err:
+        part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
+        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=_UNCHECKED) from err
 
 
-def _scan_legacy(data: bytes, scan: PickleScan) -> None:
-    stream, values = io.BytesIO(data), []
-    try:
-        for _ in range(_LEGACY_PICKLES):
-            values.append(scan_pickle(stream, scan))
-            scan.root = values[-1] if len(values) < _LEGACY_PICKLES else values[-2]
-    except ValueError:
-        # A single pickle that wants something is reported as that, not as a damaged file.
-        if not scan.wanted or scan.is_costly:
-            raise
+_DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
 
 
-def _without_notes(data: bytes, scan: PickleScan) -> bytes:
-    """The same file, with each class note turned into a call of :func:`class_of_note`.
+def refuse_attacks(file: ModelFile, wanted: Iterable[Global], code: UserCode) -> None:
+    """Also where nothing can be reached from them: whoever reads the file in another way would run them."""
+    found = sorted((name for name in wanted if is_attack(name) and not code.defines(name.module)), key=str)
+    if found and (saver := stores_code(wanted)):
+        raise Unvouched(
+            f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
+            hint="Save the model with torch.save(model, path) alone, or its weights. " + _UNCHECKED,
+            remedy=Trust(),
+            denied={name: attack(name) for name in found},
+        )
+    if found:
+        names, reasons = ", ".join(map(str, found)), {name: attack(name) for name in found}
+        raise Unvouched(
+            f"{file.path} was not loaded: {_listed(reasons)}",
+            hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off).",
+            remedy=Trust(),
+            denied=reasons,
+        )
 
-    The restricted unpickler refuses such notes.  ``( 'module' Class file source t Q`` becomes
-    ``class_of_note ( 'module' Class file source t R``.
-    """
-    call = f"c{_CLASS_OF_NOTE.module}\n{_CLASS_OF_NOTE.name}\n".encode()
-    edits = {note.start: call + data[note.start : note.start + 1] for note in scan.class_notes}
-    edits |= {note.end: b"R" for note in scan.class_notes}
-    pieces, done = [], 0
-    for position in sorted(edits):
-        pieces += [data[done:position], edits[position]]
-        done = position + 1
-    return b"".join([*pieces, data[done:]])
 
-
-# ---------------------------------------------------------------------------------------------- checking
-
-
-def _check(file: ModelFile, scan: PickleScan, trust: Trust, ask: Ask | None) -> dict[Global, Allowed]:
-    """The object of every global wanted; raises if one is refused or missing."""
-    verdicts = _verdicts(scan, trust)
-    denied = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Denied)}
-    if denied and ask is not None and all(map(_can_be_asked, denied.values())) and ask(_requests(denied)):
-        vouched = replace(trust, globals=(*trust.globals, *map(str, denied)))
-        verdicts = _verdicts(scan, vouched)
-        denied = {wanted: v for wanted, v in verdicts.items() if isinstance(v, Denied)}
+def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]) -> None:
+    """Raise if there is any; what is missing is told where nothing else is wrong."""
+    found = sorted(verdicts, key=lambda verdict: str(verdict[0]))
+    denied = {name: verdict for name, verdict in found if isinstance(verdict, Denied)}
     if denied:
         raise _refusal(file, denied)
-    for wanted, v in verdicts.items():
-        if isinstance(v, Missing):
+    for name, verdict in found:
+        if isinstance(verdict, Missing):
             raise FileFormatError(
-                f"{file.path} needs {wanted}, which cannot be imported: {v.reason}",
-                hint=f"Install {wanted.package}, or add the folder that holds it: --code-path FOLDER.",
+                f"{file.path} needs {name}, which cannot be imported: {verdict.reason}", hint=how_to_install(name)
             )
-    return {wanted: v for wanted, v in verdicts.items() if isinstance(v, Allowed)}
-
-
-def _verdicts(scan: PickleScan, trust: Trust) -> dict[Global, Verdict]:
-    """Of every global wanted; one that no model needs is the last, since a verdict may import a library."""
-    code, verdicts = UserCode(trust.code_paths), dict[Global, Verdict]()
-    for wanted in sorted(scan.wanted, key=lambda wanted: (not is_attack(wanted), str(wanted))):
-        verdicts[wanted] = verdict(wanted, called=wanted in scan.called, trust=trust, code=code)
-        if is_attack(wanted):
-            break
-    return verdicts
-
-
-def _can_be_asked(denied: Denied) -> bool:
-    """A yes would help: it can neither excuse an attack nor find a script."""
-    return denied.remedy is not None and not denied.remedy.code_paths
-
-
-def _requests(denied: Mapping[Global, Denied]) -> list[WantedGlobal]:
-    return [
-        WantedGlobal(name=str(wanted), package=wanted.package, reason=verdict.reason)
-        for wanted, verdict in denied.items()
-    ]
 
 
 def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
-    listed = "; ".join(f"{wanted} {verdict.reason}" for wanted, verdict in denied.items())
-    never = ", ".join(str(wanted) for wanted, verdict in denied.items() if verdict.remedy is None)
-    remedy = together(verdict.remedy for verdict in denied.values() if verdict.remedy is not None)
-    if never:
-        hint = f"No model needs {never}: the file is likely an attack (--trust-pickle turns the check off)."
-    else:
-        hint = f"If you trust where it came from, add: {as_flags(remedy)}"
-    return Unvouched(f"{file.path} was not loaded: {listed}", hint=hint, remedy=Trust() if never else remedy)
+    remedies = [verdict.remedy for verdict in denied.values()]
+    helps = None not in remedies
+    remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
+    hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else _UNCHECKED
+    told = denied if helps else {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
+    message = f"{file.path} was not loaded: {_listed(told)}"
+    return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 
 
-# ---------------------------------------------------------------------------------------------- allowing
-
-
-def _restricted(allowed: Mapping[Global, Allowed], scan: PickleScan) -> Iterator[tuple[Any, str]]:
-    """Pairs of object and name for PyTorch's restricted unpickler, beyond those that it knows."""
-    for wanted, v in allowed.items():
-        if not v.native:
-            yield v.value, str(wanted)
-            if RESTORE_SEGMENT in allowed and isinstance(v.value, type) and issubclass(v.value, nn.Module):
-                for kind in segment_classes(v.value):
-                    # It fills objects of these classes but finds them by no name: no pickle can spell this one.
-                    yield kind, f"segment of {wanted}: {kind.__qualname__}"
-    if scan.class_notes:
-        yield class_of_note, str(_CLASS_OF_NOTE)
-
-
-@contextlib.contextmanager
-def _allowing(pairs: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """``safe_globals`` that leaves behind what was there before, and nothing else."""
-    known = set(torch.serialization.get_safe_globals())
-    with torch.serialization.safe_globals([pair for pair in pairs if pair not in known]):
-        yield
-
-
-def _nested(value: Any) -> Iterator[Any]:
-    """It, and what its containers hold, each container visited once."""
-    pending, seen = [value], set[int]()
-    while pending:
-        item = pending.pop()
-        yield item
-        if isinstance(item, Mapping | list | tuple) and id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(item.values() if isinstance(item, Mapping) else item)
+def _listed(denied: Mapping[Global, Denied]) -> str:
+    texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
+    return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -5,7 +5,6 @@ The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtyp
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import Loaded, ModelFile, no_model
-from memopt_cli.progress import Ask
 from memopt_cli.records import Trust
 
 _DTYPES = {
@@ -58,7 +57,7 @@ class SafeTensors:
     def recognizes(self, file: ModelFile) -> bool:
         return is_safetensors(file.data)
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+    def load(self, file: ModelFile, trust: Trust) -> Loaded:
         raise no_model(file, len(read_header(file.data, file.path)[0]))
 
 
@@ -82,7 +81,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
         if not is_safetensors(data) or start > len(data):
             raise ValueError(f"its header of {start - _LENGTH} bytes does not fit")
-        header = json.loads(data[_LENGTH:start], object_pairs_hook=_unique)
+        header = read_json(data[_LENGTH:start], unique=True)
         remarks = header.pop("__metadata__", {})
         named = ((str(name), _entry(item, start)) for name, item in header.items())
         entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
@@ -99,12 +98,6 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
             f"{path} is no complete safetensors file: {reason}",
             hint="It may be truncated: download it or save it again.",
         ) from err
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("its header names something twice")
-    return dict(pairs)
 
 
 def _entry(item: Any, start: int) -> Entry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.errors import FileFormatError, first_line
+from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.fixed_mode import mode_notes
-from memopt_cli.loading.interface import Ask, Loaded, ModelFile
+from memopt_cli.loading.interface import Loaded, ModelFile
+from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, calls_of, find_module, lift_class, set_attributes
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
-from memopt_cli.runtime.script import ScriptLeaf, UnsafeScript, check_script
+from memopt_cli.runtime.script import ScriptLeaf
 
 
 class TorchScript:
@@ -26,16 +27,11 @@ class TorchScript:
     name = "torchscript"
 
     def recognizes(self, file: ModelFile) -> bool:
-        if not file.data.startswith(b"PK"):
-            return False
-        try:
-            return "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(file.data)).get_all_records()
-        except (RuntimeError, UnicodeDecodeError):
-            return False
+        return file.data.startswith(b"PK") and "constants.pkl" in Archive(file.data, file.path).sizes
 
-    def load(self, file: ModelFile, trust: Trust, ask: Ask | None) -> Loaded:
+    def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if not trust.pickle:
-            _check(file)
+            check_script_file(file.data, file.path)
         try:
             unit = torch._C.CompilationUnit()
             # What torch.jit.load does, keeping hold of the free functions too; PyTorch's stubs are of another version.
@@ -47,18 +43,6 @@ class TorchScript:
                 f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}"
             ) from err
         return lift_script(script, unit)
-
-
-def _check(file: ModelFile) -> None:
-    try:
-        check_script(file.data)
-    except UnsafeScript as err:
-        raise UnsafeFileError(
-            f"{file.path} was not loaded: its TorchScript code uses {err}, which is not known to be harmless",
-            hint="If you trust where it came from, add --trust-pickle.",
-        ) from err
-    except (RuntimeError, UnicodeDecodeError) as err:
-        raise FileFormatError(f"{file.path} is a damaged TorchScript archive: {first_line(err)}") from err
 
 
 # ---------------------------------------------------------------------------------------------- lifting

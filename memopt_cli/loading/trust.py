@@ -1,138 +1,75 @@
-"""Which globals a pickle may use, and why not.
+"""Which names a file may use by the user's leave, why it may not use others, and which flags would help.
 
-A verdict imports a module only if its name is on a list below or the user vouched for it: importing is running code.
-Creating and filling an object of an allowed class is allowed; *calling* a class of a library is not, since its
-constructor may do anything with its arguments (a saved module never needs that).
+Names alone are judged here: importing is running code.  What a name turns out to be is for the kinds of
+:mod:`memopt_cli.loading.pickles.kinds`.
 """
 
 from __future__ import annotations
 
-import builtins
-import functools
-import importlib
+import ast
 import importlib.machinery
 import importlib.util
-import inspect
+import shlex
 import sys
-import types
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import torch
-from torch import _weights_only_unpickler, nn
+from memopt_cli.errors import UnsafeFileError
+from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
+from memopt_cli.loading.pickles.kinds.vouched import NEEDS_SCRIPT, TOO_WIDE
+from memopt_cli.loading.pickles.nodes import COMPUTED, Global
+from memopt_cli.records import Trust, WantedGlobal
 
-from memopt_cli.errors import UnsafeFileError, first_line
-from memopt_cli.loading.pickle_scan import COMPUTED, Global
-from memopt_cli.loading.user_code import UserCode
-from memopt_cli.records import Trust
-
-LIBRARIES = (
-    "torch.nn",
-    "torchvision",
-    "timm",
-    "transformers",
-    "snntorch",
-    "spikingjelly",
-    "norse",
-    "memopt_cli.online",
-    "memopt_cli.model_batching.module",
+_ATTACKS: Final = frozenset(
+    "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest "
+    "ctypes _ctypes multiprocessing socket pickle _pickle marshal webbrowser asyncio builtins.eval builtins.exec "
+    "builtins.compile builtins.open builtins.__import__ builtins.breakpoint builtins.input builtins.globals "
+    "builtins.setattr builtins.map builtins.filter operator.methodcaller _operator.methodcaller operator.attrgetter "
+    "_operator.attrgetter types.CodeType types.FunctionType io.open _io.open "
+    "io.FileIO _io.FileIO torch.load torch.save torch.serialization.load torch.serialization.save torch.hub "
+    "torch.jit torch.package torch.utils.cpp_extension memopt_cli.loading memopt_cli.cli".split()
 )
-"""Packages whose ``nn.Module`` classes may be built without asking."""
+"""Modules and names that run what they are given or reach out of the process: no saved model refers to them."""
 
-RUNTIME = "memopt_cli.runtime"
-RESTORE_SEGMENT = Global(f"{RUNTIME}.container", "restore_segment")
-RESTORE_LIFTED = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
-
-CONFIGURATIONS = frozenset(
-    {
-        "transformers.configuration_utils.PretrainedConfig",
-        "transformers.configuration_utils.PreTrainedConfig",
-        "transformers.generation.configuration_utils.GenerationConfig",
-    }
-)
-"""Base classes of plain settings that libraries attach to their models."""
-
-_TENSOR_FUNCTIONS = (
-    "celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid log_softmax logsigmoid mish "
-    "normalize prelu relu relu6 rrelu selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink "
-    "threshold dropout max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d layer_norm interpolate "
-    "cross_entropy mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits nll_loss "
-    "scaled_dot_product_attention sin cos exp square sqrt abs clamp add mul matmul cat stack"
-).split()
-"""Pure tensor functions that modules keep as attributes."""
-
-_SURROGATES = "snntorch.surrogate"
-_KEPT_METHODS = ("_base_sub", "_base_zero", "_base_int", "_surrogate_bypass")
-"""Methods that snnTorch's neurons keep as attributes."""
-_FUNCTION_MODULES = ("torch.nn.functional", "torch._C._nn")
-_GETATTR = Global("builtins", "getattr")
-_TENSOR_FUNCTION_OWNER = Global("torch._C", "_VariableFunctionsClass")
-
-_CONTAINERS = {
-    "builtins": ("set", "frozenset", "list", "dict", "tuple", "int", "float", "bool", "str", "bytes", "slice", "range"),
-    "collections": ("OrderedDict", "Counter", "defaultdict", "deque"),
-    "functools": ("partial",),
+_HANDLE: Final = Global("torch.utils.hooks", "RemovableHandle")
+_CODE_PICKLERS: Final = ("cloudpickle", "dill")
+"""Packages that store functions as code."""
+_DISTRIBUTIONS: Final = {
+    "cv2": "opencv-python",
+    "sklearn": "scikit-learn",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "torch_geometric": "torch-geometric",
+    "pytorch_lightning": "pytorch-lightning",
 }
-
-_NEVER_CALLED = ("int", "float", "bool", "str")
-"""Plain types that a saved module refers to and does not call: ``str(x)`` runs code of ``x``."""
-
-_TOO_WIDE = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
-"""Packages that cannot be vouched for as a whole, since some of their functions run what they are given."""
-
-_RUN_CODE = frozenset(
-    "runpy subprocess importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest ctypes _ctypes "
-    "multiprocessing socket pickle _pickle marshal types webbrowser asyncio torch.hub torch.utils.cpp_extension".split()
-)
-"""Modules, and packages, that no error suggests to allow: that is for people who know it by name."""
-
-_NEVER_BY_NAME = ("os", "posix", "nt", "sys")
-"""Modules that PyTorch's restricted unpickler refuses whatever it is told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The object that the name stands for; ``native``: the restricted unpickler knows it by itself."""
-
-    value: Any
-    native: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Denied:
-    """Not allowed, for this reason."""
-
-    reason: str
-    remedy: Trust | None = None
-    """The trust that would allow it; ``None`` if nothing should be suggested."""
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """It cannot be imported, for this reason."""
-
-    reason: str
-
-
-Verdict = Allowed | Denied | Missing
-
-_NEEDS_SCRIPT = Denied("was defined in the script that saved the file", Trust(code_paths=("SCRIPT.py",)))
+"""What is installed under another name than it is imported by."""
 
 
 class Unvouched(UnsafeFileError):
-    """A file that wants globals which nobody vouched for; ``remedy`` is the trust that would allow it, if any."""
+    """A file that wants names which nobody vouched for; ``remedy`` is the trust that would allow it, if any."""
 
-    def __init__(self, message: str, *, hint: str, remedy: Trust) -> None:
+    def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
         super().__init__(message, hint=hint)
         self.remedy = remedy
+        self._denied = dict(denied)
+
+    @property
+    def requests(self) -> tuple[WantedGlobal, ...]:
+        """What a yes would have to allow; empty where it would not help: an attack, or a script."""
+        if self.remedy == Trust() or self.remedy.code_paths:
+            return ()
+        return tuple(
+            WantedGlobal(name=str(wanted), package=wanted.package, reason=verdict.reason)
+            for wanted, verdict in self._denied.items()
+        )
 
 
 def as_flags(trust: Trust) -> str:
     """``--allow-package mymodels --code-path train.py``."""
     flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
-    return " ".join(f"{flag} {value}" for flag, values in flags.items() for value in values)
+    return " ".join(f"{flag} {shlex.quote(value)}" for flag, values in flags.items() for value in values)
 
 
 def as_python(trust: Trust) -> str:
@@ -153,164 +90,89 @@ def together(trusts: Iterable[Trust]) -> Trust:
     )
 
 
-def verdict(wanted: Global, *, called: bool, trust: Trust, code: UserCode) -> Verdict:
-    """Whether ``wanted`` may be used; ``called`` says that the pickle calls it."""
-    if str(wanted) in _weights_only_unpickler._get_allowed_globals():
-        return Allowed(None, native=True)
-    if is_attack(wanted):
-        computed = "computes what it calls while it is read, so it cannot be checked"
-        return Denied(computed if wanted == COMPUTED else "reaches the operating system")
-    if str(wanted) in trust.globals or (wanted.package in trust.packages and wanted.package not in _TOO_WIDE):
-        return _vouched(wanted, trust, code, called=called)
-    if code.defines(wanted.module):
-        return _user_class(wanted, code, called=called)
-    if wanted.module == "__main__":
-        return _NEEDS_SCRIPT
-    if _is_plain(wanted):
-        return _plain(wanted, called=called)
-    if _within(wanted.module, RUNTIME):
-        return _runtime(wanted, called=called)
-    libraries = (*LIBRARIES, *(name for name in trust.libraries if name not in _TOO_WIDE))
-    if any(_within(wanted.module, name) for name in libraries) and "__main__" not in wanted.module:
-        return _library_class(wanted, libraries, called=called)
-    return _unknown(wanted, called=called)
+# ---------------------------------------------------------------------------------------------- by their names
 
 
 def is_attack(wanted: Global) -> bool:
     """No model needs it, and no trust in it but ``Trust(pickle=True)`` helps."""
-    return wanted == COMPUTED or wanted.module in _NEVER_BY_NAME
+    parts = f"{wanted.module}.{wanted.name}".split(".")
+    return wanted == COMPUTED or any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1))
 
 
-def _within(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
+def stores_code(wanted: Iterable[Global]) -> str:
+    """The package with which a file was saved whose functions are in it as code; empty if there is none."""
+    return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 
-def _by_name(wanted: Global) -> Trust:
-    return Trust(globals=(str(wanted),))
+def attack(wanted: Global) -> Denied:
+    """Why such a name is refused wherever it stands in a file."""
+    computed = wanted == COMPUTED
+    return Denied(
+        "computes what it calls while it is read, so it cannot be checked"
+        if computed
+        else "runs what it is given, or reaches out of this process"
+    )
 
 
-def _unknown(wanted: Global, *, called: bool) -> Denied | Missing:
-    if wanted.package in _RUN_CODE or wanted.module in _RUN_CODE or _is_builtin_function(wanted):
-        return Denied("runs code, or reaches out of this process")
-    if wanted.package in _TOO_WIDE:
-        return Denied("is not on memopt's list", _by_name(wanted))
-    if not _installed(wanted.package):
+def unknown(use: Use) -> Denied | Missing:
+    """Why a name that is of no kind is refused, and what would allow it."""
+    wanted = use.name
+    if wanted.module == "__main__":
+        return NEEDS_SCRIPT
+    if wanted == _HANDLE:
+        return Denied(
+            "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
+        )
+    if wanted.package in TOO_WIDE:
+        return Denied("is nothing that memopt builds from a file")
+    here = _is_here(wanted.package)
+    if not here and not _is_installed(wanted.package):
         return Missing(f"no package {wanted.package} is installed")
-    remedy = _by_name(wanted) if called else Trust(packages=(wanted.package,))
+    if here and not _is_installed(wanted.package):
+        return Denied("lies in this folder", Trust(code_paths=(".",)))
+    by_name = use.how == "called" and _defined_as(wanted) is not ast.ClassDef
+    remedy = Trust(globals=(str(wanted),)) if by_name else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
 
 
-def _is_builtin_function(wanted: Global) -> bool:
-    return wanted.module == "builtins" and not isinstance(getattr(builtins, wanted.name, None), type)
+def how_to_install(wanted: Global) -> str:
+    """The next step where a package is missing."""
+    if _is_here(wanted.package):
+        return "It lies in this folder: add --code-path ."
+    if not wanted.package.isidentifier():
+        return "The file was made by hand, or is damaged."
+    name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
+    return f"pip install {name}; if it is code of your own, name the folder that holds it with --code-path."
 
 
-def _vouched(wanted: Global, trust: Trust, code: UserCode, *, called: bool) -> Verdict:
-    """A package vouches for its classes, and for functions that the file does not itself call."""
-    found = Allowed(code.find(wanted)) if code.defines(wanted.module) else _resolve(wanted)
-    if isinstance(found, Missing):
-        return _NEEDS_SCRIPT if wanted.module == "__main__" else found
-    if str(wanted) in trust.globals:
-        return found
-    home = str(getattr(found.value, "__module__", "")).partition(".")[0]
-    if home not in trust.packages:
-        return Denied(f"is not defined in {wanted.package} but in {home or 'no package'}", _by_name(wanted))
-    if called and not isinstance(found.value, type):
-        return Denied("is a function that is called with arguments from the file", _by_name(wanted))
-    return found
-
-
-def _user_class(wanted: Global, code: UserCode, *, called: bool) -> Verdict:
-    value = code.find(wanted)
-    if called or not (isinstance(value, type) and issubclass(value, nn.Module)):
-        return Denied(_why_not(value, called=called), _by_name(wanted))
-    return Allowed(value)
-
-
-def _library_class(wanted: Global, libraries: Sequence[str], *, called: bool) -> Verdict:
-    found = _resolve(wanted)
-    if isinstance(found, Missing):
-        return found
-    value = found.value
-    if called or not isinstance(value, type) or not _is_part_of_a_model(value):
-        return Denied(_why_not(value, called=called), _by_name(wanted))
-    if not any(_within(value.__module__, name) for name in libraries):
-        return Denied(f"is not defined in {wanted.package} but in {value.__module__}", _by_name(wanted))
-    return found
-
-
-def _runtime(wanted: Global, *, called: bool) -> Verdict:
-    found = _resolve(wanted)
-    if isinstance(found, Missing) or wanted in (RESTORE_SEGMENT, RESTORE_LIFTED):
-        return found
-    ours = isinstance(found.value, type) and _within(found.value.__module__, RUNTIME)
-    return found if ours and not called else Denied("is no part of the format of memopt's files")
-
-
-def _is_part_of_a_model(value: type) -> bool:
-    """A module, its configuration, or a surrogate gradient."""
-    if issubclass(value, torch.autograd.Function):
-        return _within(value.__module__, _SURROGATES)
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in value.__mro__}
-    return issubclass(value, nn.Module) or bool(bases & CONFIGURATIONS)
-
-
-def _why_not(value: Any, *, called: bool) -> str:
-    if not isinstance(value, type):
-        return "is a function"
-    return "is called with arguments from the file" if called else "is no nn.Module class"
-
-
-def _is_plain(wanted: Global) -> bool:
-    if wanted in (_GETATTR, _TENSOR_FUNCTION_OWNER):
-        return True
-    return _is_tensor_function(wanted) or wanted.name in _CONTAINERS.get(wanted.module, ())
-
-
-def _is_tensor_function(wanted: Global) -> bool:
-    return wanted.module in _FUNCTION_MODULES and wanted.name in _TENSOR_FUNCTIONS
-
-
-def _plain(wanted: Global, *, called: bool) -> Verdict:
-    if wanted == _GETATTR:
-        return Allowed(_attribute)
-    if called and (_is_tensor_function(wanted) or wanted == _TENSOR_FUNCTION_OWNER or wanted.name in _NEVER_CALLED):
-        return Denied("is called with arguments from the file", _by_name(wanted))
-    return _resolve(wanted)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """What ``getattr`` may do in a model file.
-
-    ``torch.relu`` is pickled as an attribute of an internal class, snnTorch's surrogate gradients as the ``apply`` of
-    theirs, and the methods that its neurons keep as attributes as those of the neuron.  What is reached may be called
-    while the file is read, by a ``__setstate__`` that the file itself puts on an object: so only what computes.
-    """
-    kind = owner if isinstance(owner, type) else type(owner)
-    home = kind.__module__.partition(".")[0]
-    if f"{kind.__module__}.{kind.__name__}" == str(_TENSOR_FUNCTION_OWNER) and name in _TENSOR_FUNCTIONS:
-        return getattr(owner, name)
-    if kind is owner and issubclass(kind, torch.autograd.Function) and _within(kind.__module__, _SURROGATES):
-        if name == "apply":
-            return kind.apply
-    elif kind is not owner and home == "snntorch" and name in _KEPT_METHODS:
-        method = inspect.getattr_static(kind, name, None)
-        if isinstance(method, types.FunctionType) and method.__module__.partition(".")[0] == "snntorch":
-            return types.MethodType(method, owner)
-    raise AttributeError(f"the file asks for the attribute {name!r} of {kind.__name__}")
-
-
-def _resolve(wanted: Global) -> Allowed | Missing:
+def _is_installed(package: str) -> bool:
     try:
-        module = importlib.import_module(wanted.module)
-        return Allowed(functools.reduce(getattr, wanted.name.split("."), module))
-    except Exception as err:  # importing runs the package's code, which may raise anything
-        return Missing(first_line(err))
-
-
-def _installed(package: str) -> bool:
-    """Or in the current folder, which a model is loaded with: no folder has to be importable to be looked into."""
-    try:
-        found = package in sys.modules or importlib.util.find_spec(package)
-        return bool(found or importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())]))
+        return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _is_here(package: str) -> bool:
+    """In the current folder, which is not importable: no module there is imported for being called as a library."""
+    if not package.isidentifier():
+        return False
+    found = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
+    return found is not None and (found.origin is not None or any(Path(package).glob("**/*.py")))
+
+
+def _defined_as(wanted: Global) -> type[ast.stmt] | None:
+    """Whether a module's source defines a class or a function of that name; read, not imported."""
+    try:
+        spec = importlib.util.find_spec(wanted.package)
+        for length in range(2, wanted.module.count(".") + 2):
+            name = ".".join(wanted.module.split(".")[:length])
+            places = spec.submodule_search_locations if spec else None
+            spec = importlib.machinery.PathFinder.find_spec(name, list(places or ()))
+        if spec is None or spec.origin is None:
+            return None
+        body = ast.parse(Path(spec.origin).read_bytes()).body
+    except (ImportError, OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    first = wanted.name.partition(".")[0]
+    named = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first)
+    return next((type(node) for node in named), None)

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
-from memopt_cli.loading.pickle_scan import Global
+from memopt_cli.loading.pickles.nodes import Global
 
 
 class UserCode:

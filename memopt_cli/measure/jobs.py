@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from memopt_cli.records import (
     ChunkRule,
@@ -19,6 +19,8 @@ from memopt_cli.records import (
 ORIGINAL = Plan(level=0)
 """No segments: the model as it is."""
 
+_NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
+
 Data = Literal["full size", "small batch", "none"]
 """Which steps may be run on data: of any size, of a few samples (the full one does not fit, or is not to be tried), or
 none (the parameters have no data either)."""
@@ -29,11 +31,49 @@ class Subject:
     """The model, inputs and step that a subprocess works on; sent once, first."""
 
     source: ModelSource
-    spec: InputSpec
-    settings: StepSettings
+    spec: InputSpec = _NO_INPUTS
+    settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     layer_runs: bool = False
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeJob:
+    """What a command must know of the model -> ``ModelFacts``; no step is run.
+
+    The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
+    """
+
+    inputs: bool = True
+    """Find the inputs of its step."""
+    spec: InputSpec | None = None
+    """What is given of them."""
+    plan: Plan = ORIGINAL
+    """One that is to suit the model."""
+    replicas: bool = False
+    """Copies of the model are to be trained as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectJob:
+    """What is in a file -> ``Inspection``; nothing in it is run."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """The model as a file, with a plan installed -> the file in pieces, then :class:`Saved`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """All of a file was sent."""
+
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +188,9 @@ class VerifyJob:
     batch: int
 
 
-Job = TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | OnlineJob | AgreementJob | VerifyJob
+FileJob = DescribeJob | InspectJob | SaveJob
+"""What needs the model, and no step of it."""
+Job = FileJob | TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | OnlineJob | AgreementJob | VerifyJob
 
-JOBS: dict[str, type[Job]] = {
-    kind.__name__: kind
-    for kind in (TraceJob, CountJob, ChunkingJob, MeasureJob, ProbeJob, OnlineJob, AgreementJob, VerifyJob)
-}
+JOBS: dict[str, type[Job]] = {kind.__name__: kind for kind in get_args(Job)}
 """By the name that goes over the wire."""

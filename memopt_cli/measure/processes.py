@@ -19,7 +19,6 @@ from typing import Literal
 
 Role = Literal["early", "late"]
 """When PyTorch is imported: before the fork, or after."""
-_GPUS = ("/dev/nvidiactl", "/dev/kfd")
 _NUMBER = struct.Struct("!q")
 
 
@@ -142,15 +141,15 @@ _servers = _Servers()
 
 
 @contextlib.contextmanager
-def kept(device: str | None = None) -> Iterator[None]:
+def kept(*, early: bool = False) -> Iterator[None]:
     """Within, what subprocesses are forked from stays for the next one.
 
-    ``device``: where this is sure to be the CPU (``auto``: there is no GPU), PyTorch is being imported from now on.
+    ``early``: PyTorch is being imported from now on, for those that use the CPU; all that load a model do.
     """
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer
     try:
-        if device == "cpu" or (device == "auto" and not any(map(os.path.exists, _GPUS))):
+        if early:
             _server(_role("cpu"))
         yield
     finally:

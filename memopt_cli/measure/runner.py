@@ -13,9 +13,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
+from memopt_cli.documents import printable, printable_data
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import (
     ORIGINAL,
@@ -23,15 +25,20 @@ from memopt_cli.measure.jobs import (
     ChunkingFound,
     ChunkingJob,
     CountJob,
+    DescribeJob,
+    InspectJob,
     Job,
     MeasureJob,
     OnlineJob,
     ProbeJob,
+    Saved,
+    SaveJob,
     Subject,
     Traced,
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
@@ -39,7 +46,10 @@ from memopt_cli.records import (
     Crashed,
     Failure,
     GradientAgreement,
+    Inspection,
     Measurement,
+    ModelFacts,
+    ModelSource,
     OnlineRule,
     OutOfMemory,
     Plan,
@@ -50,6 +60,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
+from memopt_cli.spec_text import is_factory
 
 Answer = TypeVar("Answer")
 
@@ -61,6 +72,27 @@ _LOOK_S = 1.0
 """How often a silent subprocess is looked after."""
 
 
+_CHUNK = 1 << 20
+_ENDED = Crashed(reason="the subprocess of this session has ended", output_tail="")
+
+
+def _is_confined(source: ModelSource) -> bool:
+    """What a file says is run behind a second wall; code that the user names is trusted."""
+    return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
+
+
+def _import_path(source: ModelSource) -> list[str]:
+    """Where a subprocess imports from: for a file that is not trusted not from the current folder, in which a script
+    may have the name of a library.
+
+    That of memopt itself stays.
+    """
+    here, own = Path.cwd(), Path(__file__).parents[2]
+    if source.trust.pickle or here == own:
+        return sys.path
+    return [entry for entry in sys.path if Path(entry).resolve() != here]  # an empty entry is the current folder
+
+
 class Session:
     """One profiling subprocess; a context manager that leaves no process behind."""
 
@@ -69,10 +101,17 @@ class Session:
         self._timeout_s = timeout_s
         self._started = time.monotonic()
         self._process: processes.Subprocess | None = None
-        self._buffer = b""
+        self._deadline = self._started
+        self._buffer = bytearray()
 
     def __enter__(self) -> Self:
-        surroundings = {"folder": os.getcwd(), "path": [p for p in sys.path if p]}
+        self._folder = tempfile.TemporaryDirectory(prefix="memopt-") if _is_confined(self._subject.source) else None
+        surroundings = {
+            "folder": os.getcwd(),
+            "path": _import_path(self._subject.source),
+            "confined_to": self._folder.name if self._folder else None,
+            "gpu": self._subject.settings.device != "cpu",
+        }
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
         self._jobs, self._replies = os.fdopen(jobs_fd, "wb"), os.fdopen(replies_fd, "rb", buffering=0)
         self._output = tempfile.TemporaryFile()  # closed with the session
@@ -97,6 +136,8 @@ class Session:
         self._end()
         self._replies.close()
         self._output.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def ended(self) -> bool:
@@ -104,6 +145,32 @@ class Session:
         return self._process is None
 
     # ------------------------------------------------------------------------------------------ jobs
+
+    def describe(self, job: DescribeJob) -> ModelFacts | Failure:
+        """What a command must know of the model."""
+        return self._ask(job, ModelFacts)
+
+    def inspect(self, path: str) -> Inspection | Failure:
+        """What is in a model file; nothing of it is run."""
+        return self._ask(InspectJob(path=path), Inspection)
+
+    def save(self, plan: Plan, file: BinaryIO) -> Saved | Failure:
+        """Write the model with ``plan`` into ``file``.  Raises :class:`OSError` where that takes no more."""
+        if self._process is None:
+            return _ENDED
+        self._send_job(SaveJob(plan=plan))
+        while True:
+            failure = self._wait_for(SIZE.size)
+            if failure is not None:
+                return failure
+            (left,) = SIZE.unpack(self._take(SIZE.size))
+            if left == 0:
+                return self._answer(Saved)
+            while left:
+                failure = self._wait_for(1)
+                if failure is not None:
+                    return failure
+                left -= file.write(self._take(left))
 
     def trace(self, plan: Plan = ORIGINAL, *, fake: bool) -> Traced | Failure:
         """Record a step under ``plan``, on fake tensors if asked to and possible.
@@ -167,14 +234,22 @@ class Session:
 
     def _ask(self, job: Job, answer: type[Answer]) -> Answer | Failure:
         if self._process is None:
-            return Crashed(reason="the subprocess of this session has ended", output_tail="")
-        self._send({"kind": type(job).__name__, **to_data(job)})
-        line = self._receive()
-        if not isinstance(line, bytes):
-            return line
-        reply = json.loads(line)
+            return _ENDED
+        self._send_job(job)
+        return self._answer(answer)
+
+    def _answer(self, answer: type[Answer]) -> Answer | Failure:
+        while b"\n" not in self._buffer:
+            failure = self._wait_for(len(self._buffer) + 1)
+            if failure is not None:
+                return failure
+        reply = printable_data(json.loads(self._take(self._buffer.index(b"\n") + 1)))
         kind: type[Failure] | None = _FAILURES.get(reply["kind"])
         return from_data(kind, reply) if kind else from_data(answer, reply["answer"])
+
+    def _send_job(self, job: Job) -> None:
+        self._deadline = time.monotonic() + self._timeout_s
+        self._send({"kind": type(job).__name__, **to_data(job)})
 
     def _send(self, message: Any) -> None:
         # A broken pipe: it has ended; the missing reply says so, with its reason.
@@ -182,14 +257,20 @@ class Session:
             self._jobs.write(json.dumps(message).encode() + b"\n")
             self._jobs.flush()
 
-    def _receive(self) -> bytes | TimedOut | OutOfMemory | Crashed:
-        deadline = time.monotonic() + self._timeout_s
+    def _take(self, size: int) -> bytes:
+        """As many bytes of what has arrived, or all of it."""
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def _wait_for(self, size: int) -> TimedOut | OutOfMemory | Crashed | None:
+        """Until so many bytes have arrived; why they never will."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._replies, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left_s = deadline - time.monotonic()
+            while len(self._buffer) < size:
+                left_s = self._deadline - time.monotonic()
                 if selector.select(max(0.0, min(left_s, _LOOK_S))):
-                    chunk = self._replies.read(1 << 16)
+                    chunk = self._replies.read(_CHUNK)
                     if not chunk:
                         return self._post_mortem()
                     self._buffer += chunk
@@ -198,8 +279,7 @@ class Session:
                 elif left_s <= _LOOK_S:
                     self._end()
                     return TimedOut(limit_s=self._timeout_s)
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        return None
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
         assert self._process is not None
@@ -219,7 +299,8 @@ class Session:
 
     def _tail(self) -> str:
         size = os.fstat(self._output.fileno()).st_size
-        return os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+        text = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        return "\n".join(map(printable, text.strip().splitlines()))
 
     def _has_ended(self) -> bool:
         try:

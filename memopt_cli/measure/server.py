@@ -19,9 +19,11 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
+from memopt_cli.measure import sandbox
 from memopt_cli.measure.processes import encoded
 
 
@@ -29,6 +31,7 @@ class _Server:
     def __init__(self, control: socket.socket, *, has_imported: bool) -> None:
         self._control = control
         self._has_imported = has_imported
+        self._import: threading.Thread | None = None
         self._alive: dict[int, socket.socket] = {}
         """Process ids, and where to tell of them."""
         self._selector = selectors.DefaultSelector()
@@ -58,6 +61,8 @@ class _Server:
             for pid in self._alive:
                 _kill(pid)
             os._exit(0)
+        if self._import is not None:
+            self._import.join()  # in the middle of an import, nothing can be forked
         *streams, status_fd = files
         status, server = socket.socket(fileno=status_fd), os.getpid()
         try:
@@ -78,6 +83,9 @@ class _Server:
         self._selector.register(status, selectors.EVENT_READ, pid)
         _tell(status, pid)
         self._bury()
+        if self._has_imported and self._import is None:
+            self._import = threading.Thread(target=_import_the_rest, daemon=True)
+            self._import.start()
 
     def _leave(self) -> None:
         """In a child: what is the server's alone."""
@@ -113,13 +121,18 @@ def _tell(status: socket.socket, number: int) -> None:
 
 
 def _import_early() -> bool:
+    """What a model is loaded with."""
     try:
-        import torch._dynamo  # which steps without data want  # noqa: F401
-
         import memopt_cli.measure.worker  # noqa: F401
     except Exception:  # then the subprocess says why, where somebody reads it
         return False
     return True
+
+
+def _import_the_rest() -> None:
+    """What steps without data want, which takes as long again: while the first subprocess loads the model."""
+    with contextlib.suppress(Exception):
+        import torch._dynamo  # noqa: F401
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:
@@ -154,16 +167,25 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
         sys.path[:] = surroundings["path"]
         importlib.invalidate_caches()
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        unconfined = _confine(surroundings["confined_to"], gpu=surroundings["gpu"])
         from memopt_cli.measure.worker import main
 
         try:
-            main(jobs, replies)
+            main(jobs, replies, unconfined)
         except SystemExit as stop:  # of the user's code
             if stop.code is None or isinstance(stop.code, int):
                 return stop.code or 0
             sys.stderr.write(f"{stop.code}\n")
             return 1
     return 0
+
+
+def _confine(folder: str | None, *, gpu: bool) -> str:
+    """Put up the second wall, if it is wanted; what the user should know of it."""
+    if folder is None:
+        return ""
+    reason = sandbox.confine(folder, gpu=gpu)
+    return f"The model is not confined in full: {reason}." if reason else ""
 
 
 def _die_with(parent_pid: int, *, first: bool = False) -> None:

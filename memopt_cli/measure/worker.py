@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import json
 import resource
 import statistics
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,9 +27,12 @@ from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import SHORT, capture_call, find_rule
 from memopt_cli.errors import MemoptError, StepError, first_line
-from memopt_cli.loading import load_model
+from memopt_cli.loading import description as inspection
+from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
+from memopt_cli.loading.trust import Unvouched
 from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.jobs import (
     JOBS,
@@ -37,15 +41,20 @@ from memopt_cli.measure.jobs import (
     ChunkingFound,
     ChunkingJob,
     CountJob,
+    DescribeJob,
+    InspectJob,
     Job,
     MeasureJob,
     OnlineJob,
     ProbeJob,
+    Saved,
+    SaveJob,
     Subject,
     Traced,
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.measure.wire import Pieces
 from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
 from memopt_cli.records import (
@@ -90,6 +99,8 @@ _HOLDERS = 40
 """How many modules an answer names as holders of memory."""
 
 
+_PIECE = 1 << 20
+"""Bytes of a file that are sent at once, at least."""
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
@@ -573,20 +584,42 @@ def _description(module: nn.Module) -> str:
 # ---------------------------------------------------------------------------------------------- the wire
 
 
-def main(jobs: TextIO, replies: TextIO) -> None:
-    """Read the subject, then jobs, until there are no more."""
+def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
+    """Read the subject, then jobs, until there are no more; ``unconfined``: why this process could not be confined."""
     worker: Worker | None = None
     subject = from_data(Subject, json.loads(jobs.readline()))
     for line in jobs:
         message = json.loads(line)
         job: Job = from_data(JOBS[message["kind"]], message)
         try:
-            worker = worker or Worker(subject)
-            reply = {"kind": "answer", "answer": to_data(worker.do(job))}
+            if isinstance(job, DescribeJob):
+                facts = model_file.describe(subject, job)
+                answer: Any = replace(facts, notes=(*facts.notes, *([unconfined] if unconfined else [])))
+            elif isinstance(job, InspectJob):
+                answer = inspection.describe(read_file(job.path))
+            elif isinstance(job, SaveJob):
+                answer = _send_file(subject, job, replies)
+            else:
+                worker = worker or Worker(subject)
+                answer = worker.do(job)
+            reply = {"kind": "answer", "answer": to_data(answer)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def _send_file(subject: Subject, job: SaveJob, replies: TextIO) -> Saved:
+    replies.flush()
+    pieces = Pieces(replies.buffer)
+    try:
+        with io.BufferedWriter(pieces, _PIECE) as file:
+            model_file.save(subject, job, cast(BinaryIO, file))
+            file.flush()
+            size_bytes = pieces.size_bytes
+    finally:
+        Pieces(replies.buffer).end()
+    return Saved(size_bytes=size_bytes)
 
 
 def failure_of(error: Exception) -> OutOfMemory | StepFailed:
@@ -594,6 +627,10 @@ def failure_of(error: Exception) -> OutOfMemory | StepFailed:
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])
+    hint = error.hint if isinstance(error, MemoptError) else ""
+    if sandbox.is_confined() and sandbox.is_refusal(error):
+        hint = "  ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
-    return StepFailed(message=f"{type(error).__name__}: {error}")
+        wanted = error.requests if isinstance(error, Unvouched) else ()
+        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=wanted)
+    return StepFailed(message=f"{type(error).__name__}: {error}", hint=hint)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from memopt_cli.errors import UsageError
-from memopt_cli.loading import read_file
-from memopt_cli.loading.description import describe
-from memopt_cli.loading.factory import is_factory
-from memopt_cli.records import Inspection
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.records import Inspection, ModelSource
+from memopt_cli.spec_text import is_factory
+
+_LIMIT_S = 600.0
 
 
 def inspect(location: str) -> Inspection:
-    """What is in the file; nothing in it is run.
+    """What is in the file; nothing in it is run, and a confined subprocess reads it.
 
     Raises :class:`UsageError` for ``package.module:callable``, which would have to be run, and as
     :func:`memopt_cli.loading.description.describe`.
@@ -19,4 +22,6 @@ def inspect(location: str) -> Inspection:
         raise UsageError(
             f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
         )
-    return describe(read_file(location))
+    with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
+        found = session.inspect(location)
+    return found if isinstance(found, Inspection) else raise_failure(found)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from memopt_cli.apply import remove_plan
 from memopt_cli.errors import MemoptError, OptionError, StepError, first_line
 from memopt_cli.loading.module_pickle import load_tensors
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.model_file import facts_of
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import InputSpec, LoadedModel, ModelSource, ModuleTrace, StepSettings, Trust
 from memopt_cli.runtime import refusal, reset_hidden_state
@@ -53,11 +54,12 @@ def prepared_model(
         handed = _hand_over(build(), model_file)
         notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
+        loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
         yield Prepared(
             subject=Subject(
                 source=source, spec=InputSpec(data_file=str(input_file), source="dummy_input"), settings=settings
             ),
-            loaded=LoadedModel(module=model, source=source, format=FORMAT, sha256=None),
+            facts=facts_of(loaded, DescribeJob(inputs=False)),
             notes=notes,
             open_session=functools.partial(LocalSession, build=build) if handed.obstacle else None,
         )

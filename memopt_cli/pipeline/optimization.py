@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
@@ -17,11 +15,10 @@ from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, T
 from memopt_cli.loading.input_spec import batch_of, with_batch
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.application import model_writer
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -57,7 +54,6 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime import find_part
 from memopt_cli.units import format_bytes
 from memopt_cli.write import (
     OutputPaths,
@@ -93,7 +89,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     paths = output_paths(request.source.location, request.output)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
-    prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     summary = find_plan(request, resolved, prepared, progress)
     if request.search.warmup_in_main_process:
         summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
@@ -102,7 +98,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     result.summary.spent_s = time.monotonic() - started
     if summary.verification and summary.verification.passed and not request.dry_run:
         progress.stage("writing")
-        written = _write(paths, result, prepared, force=request.force)
+        written = _write(paths, result, prepared, request.timeout_s, force=request.force)
         result = replace(result, files=written)
     return result
 
@@ -123,8 +119,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     summary = summarize(
         Findings(
             resolved=resolved,
-            model=prepared.loaded.module,
-            model_format=prepared.loaded.format,
+            asked_codecs=prepared.facts.asked_codecs,
+            model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             plan=best.plan,
             by_goal=request.goal != SearchGoal(),
@@ -395,8 +391,8 @@ class _Job:
     def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
         """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
         for path, reason in probes.refusals.items():
-            inner = find_part(self.prepared.loaded.module, path).modules()
-            if any(isinstance(m, nn.SyncBatchNorm) for m in inner):
+            inner = (norm for norm in self.prepared.facts.sync_norms if not path or f"{norm}.".startswith(f"{path}."))
+            if any(inner):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
         if probes.over:
             yield f"{probes.over}: a longer one may find a better plan"
@@ -564,7 +560,9 @@ def _row(
     )
 
 
-def _write(paths: OutputPaths, result: OptimizeResult, prepared: Prepared, *, force: bool) -> tuple[str, ...]:
+def _write(
+    paths: OutputPaths, result: OptimizeResult, prepared: Prepared, timeout_s: float, *, force: bool
+) -> tuple[str, ...]:
     header, summary = result.header, result.summary
     assert summary.plan is not None
     measured = {"batch_size": batch_of(prepared.subject.spec), "verified": True}
@@ -576,4 +574,5 @@ def _write(paths: OutputPaths, result: OptimizeResult, prepared: Prepared, *, fo
         paths.batch: batch_yaml(header, shaping=to_data(shaping), recommended=recommended),
     }
     writers = {path: content(data) for path, data in contents.items()}
-    return write_all({paths.model: model_writer(prepared.loaded, summary.plan), **writers}, force=force)
+    model = saved_model(prepared.subject.source, summary.plan, timeout_s)
+    return write_all({paths.model: model, **writers}, force=force)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import BinaryIO, Protocol
 
 import torch
-from torch import nn
 
-from memopt_cli.apply import plan_of, remove_plan
-from memopt_cli.errors import StepError, UsageError
-from memopt_cli.loading import load_model
-from memopt_cli.loading.input_spec import BATCH, find_spec
-from memopt_cli.measure.jobs import ORIGINAL, Data, Subject
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.input_spec import BATCH
+from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, Subject
 from memopt_cli.measure.runner import Session
-from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.progress import Ask, Progress, WantedGlobal
-from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, LoadedModel, ModelSource, Plan, StepSettings
-from memopt_cli.runtime import uninitialized
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    FileHeader,
+    InputSpec,
+    ModelFacts,
+    ModelSource,
+    Plan,
+    StepFailed,
+    StepSettings,
+)
 from memopt_cli.spec_text import format_tensor
 
 
@@ -42,7 +49,7 @@ class Prepared:
     """A model whose step can be run: here and, by its subject, in profiling subprocesses."""
 
     subject: Subject
-    loaded: LoadedModel
+    facts: ModelFacts
     notes: tuple[str, ...]
     """What the user should know of how it was loaded and what it is fed."""
     open_session: Callable[[Subject, float], Session] | None = None
@@ -55,14 +62,59 @@ class Prepared:
         return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
 
 
-def prepare(
-    source: ModelSource, spec: InputSpec | None, settings: StepSettings, *, progress: Progress, ask: Ask | None
-) -> Prepared:
-    """Load the model without the plan that it may carry, find its inputs and its device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How a model is to be found, and what is to be known of it."""
 
-    What the user vouches for when asked goes to the subprocesses too.  Raises :class:`MemoptError`.
+    source: ModelSource
+    spec: InputSpec | None
+    settings: StepSettings
+    timeout_s: float
+    """Of loading it."""
+    plan: Plan = ORIGINAL
+    """One that is to suit the model."""
+    replicas: bool = False
+    """Copies of it are to be trained as one."""
+    data: Data = "full size"
+
+
+class StepRequest(Protocol):
+    """Of any command that runs a step."""
+
+    @property
+    def source(self) -> ModelSource: ...
+    @property
+    def spec(self) -> InputSpec | None: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+def opening_of(
+    request: StepRequest,
+    settings: StepSettings,
+    *,
+    plan: Plan = ORIGINAL,
+    replicas: bool = False,
+    data: Data = "full size",
+) -> Opening:
+    """Of a command's model, what the command says of it."""
+    return Opening(
+        source=request.source,
+        spec=request.spec,
+        settings=settings,
+        timeout_s=request.timeout_s,
+        plan=plan,
+        replicas=replicas,
+        data=data,
+    )
+
+
+def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
+    """Load the model in a subprocess, without the plan that it may carry, and find its inputs and its device.
+
+    What the user vouches for when asked goes to later subprocesses too.  Raises :class:`MemoptError`.
     """
-    prepared = prepare_with_plan(source, spec, settings, progress=progress, ask=ask)
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     if prepared.carried == ORIGINAL:
         return prepared
     note = "The file carries a plan already; it was taken off first."
@@ -70,28 +122,48 @@ def prepare(
     return replace(prepared, carried=ORIGINAL, notes=(note, *prepared.notes))
 
 
-def prepare_with_plan(
-    source: ModelSource, spec: InputSpec | None, settings: StepSettings, *, progress: Progress, ask: Ask | None
-) -> Prepared:
+def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """The same for a command that runs the step as the file says, under the plan that it carries."""
     progress.stage("loading")
-    settings = replace(settings, device=resolve_device(settings.device))
-    loaded = _load(source, ask)
-    refuse_batched(loaded.module)
-    _refuse_lazy(loaded.module)
-    notes = list(loaded.notes)
-    carried = plan_of(loaded.module)
-    remove_plan(loaded.module)
-    spec = find_spec(loaded.source, loaded.module, spec, loaded.example_spec)
-    notes.append(_inputs_note(spec))
+    settings = replace(opening.settings, device=resolve_device(opening.settings.device))
+    job = DescribeJob(spec=opening.spec, plan=opening.plan, replicas=opening.replicas)
+    source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)
+    assert facts.spec is not None
+    notes = (*facts.notes, _inputs_note(facts.spec))
     for note in notes:
         progress.note(note)
-    return Prepared(
-        subject=Subject(source=loaded.source, spec=spec, settings=settings),
-        loaded=loaded,
-        notes=tuple(notes),
-        carried=carried,
-    )
+    subject = Subject(source=source, spec=facts.spec, settings=settings)
+    return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+
+
+def open_model(
+    source: ModelSource, job: DescribeJob, timeout_s: float, *, ask: Ask | None, data: Data = "full size"
+) -> tuple[ModelSource, ModelFacts]:
+    """What a subprocess that loads the model tells of it, and the source with what the user vouched for when asked.
+
+    Raises :class:`MemoptError`.
+    """
+    with Session(Subject(source=source, data=data), timeout_s) as session:
+        found = session.describe(job)
+    if isinstance(found, ModelFacts):
+        return source, found
+    if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
+        names = tuple(wanted.name for wanted in found.wanted)
+        vouched = replace(source.trust, globals=(*source.trust.globals, *names))
+        return open_model(replace(source, trust=vouched), job, timeout_s, ask=None, data=data)
+    return raise_failure(found)
+
+
+def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
+    """Writes the model with a plan to a file, which a fresh subprocess sends."""
+    return functools.partial(_save, Subject(source=source), plan, timeout_s)
+
+
+def _save(subject: Subject, plan: Plan, timeout_s: float, file: BinaryIO) -> None:
+    with Session(subject, timeout_s) as session:
+        saved = session.save(plan, file)
+    if not isinstance(saved, Saved):
+        raise_failure(saved, "the model could not be saved: ")
 
 
 def file_header(prepared: Prepared) -> FileHeader:
@@ -102,32 +174,11 @@ def file_header(prepared: Prepared) -> FileHeader:
         memopt=version("memopt"),
         torch=str(torch.__version__),
         model=subject.source.location,
-        sha256=prepared.loaded.sha256,
+        sha256=prepared.facts.sha256,
         spec=subject.spec,
         seed=subject.settings.seed,
         device=subject.settings.device,
     )
-
-
-def _load(source: ModelSource, ask: Ask | None) -> LoadedModel:
-    vouched: list[str] = []
-
-    def ask_and_remember(wanted: Sequence[WantedGlobal]) -> bool:
-        allowed = ask is not None and ask(wanted)
-        vouched.extend(item.name for item in wanted if allowed)
-        return allowed
-
-    loaded = load_model(source, ask_and_remember if ask else None)
-    trust = replace(loaded.source.trust, globals=(*loaded.source.trust.globals, *vouched))
-    return replace(loaded, source=replace(loaded.source, trust=trust))
-
-
-def _refuse_lazy(module: nn.Module) -> None:
-    if name := uninitialized(module):
-        raise StepError(
-            f"{name} has no value yet: a lazy module takes its shape from the first input",
-            hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
-        )
 
 
 def _inputs_note(spec: InputSpec) -> str:

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from memopt_cli.loading.factory import is_factory
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Failure,
@@ -27,7 +26,8 @@ from memopt_cli.records import (
     StorageTrace,
     break_down,
 )
-from memopt_cli.trace import ancestry, fake_mode
+from memopt_cli.spec_text import is_factory
+from memopt_cli.trace import ancestry
 from memopt_cli.units import format_bytes
 from memopt_cli.write import read_plan
 
@@ -42,10 +42,9 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     without_parameters = request.fake and is_factory(request.source.location)
-    with fake_mode() if without_parameters else contextlib.nullcontext():
-        prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
-    notes = list(prepared.notes)
     data: Data = "none" if without_parameters else "small batch" if request.fake else "full size"
+    prepared = prepare(opening_of(request, request.settings, data=data), progress=progress, ask=ask)
+    notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
         session = sessions.enter_context(prepared.session(request.timeout_s, data))
         measured = None if request.fake else _measure(session, plan, progress)

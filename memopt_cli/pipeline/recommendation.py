@@ -9,9 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.batching.accumulation import accumulate
 from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
@@ -24,7 +21,7 @@ from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, length_symbol
 from memopt_cli.pipeline.memory_limit import limits_of
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -59,11 +56,10 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
-    prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    check_replicas(request)
+    opening = opening_of(request, request.settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
+    prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared.subject.spec)
-    check_replicas(request, prepared.loaded.module)
-    if plan is not None:  # one that does not fit is told before anything runs
-        remove_plan(apply_plan(prepared.loaded.module, plan))
     if lengths:
         length_symbol(prepared.subject.spec)
     job = _Job(
@@ -290,7 +286,7 @@ class _Job:
             )
         if main.search.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        if found.steps > 1 and _has_batch_norm(self.prepared.loaded.module):
+        if found.steps > 1 and self.prepared.facts.batch_norms:
             self.notes.append(
                 f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
                 f"{found.global_batch}, so accumulation is not the same training step as one large batch."
@@ -359,11 +355,6 @@ def check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:
             f"{', '.join(sorted(symbols)) or 'none'}",
             hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
         )
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    names = (getattr(module, "original_name", type(module).__name__) for module in model.modules())
-    return any("BatchNorm" in name for name in names)
 
 
 def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 
-from memopt_cli.errors import BaselineError
+from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import Traced
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare_with_plan
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -40,7 +41,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
     target = Path(request.output)
     check_targets([target], force=request.force)
-    prepared = prepare_with_plan(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    prepared = prepare_with_plan(opening_of(request, request.settings), progress=progress, ask=ask)
     plan = _plan(request.plan_path, prepared)
     measured = Baseline(
         header=file_header(prepared),
@@ -62,10 +63,10 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
+    _refuse_code(request, before)
     settings = _settings(request, before.conditions.settings)
-    prepared = prepare_with_plan(
-        request.source, _spec(request.spec, before.header.spec), settings, progress=progress, ask=ask
-    )
+    opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     now = replace(before, header=file_header(prepared), conditions=_conditions(prepared))
     _require_alike(request, before, now)
     memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
@@ -81,6 +82,22 @@ def compare_files(before: str, after: str) -> Comparison:
 
 
 # ---------------------------------------------------------------------------------------------- the same step again
+
+
+def _refuse_code(request: CheckRequest, before: Baseline) -> None:
+    """A baseline is data, which may have come with the model: what it ran is run again where the user says so."""
+    conditions, given = before.conditions, request.spec
+    loss = conditions.settings.loss if conditions else None
+    named = {"--loss": (loss, request.loss), "--input-script": (before.header.spec.script, given and given.script)}
+    missing = {flag: code for flag, (code, said) in named.items() if code and not said}
+    if given and (given.tensors or given.data_file):
+        missing.pop("--input-script", None)
+    if missing:
+        flags = " ".join(f"{flag} {shlex.quote(code)}" for flag, code in missing.items())
+        raise UnsafeFileError(
+            f"{request.baseline_path} names code, which only the command line may: {', '.join(missing.values())}",
+            hint=f"If it is yours, add: {flags}",
+        )
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
@@ -123,8 +140,9 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
 
 
 def _record_anew(request: CheckRequest) -> str:
-    output = f"-o {request.baseline_path} --force"
-    return f"Record one, with the flags of this check: memopt baseline {request.source.location} … {output}"
+    output = f"-o {shlex.quote(request.baseline_path)} --force"
+    location = shlex.quote(request.source.location)
+    return f"Record one, with the flags of this check: memopt baseline {location} … {output}"
 
 
 # ---------------------------------------------------------------------------------------------- measuring

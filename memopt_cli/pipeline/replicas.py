@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from memopt_cli.batching.advice import Limits, fit_line
 from memopt_cli.errors import UsageError
-from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import (
     BatchProbe,
@@ -31,8 +28,8 @@ _WORTH_A_RUN = 1.25
 """The most copies that fit are run if they are so many times as many as the last that were."""
 
 
-def check_replicas(request: BatchRequest, model: nn.Module) -> None:
-    """Raises :class:`UsageError` for a model that cannot be batched, and for a second thing to vary."""
+def check_replicas(request: BatchRequest) -> None:
+    """Raises :class:`UsageError` for a second thing to vary."""
     if request.replicas is None:
         return
     other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
@@ -40,7 +37,6 @@ def check_replicas(request: BatchRequest, model: nn.Module) -> None:
         raise UsageError(
             f"--replicas and {other} cannot be given together", hint="Ask for the one first, then for the other."
         )
-    refuse_unsupported(model)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.recommendation import check_inputs
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
@@ -58,7 +58,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     """
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
-    prepared = prepare(request.source, request.spec, request.settings, progress=progress, ask=ask)
+    prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
     job = _Job(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch import nn
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
 from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, Verification, to_data
-from memopt_cli.runtime import find_part
-from memopt_cli.runtime.compressor import declared_compressor
 from memopt_cli.units import format_bytes, format_seconds
 
 _SLOW = 2.0
@@ -21,8 +18,8 @@ class Findings:
     """What one optimization found."""
 
     resolved: Resolved
-    model: nn.Module
-    """The original, without the plan."""
+    asked_codecs: Sequence[str]
+    """Paths of the modules that name a codec for their inputs."""
     model_format: str
     device: str
     plan: Plan
@@ -43,7 +40,7 @@ def summarize(found: Findings) -> MemOptSummary:
     rows, plan, options, selection = found.rows, found.plan, found.resolved.options, found.selection
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
-    manual = [s for s in packed if declared_compressor(find_part(found.model, s.path)) is not None]
+    manual = [s for s in packed if s.path in found.asked_codecs]
     applied = [row for row in rows if row.level <= plan.level]
     whole = not rows or found.by_goal
     level1 = next((row.plan.segments for row in applied if row.level == 1), plan.segments if whole else ())

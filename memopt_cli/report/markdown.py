@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from memopt_cli.documents import no_commands
 from memopt_cli.records import Comparison
 from memopt_cli.report.comparison import (
     METRIC_HEADINGS,
@@ -22,7 +23,7 @@ class MarkdownReport:
     """A heading, sentences and tables."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
-        stream.write(markdown(found))
+        stream.write(no_commands(markdown(found)))
 
     def refused(self, reason: str, stream: TextIO) -> None:
         stream.write(f"### memopt: not checked\n\n{_escaped(reason)}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +27,7 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.report import comparison, inspection, profiling, recommendation, strategies
+from memopt_cli.report.lines import LinesForPeople
 from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
@@ -152,7 +153,7 @@ class TextReport:
 
 
 def _console(stream: TextIO) -> Console:
-    return Console(file=stream, width=None if stream.isatty() else 1000, highlight=False)
+    return Console(file=cast(TextIO, LinesForPeople(stream)), width=None if stream.isatty() else 1000, highlight=False)
 
 
 def _print(console: Console, text: str = "", *, style: str | None = None) -> None:

@@ -128,6 +128,11 @@ def asked_compressor(module: nn.Module) -> CompressorName | None:
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
+def codec_paths(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that say by ``x_compressor`` how their inputs are stored."""
+    return tuple(path for path, module in named_parts(model) if getattr(module, "x_compressor", None) is not None)
+
+
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
     with aside():

@@ -70,7 +70,7 @@ def test_a_model_in_a_container_is_told_with_what_to_do(memopt: Memopt) -> None:
     found = inspected(memopt)
     assert found["format"] == "pickled container of a module (zip)"
     assert {item["path"].partition(".")[0] for item in found["modules"]} == {"model"}
-    assert "save that by itself" in found["notes"][0]
+    assert found["notes"][0] == "Its module is the entry 'model'."
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_a_class_of_the_current_folder_is_not_missing(tmp_path: Path, spawn_memo
     inspected = spawn_memopt(tmp_path, "inspect", "model.pt")
     loaded = spawn_memopt(tmp_path, "optimize", "model.pt")
     assert (loaded.code, inspected.changed | loaded.changed) == (4, set())
-    assert "--allow-package own_models" in inspected.out
-    assert "--allow-package own_models" in loaded.err
+    assert "--code-path ." in inspected.out
+    assert "--code-path ." in loaded.err
 
 
 def test_verdicts_come_with_the_flag_that_changes_them(memopt: Memopt, user_code: str) -> None:

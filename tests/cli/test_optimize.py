@@ -97,7 +97,6 @@ def test_dimensions_alone_are_kept(optimize: Optimize) -> None:
 
 
 CONFIG = """
-trust: [sample_models]
 input: [BxS@int64, "mask:Bx1=ones"]
 dims: {B: 8, S: 128}
 level: 4
@@ -112,7 +111,7 @@ quiet: true
 def test_config_file_of_the_folder(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize()
-    assert request.source.trust == Trust(libraries=("sample_models",))
+    assert request.source.trust == Trust()
     assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
@@ -124,7 +123,7 @@ def test_flags_win_over_the_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
     assert (request.search.level, request.search.compress_x, request.search.targets) == (2, True, ("Conv2d",))
-    assert request.source.trust == Trust(libraries=("sample_models",), packages=("mine",))
+    assert request.source.trust == Trust(packages=("mine",))
     assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
 
@@ -165,7 +164,6 @@ def test_empty_config_file(optimize: Optimize) -> None:
         ("level:", "level cannot be None"),
         ("dims: [B]", "dims"),
         ("dims: {B: x}", "'B=x'"),
-        ("trust: {a: b}", "trust"),
         ("input: 4xq", "'q'"),
         ("- level", "keys and values"),
         ("just text", "keys and values"),
@@ -181,7 +179,20 @@ def test_bad_config_file(text: str, said: str, pipeline: Any, capsys: pytest.Cap
     assert pipeline.requests == []
 
 
+def test_a_named_config_file_vouches_for_libraries(optimize: Optimize) -> None:
+    Path("memopt.yaml").write_text("trust: [sample_models]")
+    assert optimize("--config", "memopt.yaml").source.trust == Trust(libraries=("sample_models",))
+
+
+def test_a_named_config_file_whose_trust_is_none(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("memopt.yaml").write_text("trust: {a: b}")
+    assert main(["optimize", "model.pt", "--config", "memopt.yaml"]) == 2
+    assert "trust" in capsys.readouterr().err
+
+
 RUNS_CODE = {
+    "trust": "sympy",
+    "sandbox": "false",
     "code-path": "evil.py",
     "loss": "evil.py:loss",
     "input-script": "evil.py:make",
@@ -202,7 +213,7 @@ def test_a_file_that_runs_code_must_be_named(
         "hint: If the file is yours, say --config memopt.yaml.\n"
     )
     assert pipeline.requests == []
-    assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml"))
+    assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml")).lower()
 
 
 @pytest.mark.parametrize(
@@ -260,6 +271,6 @@ def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_apply_reads_a_config_file_made_for_optimize(pipeline: Any) -> None:
-    Path("memopt.yaml").write_text(CONFIG)
-    assert main(["apply", "model.pt", "p.yaml"]) == 0
+    Path("memopt.yaml").write_text(f"{CONFIG}trust: [sample_models]\n")
+    assert main(["apply", "model.pt", "p.yaml", "--config", "memopt.yaml"]) == 0
     assert pipeline.applied[0][0].trust.libraries == ("sample_models",)

@@ -55,7 +55,7 @@ def test_every_flag_arrives(requests: list[ProfileRequest]) -> None:
 
 def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None:
     Path("memopt.yaml").write_text("level: 4\ntrust: [mine]\noptimizer: sgd\ninput: 4x3\n")
-    assert main(["profile", "model.pt"]) == 3
+    assert main(["profile", "model.pt", "--config", "memopt.yaml"]) == 3
     (request,) = requests
     assert request.source.trust.libraries == ("mine",)
     assert request.settings.optimizer == "sgd"

@@ -84,13 +84,12 @@ def payloads(canary: str) -> dict[str, Any]:
 
 def _calls(canary: str) -> Iterator[tuple[str, Hostile]]:
     for name, value in payloads(canary).items():
-        code = NO_MODEL if name == "getattr of a class" else REFUSED
         for form, zipped in (("zip", True), ("legacy", False)):
             buffer = io.BytesIO()
             torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
-            yield f"{name}, {form}", Hostile(buffer.getvalue(), code, "model.pt")
+            yield f"{name}, {form}", Hostile(buffer.getvalue(), REFUSED, "model.pt")
         if not isinstance(value, nn.Module):
-            yield f"{name}, plain", Hostile(pickle.dumps(value, 4), code, "model.pt")
+            yield f"{name}, plain", Hostile(pickle.dumps(value, 4), REFUSED, "model.pt")
 
 
 # ---------------------------------------------------------------------------------------------- opcodes

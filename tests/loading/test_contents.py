@@ -14,8 +14,8 @@ from memopt_cli.loading import read_file
 from memopt_cli.loading.contents import Contents, contents_of
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import scan_file
-from memopt_cli.loading.pickled_tensors import tensor_of
+from memopt_cli.loading.pickles.described import tensor_of
+from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import Inspection
 from tests.loading.hostile import archive
 
@@ -23,7 +23,7 @@ from tests.loading.hostile import archive
 def contents(value: object, *, zipped: bool = True) -> Contents:
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
-    return contents_of(scan_file(ModelFile(path="model.pt", data=buffer.getvalue())).root)
+    return contents_of(read_pickled(ModelFile(path="model.pt", data=buffer.getvalue())).pickle.root)
 
 
 def described(path: Path, pickle: bytes) -> Inspection:

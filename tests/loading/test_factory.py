@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,39 @@ def test_weights_that_do_not_fit(folder: Path, weights: dict[str, torch.Tensor],
     assert reason in error.value.message
 
 
-def test_a_checkpoint_says_where_its_weights_may_be(folder: Path) -> None:
-    torch.save({"epoch": 3, "state": nn.Linear(2, 3).state_dict()}, folder / "weights.pt")
-    with pytest.raises(FileFormatError, match="dictionaries under 'state'") as error:
+PREFIXES = ["", "module.", "_orig_mod.", "model.", "module._orig_mod."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("entry", ["", "state_dict", "model"])
+def test_weights_are_found_in_a_checkpoint_and_under_prefixes(folder: Path, prefix: str, entry: str) -> None:
+    weights = {prefix + name: tensor for name, tensor in nn.Linear(2, 3).state_dict().items()}
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    around = {entry: weights, "optimizer": optimizer, "hyper_parameters": argparse.Namespace(run=print), "epoch": 3}
+    torch.save(around if entry else weights, folder / "weights.pt")
+    loaded = load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert torch.equal(loaded.module.state_dict()["weight"], weights[f"{prefix}weight"])
+    assert any(entry in note for note in loaded.notes) or not entry
+    assert any(prefix.replace("_orig_mod.", "") in note for note in loaded.notes) or not prefix
+
+
+def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
+    first, second = nn.Linear(2, 3).state_dict(), nn.Linear(2, 3).state_dict()
+    torch.save({"state_dict": first, "ema": {"shadow": second}, "other": {"x": torch.ones(1)}}, folder / "weights.pt")
+    source = ModelSource(location="user_factory:make", weights="weights.pt")
+    assert torch.equal(load_model(source).module.state_dict()["weight"], first["weight"])
+    assert "'state_dict', 'ema.shadow'" in load_model(source).notes[0]
+    named = load_model(replace(source, key="ema.shadow"))
+    assert torch.equal(named.module.state_dict()["weight"], second["weight"])
+    with pytest.raises(FileFormatError, match="no entry 'emma'") as error:
+        load_model(replace(source, key="emma"))
+    assert "'state_dict', 'ema', 'other'" in error.value.hint
+
+
+def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:
+    torch.save({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="2 state dicts, none of which fits: 'a', 'b'"):
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
-    assert "torch.save(model.state_dict(), path)" in error.value.hint
 
 
 def test_weights_given_as_the_model_say_what_to_type(folder: Path) -> None:
@@ -98,11 +128,10 @@ def test_a_factory_that_fails(name: str, hint: str) -> None:
 
 
 def test_weights_are_data_only(folder: Path) -> None:
-    torch.save({"a": nn.Sequential, "b": print}, folder / "weights.pt")
-    with pytest.raises(UnsafeFileError, match="print") as error:
+    torch.save({"state_dict": nn.Linear(2, 3).state_dict(), "b": eval}, folder / "weights.pt")
+    with pytest.raises(UnsafeFileError, match="eval") as error:
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
     assert "--allow" not in error.value.hint  # it would not be heeded
-    assert "torch.save(tensors, path)" in error.value.hint
 
 
 def test_weights_that_are_no_state_dict(folder: Path) -> None:

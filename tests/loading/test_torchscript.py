@@ -18,7 +18,8 @@ from memopt_cli.loading import load, load_model
 from memopt_cli.records import LoadedModel, ModelSource, Trust
 from memopt_cli.runtime import SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.runtime.script import ScriptLeaf, UnsafeScript, _check_code
+from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.script_code import UnsafeScript, check_code
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import StorageLog
 from tests.loading.hostile import WritesWhenLoaded
@@ -301,7 +302,7 @@ def test_a_saved_leaf_with_harmful_code_is_never_compiled(tmp_path: Path) -> Non
 )
 def test_code_is_refused_unless_every_name_is_known(code: str) -> None:
     with pytest.raises(UnsafeScript):
-        _check_code(f"def forward(x: Tensor) -> Tensor:\n  {code}\n  return x\n")
+        check_code({"code/__torch__.py": f"def forward(x: Tensor) -> Tensor:\n  {code}\n  return x\n"})
 
 
 def test_a_damaged_archive(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[[], Sessi
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_it_is_kept_as_long_as_it_is_said(start: Callable[[], Session]) -> None:
-    with processes.kept("cpu"):
+    with processes.kept(early=True):
         with start() as first:
             _, server = of(first)
         with start() as second:
@@ -164,7 +164,7 @@ def test_it_is_kept_as_long_as_it_is_said(start: Callable[[], Session]) -> None:
 def test_an_environment_that_changes_ends_no_session(
     start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with processes.kept("cpu"), start() as outer:
+    with processes.kept(early=True), start() as outer:
         monkeypatch.setenv("MEMOPT_TEST", "changed")
         with start() as inner:
             assert of(inner)[1] != of(outer)[1]

@@ -23,7 +23,7 @@ from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_lo
 from memopt_cli.model_batching.kernels import linear
 from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.pipeline.application import apply
-from memopt_cli.pipeline.prepare import Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.progress import Progress
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.step import Step
@@ -632,7 +632,7 @@ def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
     torch.save(nn.Sequential(BatchModule(small(), G)), tmp_path / "batched.pt")
     source = ModelSource(location=str(tmp_path / "batched.pt"), trust=Trust(pickle=True))
     with pytest.raises(UsageError, match="module '0' is a BatchModule"):
-        prepare(source, None, StepSettings(), progress=Progress(), ask=None)
+        prepare(opening(source), progress=Progress(), ask=None)
 
 
 @pytest.mark.parametrize("ran", [False, True])
@@ -652,10 +652,14 @@ def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_
     assert {trial.name for trial in carrying.trials if not trial.refused} == {"fused", "loop"}
 
 
+def opening(source: ModelSource) -> Opening:
+    return Opening(source=source, spec=None, settings=StepSettings(device="cpu"), timeout_s=300)
+
+
 def prepare_small(folder: Path) -> Prepared:
     torch.save(small(), folder / "one.pt")
     source = ModelSource(location=str(folder / "one.pt"))
-    return prepare(source, None, StepSettings(device="cpu"), progress=Progress(), ask=None)
+    return prepare(opening(source), progress=Progress(), ask=None)
 
 
 # ---------------------------------------------------------------------------------------------- modules of one's own

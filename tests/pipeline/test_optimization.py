@@ -497,7 +497,7 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, *goal, "--search-time", "0")
     assert done.code == code, done.err
-    assert "\nthe search was ended after 0 s (--search-time): a longer one may find a better plan\n" in done.err
+    assert "the search was ended after 0 s (--search-time): a longer one may find a better plan\n" in done.err
 
 
 @pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "50%"), ("--frontier",)])
@@ -705,7 +705,7 @@ def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monke
 
     torch.save(faulty.Fine(), "net.pt")
     Path("memopt.yaml").write_text("trust: [faulty]\nlevel: 0\ninput: Bx3\ndims: {B: 6}\nquiet: true\n")
-    done = optimize("net.pt", "--dim", "B=7")
+    done = optimize("net.pt", "--dim", "B=7", "--config", "memopt.yaml")
     assert (done.code, done.err) == (0, "")
     assert "B=7 (memopt.yaml)" in done.out
 

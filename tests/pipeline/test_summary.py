@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
@@ -67,24 +66,13 @@ def row(level: int, **changes: Any) -> LevelRow:
     return replace(plain, **changes)
 
 
-def model() -> nn.Module:
-    """``a`` asks for its codec itself."""
-    net, inner = nn.Module(), nn.Module()
-    for name in "12":
-        inner.add_module(name, nn.Tanh())
-    for name, module in (("a", nn.Tanh()), ("b", inner), ("c", nn.Tanh())):
-        net.add_module(name, module)
-    net.a.x_compressor = "BitSpikeCompressor"
-    return net
-
-
 def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> MemOptSummary:
     plan = next(r.plan for r in rows if r.level == applied)
     resolved = resolve(SearchRequest(level=rows[-1].level))
     return summarize(
         Findings(
             resolved=resolved,
-            model=model(),
+            asked_codecs=("a",),  # it asks for its codec itself
             model_format="module",
             device="cpu",
             plan=plan,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt_cli.loading import load
-from memopt_cli.loading.trust import RESTORE_LIFTED
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.lifted import module as lifted
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, code_of, format_text

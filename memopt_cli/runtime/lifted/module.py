@@ -80,6 +80,11 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
     return module
 
 
+def check_lifted(module: LiftedModule) -> None:
+    """Raises :class:`BadProgram` unless its attributes, as they are now, are data that its program can have."""
+    _check_state(module._program, vars(module))
+
+
 def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
     """A module of a program's class, without parameters, buffers and children.  Raises :class:`BadProgram`."""
     module = lifted_class(program)()

@@ -18,23 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-NAMESPACES: Final = frozenset(
-    {"aten", "quantized", "_quantized", "mkldnn", "mkldnn_prepacked", "onednn", "sparse", "prims", "torchvision"}
-)
-"""Operator libraries that only compute."""
-
-FILE_OPERATORS: Final = frozenset({"save", "load", "from_file", "read_file", "write_file"})
-"""Names of operators that read or write files, in any library."""
-_FILE_ARGUMENTS: Final = frozenset({"filename", "file", "path", "url"})
-
-
-def touches_files(operator: str) -> bool:
-    """Whether an operator, e.g. ``aten::from_file``, may read or write a file."""
-    if operator.partition("::")[2] in FILE_OPERATORS:
-        return True
-    schemas = torch._C._jit_get_schemas_for_operator(operator)
-    return any(a.name in _FILE_ARGUMENTS and str(a.type) == "str" for s in schemas for a in s.arguments)
-
+from memopt_cli.runtime.lifted.allowed import is_allowed
 
 # ---------------------------------------------------------------------------------------------- Python's own
 
@@ -230,10 +214,10 @@ def find_operator(key: str) -> torch._ops.OpOverload | None:
     allowed."""
     name, _, overload = key.partition(".")
     namespace, _, operator = name.partition("::")
-    if namespace not in NAMESPACES or operator.startswith("__loader") or not key.replace("::", "").isprintable():
+    if not is_allowed(name):
         return None
     packet = getattr(getattr(torch.ops, namespace), operator, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or touches_files(name):
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return None
     found = getattr(packet, overload or "default", None)
     return found if isinstance(found, torch._ops.OpOverload) and _on_tensors(found) else None

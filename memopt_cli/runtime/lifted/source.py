@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, NAMESPACES, READING, find_operator
+from memopt_cli.runtime.lifted.allowed import LIBRARIES
+from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, READING, find_operator
 from memopt_cli.runtime.lifted.program import FURTHER_CALL, free_values, is_further_call, is_name, used_values
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -33,7 +34,7 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     """The functions and methods of a program that was checked, as a module's text, and the names that it needs."""
     _, _, methods, functions = program
     names: Names = {}
-    known = {text for name in (*FUNCTIONS, *NAMESPACES) for text in (name, f"{name}_")}
+    known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
     taken = frozenset({*known, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memopt_cli.loading.pickle_scan import PERSISTENT, Built, Global, Tuple
+from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -79,8 +79,8 @@ def storage_of(value: Any) -> PickledStorage | None:
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
-        case ("storage", Global(name=kind), str(key), _, int(count), *_) if kind in _STORAGE_DTYPES and count >= 0:
-            dtype = _STORAGE_DTYPES[kind]
+        case ("storage", Global(name=kind), str(key), _, int(count), *_) if kind in STORAGE_DTYPES and count >= 0:
+            dtype = STORAGE_DTYPES[kind]
             return PickledStorage(key=key, dtype=dtype, size_bytes=count * item_bytes(dtype))
     return None
 
@@ -95,21 +95,21 @@ def tensor_of(value: Any) -> PickledTensor | None:
             case "_rebuild_parameter" | "_rebuild_parameter_with_state", (value, flag, *_):
                 trainable = flag is True if trainable is None else trainable
             case "_rebuild_from_type_v2", (function, _, arguments, *_):
-                value = Built(function, arguments)
+                value = Built("called", function, arguments)
             case name, items:
                 found = _plain_tensor(name, items)
                 return replace(found, trainable=trainable) if found and trainable is not None else found
     return None
 
 
-def check_tensors(built: Iterable[Built], sizes: dict[str, int] | None, total_bytes: int) -> None:
+def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_bytes: int) -> None:
     """Make sure that storages are as large as their records, and that no tensor reaches beyond its storage.
 
-    ``sizes``: bytes of each record of a zip archive by its key; ``None``: there are ``total_bytes`` for all of them.
-    Raises :class:`ValueError`.
+    ``made``: the stand-ins of a pickle; ``sizes``: bytes of each record of a zip archive by its key, or ``None``: there
+    are ``total_bytes`` for all of them.  Raises :class:`ValueError`.
     """
     storages = {}
-    for value in built:
+    for value in made:
         storage, tensor = storage_of(value), tensor_of(value)
         if storage is not None:
             storages[storage.key] = storage.size_bytes

@@ -1,0 +1,169 @@
+"""The objects of a file, looked at as a whole before any of them is made.
+
+Every object that can be reached from the model must be of a known kind, and be made of what that kind may be made of.
+What was not looked at is not made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
+from memopt_cli.loading.pickles.kinds.modules import REGISTERS
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT
+from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, held_in, reachable
+
+_MOST_MODULES: Final = 100
+_MOST_CONTAINERS: Final = 200
+"""How deep modules, and plain containers, may lie within each other: Python walks them by recursion."""
+_MOST_ITEMS: Final = 4_000_000
+"""Items of a container, each counted wherever it can be reached: whoever prints or copies it meets them all."""
+
+
+def uses_in(root: Any) -> list[Use]:
+    """Every way in which a name is used by what can be reached from ``root``."""
+    return [
+        Use(value, "held") if isinstance(value, Global) else Use(value.name, value.how, value)
+        for value in reachable(root)
+        if isinstance(value, Global | Built)
+    ]
+
+
+def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
+    """Each use with the kind that it is of, by its name alone, and those that are of none."""
+    known, unknown = [], []
+    for use in uses:
+        kind = next((kind for kind in kinds if kind.claims(use)), None)
+        if kind is None:
+            unknown.append(use)
+        else:
+            known.append((use, kind))
+    return known, unknown
+
+
+class Audit:
+    """The objects that can be reached from one; what kinds ask is :class:`~.kinds.interface.Graph`."""
+
+    def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
+        """``known``: every use, from :func:`claimed`.  Imports what the names say."""
+        self.trusts = trusts
+        self.recipes: dict[Built | Global, Recipe] = {}
+        """For every object, and every name that is held."""
+        self.denied: dict[Use, Denied] = {}
+        self.missing: dict[Use, Missing] = {}
+        self._root = root
+        self._uses = [use for use, _ in known]
+        self._take_in(known)
+
+    def _take_in(self, known: Sequence[tuple[Use, Kind]]) -> None:
+        found: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
+        for use, kind in known:
+            named = use.name, use.how
+            if named not in found:
+                found[named] = kind.recipe(use)
+            match found[named]:
+                case Recipe() as recipe:
+                    self.recipes[use.node or use.name] = recipe
+                case Denied() as denied:
+                    self.denied[use] = denied
+                case Missing() as missing:
+                    self.missing[use] = missing
+
+    # ------------------------------------------------------------------------------------------ what kinds ask
+
+    def role_of(self, value: Any) -> Role:
+        """What the object that ``value`` stands for will be able to do."""
+        recipe = self._recipe(value)
+        if recipe is None:
+            return "data"
+        return recipe.role if isinstance(recipe.role, str) else recipe.role(value, self)
+
+    def class_of(self, value: Any) -> type | None:
+        """Its class, or the class that it is, if that is one of a library's, of memopt's or of the user's."""
+        recipe = self._recipe(value)
+        kind = recipe.kind if recipe else None
+        return kind if kind is None or isinstance(kind, type) else kind(value, self)
+
+    def _recipe(self, value: Any) -> Recipe | None:
+        return self.recipes.get(value) if isinstance(value, Global | Built) else None
+
+    # ------------------------------------------------------------------------------------------ as a whole
+
+    def objections(self) -> Iterator[tuple[Global, str]]:
+        """What must not be made, by its name, and why; only where nothing is denied or missing."""
+        for use in self._uses:
+            recipe = self.recipes[use.node or use.name]
+            reason = recipe.check(use.node, self) or (_misfilled(use.node, recipe) if use.node else "")
+            if reason:
+                yield use.name, reason
+        yield from self._misplaced()
+        yield from self._shared()
+
+    def exhausting(self) -> str:
+        """Why walking what can be reached would never end; empty if it would."""
+        modules = Walk(self._children_of_module, _MOST_MODULES, 2**63)
+        containers = Walk(self._items, _MOST_CONTAINERS, _MOST_ITEMS)
+        for value in reachable(self._root):
+            if reason := modules.endless(value):
+                return f"its modules {reason}"
+            if reason := containers.endless(value):
+                return f"its containers {reason}"
+        return ""
+
+    def _misplaced(self) -> Iterator[tuple[Global, str]]:
+        """Classes of whole models that are held for anything else than their segments."""
+        nodes = list(reachable(self._root))
+        segments = {id(node.arguments) for node in nodes if isinstance(node, Built) and node.callee == RESTORE_SEGMENT}
+        for node in nodes:
+            if id(node) not in segments:
+                for part in held_in(node):
+                    if isinstance(part, Global) and self.role_of(part) == "named":
+                        yield part, "is no layer, and kept as something to call"
+
+    def _shared(self) -> Iterator[tuple[Global, str]]:
+        """Attributes that two objects share: what is done to the one would be done to the other."""
+        nodes = list(reachable(self._root))
+        held = Counter(id(part) for node in nodes for part in held_in(node))
+        for node in nodes:
+            if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
+                yield node.name, "shares its attributes with something else"
+
+    def _own_parts(self, node: Built) -> Iterator[Built]:
+        """The dicts that are an object's attributes, and those in which a module has its parts."""
+        for attributes in _states_of(node):
+            inner = attributes.items if isinstance(attributes, Tuple) else (attributes,)
+            yield from (part for part in inner if isinstance(part, Built) and part.name == DICT)
+            if self.role_of(node) == "module":
+                entries = plain_entries(attributes) or ()
+                yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))
+
+    def _children_of_module(self, value: Any) -> Iterator[Any]:
+        if not isinstance(value, Built) or self.role_of(value) != "module":
+            return
+        if value.callee == RESTORE_SEGMENT:
+            yield from (part for part in value.given()[:1] if isinstance(part, Built))
+        for attributes in _states_of(value):
+            for name, part in plain_entries(attributes) or ():
+                if name == "_modules" and isinstance(part, Built):
+                    yield from (child for _, child in part.entries)
+
+    def _items(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, Built) and self.role_of(value) != "data":
+            return
+        yield from held_in(value)
+
+
+def _misfilled(node: Built, recipe: Recipe) -> str:
+    """What an object is given that it cannot hold."""
+    if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
+        return "is filled as something else is"
+    if node.has_state and recipe.fill is None:
+        return "has a state, and can have none"
+    return "is created with named arguments" if node.keywords is not None and recipe.role != "trusted" else ""
+
+
+def _states_of(node: Built) -> tuple[Any, ...]:
+    """What gives an object its attributes."""
+    return node.given()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

@@ -1,0 +1,83 @@
+"""The objects of a file, made as its opcodes say: only those that were looked at, and by their recipes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
+from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
+from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
+from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.step import is_out_of_memory
+
+
+def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
+    """The object that ``root`` stands for, and what can be reached from it.
+
+    Raises :class:`Broken` where the parts of an object do not fit together, and
+    :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
+    """
+    builder = _Builder(recipes, {id(value) for value in reachable(root)})
+    for step in pickle.steps:
+        builder.take(step)
+    for made in builder.lifted:
+        check_lifted(made)  # as it is now, when nothing will change it any more
+    return builder.value(root)
+
+
+class _Builder:
+    def __init__(self, recipes: Mapping[Built | Global, Recipe], wanted: set[int]) -> None:
+        self.lifted: list[LiftedModule] = []
+        self._recipes = recipes
+        self._wanted = wanted
+        self._made: dict[int, Any] = {}
+
+    def take(self, step: Step) -> None:
+        """Do what an opcode says, if it is to an object that is wanted."""
+        node = step.node
+        if id(node) not in self._wanted:
+            return
+        if isinstance(node, Tuple):
+            self._made[id(node)] = tuple(map(self.value, node.items))
+            return
+        try:
+            self._act(step, node, self._recipes[node])
+        except (Broken, MemoptError, BadProgram, UnsafeScript):
+            raise
+        except Exception as err:  # a library's code, or the user's, takes the state of an object
+            if is_out_of_memory(err):
+                raise
+            raise Broken(f"{node.callee} cannot be made ({first_line(err)})") from err
+
+    def _act(self, step: Step, node: Built, recipe: Recipe) -> None:
+        if step.action == "make":
+            keywords = {} if node.keywords is None else self.value(node.keywords)
+            given = (node.arguments,) if node.how == "stored" else node.given()
+            self._made[id(node)] = made = recipe.make(*map(self.value, given), **keywords)
+            if isinstance(made, LiftedModule):
+                self.lifted.append(made)
+            return
+        target, values = self._made[id(node)], [self.value(value) for value in step.values]
+        if step.action == "extend":
+            assert recipe.extend is not None, "the audit saw it"
+            recipe.extend(target, values)
+        elif step.action == "set":
+            assert recipe.set is not None, "the audit saw it"
+            for key, value in zip(values[::2], values[1::2], strict=True):
+                recipe.set(target, key, value)
+        else:
+            assert recipe.fill is not None, "the audit saw it"
+            recipe.fill(target, self.value(node.state))
+
+    def value(self, value: Any) -> Any:
+        """The object that a stand-in stands for; anything else is itself."""
+        if isinstance(value, Global):
+            return self._recipes[value].make()
+        if isinstance(value, Built | Tuple):
+            if id(value) not in self._made:
+                raise Broken("it uses an object before that is made")
+            return self._made[id(value)]
+        return value

@@ -1,0 +1,153 @@
+"""What a file's pickle holds, told before any of it is made: its model, or the tensors of one, and where they stand."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from memopt_cli.errors import FileFormatError
+from memopt_cli.loading.pickles.described import tensor_of
+from memopt_cli.loading.pickles.kinds.interface import plain_entries
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
+from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
+
+_WRAPPERS: Final = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+}
+"""Modules that cannot be without their process, and where they hold the one that they wrap."""
+_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
+_MOST_LOOKED_AT, _DEEPEST = 100_000, 20
+_SHOWN: Final = 8
+
+Path = tuple[str, ...]
+
+
+def is_module(value: Any) -> bool:
+    """Whether a stand-in is that of a module, as its state tells."""
+    if not isinstance(value, Built):
+        return False
+    if value.callee in (RESTORE_SEGMENT, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
+        return True
+    return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
+
+
+def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ...]]:
+    """The stand-in of the model that a file holds, and what the user should know of it.
+
+    ``key``: where it stands, as keys joined by dots; without one it is the only model that the file's containers hold.
+    Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
+    """
+    notes: tuple[str, ...] = ()
+    if key is not None:
+        root = entry_of(root, key, path)
+    if not (is_module(root) or _is_wrapper(root)):
+        found = dict(_found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
+        if len(found) > 1:
+            raise FileFormatError(
+                f"{path} holds {len(found)} models: {_listed(found)}",
+                hint=f"Say which: --key {shlex.quote('.'.join(next(iter(found))))}",
+            )
+        if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
+            return root, notes  # what it is, is not known before it is made, if it may be
+        if not found:
+            raise _without_model(root, path)
+        ((where, root),) = found.items()
+        notes = (f"The model is the entry {'.'.join(where)!r} of the file.",)
+    if _is_wrapper(root):
+        return _wrapped_in(root, path), (*notes, f"What {root.name.name} wraps is taken.")
+    return root, notes
+
+
+def entry_of(root: Any, key: str, path: str) -> Any:
+    """The entry of that key, joined by dots.  Raises :class:`FileFormatError`."""
+    value, left = root, key
+    while left:
+        entries = dict(_entries(value))
+        name = max((name for name in entries if left == name or left.startswith(f"{name}.")), key=len, default=None)
+        if name is None:
+            known = _listed({(name,): None for name in entries}) or "none"
+            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
+        value, left = entries[name], left[len(name) + 1 :]
+    return value
+
+
+def state_dicts_in(root: Any) -> dict[Path, Any]:
+    """The stand-ins of dicts whose values are all tensors, by where they stand; not those that lie in modules."""
+    return dict(_found_in(root, _is_state_dict))
+
+
+def tensors_in(root: Any) -> int:
+    """How many tensors a file's containers hold."""
+    return sum(1 for _ in _found_in(root, lambda value: tensor_of(value) is not None))
+
+
+def _is_container(value: Built) -> bool:
+    return value.how == "plain" or value.name.package in ("collections", "argparse", "types")
+
+
+def _is_state_dict(value: Any) -> bool:
+    entries = value.entries if isinstance(value, Built) else []
+    return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, Built) and str(value.name) in _WRAPPERS
+
+
+def _wrapped_in(root: Built, path: str) -> Any:
+    attribute = _WRAPPERS[str(root.name)]
+    modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
+    known = dict(entries_of(modules))
+    inner = known.get(attribute, next(iter(root.given()), None))
+    if not is_module(inner):
+        raise FileFormatError(
+            f"{path} holds a {root.name.name} without what it wraps", hint=f"Save model.{attribute} with torch.save."
+        )
+    return inner
+
+
+def _without_model(root: Any, path: str) -> FileFormatError:
+    tensors = tensors_in(root)
+    if tensors:
+        return FileFormatError(
+            f"{path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
+            hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
+        )
+    kind = str(root.name) if isinstance(root, Built) else type(root).__name__
+    return FileFormatError(
+        f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",
+        hint="Save one with torch.save(model, path).",
+    )
+
+
+def _found_in(root: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[Path, Any]]:
+    """What is wanted in plain containers, in the order of the file; each once."""
+    pending: list[tuple[Path, Any]] = [((), root)]
+    seen, looked = set[int](), 0
+    while pending and looked < _MOST_LOOKED_AT:
+        where, value = pending.pop()
+        looked += 1
+        if not isinstance(value, Built | Tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if wanted(value):
+            yield where, value
+        elif not is_module(value) and len(where) < _DEEPEST:
+            pending.extend(reversed([((*where, name), item) for name, item in _entries(value)]))
+
+
+def _entries(value: Any) -> list[tuple[str, Any]]:
+    """What a container holds, by key or number."""
+    if isinstance(value, Tuple):
+        return [(str(number), item) for number, item in enumerate(value.items)]
+    if not isinstance(value, Built) or value.how == "stored" or tensor_of(value) is not None:
+        return []
+    numbered = [(str(number), item) for number, item in enumerate(value.items)]
+    return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
+
+
+def _listed(found: dict[Path, Any]) -> str:
+    names = [repr(".".join(where)) for where in found]
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

@@ -1,0 +1,112 @@
+"""NumPy's arrays and numbers, of plain dtypes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use
+
+_PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,9}|bool")
+"""Names of dtypes whose items are numbers or text: no objects, and no structures that may hold some."""
+_SCALARS: Final = (
+    "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """An array, a number or a dtype of NumPy's."""
+
+    def claims(self, use: Use) -> bool:
+        """Whether it is one, or NumPy's class of one."""
+        return str(use.name) in _RECIPES.get(use.how, {})
+
+    def recipe(self, use: Use) -> Recipe | Missing:
+        """What makes it; missing without NumPy."""
+        try:
+            importlib.import_module("numpy")
+        except ImportError:
+            return Missing("NumPy is not installed")
+        return _RECIPES[use.how][str(use.name)]
+
+
+def _dtype(name: Any, *_: Any) -> Any:
+    import numpy as np
+
+    if type(name) is not str or not _PLAIN.fullmatch(name):
+        raise Broken("an array holds something else than numbers")
+    return np.dtype(name)
+
+
+def _fill_dtype(dtype: Any, state: Any) -> None:
+    """It is complete: all that its state may say is that its numbers are in this machine's order."""
+    match state:
+        case (int(), "<" | "|" | "=", None, None, None, *_):
+            return
+    raise Broken("an array has a dtype that is made of others, or its bytes are in another order")
+
+
+def _empty(*_: Any) -> Any:
+    import numpy as np
+
+    return np.empty(0, dtype="u1")
+
+
+def _fill_array(array: Any, state: Any) -> None:
+    _, shape, dtype, by_columns, data = state
+    _check(data, dtype, shape)
+    array.__setstate__((1, tuple(shape), dtype, bool(by_columns), bytes(data)))
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    import numpy as np
+
+    _check(data, dtype, shape)
+    if order not in ("C", "F"):
+        raise Broken("an array has an order that is none")
+    return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
+
+
+def _number(dtype: Any, data: Any) -> Any:
+    import numpy as np
+
+    _check(data, dtype, ())
+    return np.frombuffer(data, dtype)[0]
+
+
+def _check(data: Any, dtype: Any, shape: Any) -> None:
+    import numpy as np
+
+    if not isinstance(dtype, np.dtype) or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
+        raise Broken("an array is made of something else")
+    if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
+        raise Broken(f"an array of the shape {shape} has {len(data)} bytes")
+
+
+def _held(name: str) -> Any:
+    return getattr(importlib.import_module("numpy"), name)
+
+
+_RECIPES: Final[dict[str, dict[str, Recipe]]] = {
+    "called": {
+        "numpy.dtype": Recipe(make=_dtype, fill=_fill_dtype),
+        **{
+            f"numpy.{core}.{name}": recipe
+            for core in ("_core", "core")
+            for name, recipe in {
+                "multiarray._reconstruct": Recipe(make=_empty, fill=_fill_array),
+                "multiarray.scalar": Recipe(make=_number),
+                "numeric._frombuffer": Recipe(make=_array),
+            }.items()
+        },
+    },
+    "held": {
+        f"numpy.{name}": Recipe(make=functools.partial(_held, name), role="callable")
+        for name in ("ndarray", *_SCALARS.split())
+    },
+}

@@ -1,0 +1,187 @@
+"""Functions that modules keep as attributes: those that compute, and nothing else.
+
+PyTorch's operators are the ones that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`), under
+whichever name Python has them.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from memopt_cli.loading.pickles.kinds.interface import (
+    GETATTR,
+    Denied,
+    Graph,
+    Missing,
+    Recipe,
+    Role,
+    Use,
+    is_dunder,
+    is_surrogate,
+    resolve,
+    within,
+)
+from memopt_cli.loading.pickles.nodes import Built, Global
+from memopt_cli.runtime.lifted.allowed import is_allowed
+
+_OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
+"""Modules of PyTorch's built-in functions, named as the operators are."""
+_OPERATOR_OWNERS: Final = ("torch._C._VariableFunctionsClass", "torch._C.TensorBase", "torch._C._TensorBase")
+"""Classes whose attributes are: ``torch.bmm`` is stored as one of the first, ``torch.Tensor.view`` of the others."""
+_FUNCTION_MODULES: Final = (
+    *("torch.nn.functional", "torch.functional", "torch.nn.init"),
+    *("torchvision.ops", "norse.torch.functional", "spikingjelly.activation_based.functional"),
+)
+"""Modules, and packages, of functions written in Python, every public one of which computes."""
+_MATH: Final = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh degrees dist erf erfc exp exp2 expm1 fabs "
+    "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "
+    "radians remainder sin sinh sqrt tan tanh trunc".split()
+)
+_BUILTINS: Final = frozenset("abs all any divmod isinstance len max min pow round sorted sum".split())
+_OPERATOR: Final = frozenset(
+    "abs add and_ contains eq floordiv ge getitem gt inv invert is_ is_not le lt matmul mod mul ne neg not_ or_ pos "
+    "pow sub truediv truth xor".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """A function that is held as a value."""
+
+    def claims(self, use: Use) -> bool:
+        """Whether its name is of one of those modules."""
+        if use.how != "held":
+            return False
+        module, name = use.name.module, use.name.name
+        if module in _OPERATOR_MODULES:
+            return is_allowed(f"aten::{name}")
+        if _in_function_module(module) and name[:1].islower():
+            return name.isidentifier() and not name.startswith("_")
+        listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
+        return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
+
+    def recipe(self, use: Use) -> Recipe | Denied | Missing:
+        """The function itself; of a class that has functions only its name."""
+        if str(use.name) in _OPERATOR_OWNERS:
+            return Recipe(make=lambda: str(use.name))
+        found = resolve(use.name)
+        if isinstance(found, Denied | Missing):
+            return found
+        python = _in_function_module(use.name.module)
+        if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
+            return Denied("is no function that memopt knows only to compute")
+        return Recipe(make=lambda: found, role="callable")
+
+
+def _in_function_module(module: str) -> bool:
+    return any(within(module, package) for package in _FUNCTION_MODULES)
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+_KEPT_METHODS: Final = {
+    "snntorch": ("_base_sub", "_base_zero", "_base_int", "_surrogate_bypass"),
+    "norse": ("initial_state",),
+    "torch.nn": ("reset_parameters",),
+    "transformers": ("prepare_inputs_for_generation",),
+}
+"""Methods that the modules of a library keep as attributes."""
+_HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "transformers": ("load_hook",)}
+"""Methods that they register as hooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What ``getattr`` may give: operators, which Python finds in a class; members of enums; methods that are kept."""
+
+    def claims(self, use: Use) -> bool:
+        """Whether it is a call of ``getattr``."""
+        return use.name == GETATTR and use.how == "called"
+
+    def recipe(self, use: Use) -> Recipe | Denied | Missing:
+        """One whose check sees what is asked for, and of whom."""
+        return Recipe(make=_attribute, check=_check_attribute, role=_role, kind=_inner_class)
+
+
+def _check_attribute(node: Built | None, graph: Graph) -> str:
+    assert node is not None
+    match node.given():
+        case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
+            allowed, of = is_allowed(f"aten::{name}"), owner.name
+        case owner, str(name):
+            kind = graph.class_of(owner)
+            is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
+            asked = _of_class if is_class else _of_object
+            allowed, of = kind is not None and asked(kind, name, graph), kind.__name__ if kind else "something"
+        case _:
+            return "is asked for something without a name"
+    return "" if allowed else f"asks for the attribute {name!r} of {of}"
+
+
+def _of_class(kind: type, name: str, graph: Graph) -> bool:
+    if issubclass(kind, enum.Enum):
+        return name in kind.__members__
+    if is_surrogate(kind):
+        return name == "apply"
+    inner = _defined(kind, name)
+    return _is_listed(kind, name, _KEPT_METHODS) or is_surrogate(inner) or (graph.trusts(kind) and not is_dunder(name))
+
+
+def _defined(kind: type, name: str) -> Any:
+    """What the class defines under that name; a static method is a function."""
+    found = inspect.getattr_static(kind, name, None)
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def _of_object(kind: type, name: str, graph: Graph) -> bool:
+    method = _defined(kind, name)
+    if not isinstance(method, types.FunctionType) or is_dunder(name):
+        return False
+    is_forward = name == "forward" and issubclass(kind, nn.Module)
+    return is_forward or any(_is_listed(kind, name, listed) for listed in _METHODS) or graph.trusts(kind)
+
+
+_METHODS: Final = (_KEPT_METHODS, _HOOK_METHODS)
+
+
+def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether it is a method, of a class of a library, that is listed for that library."""
+    method = _defined(kind, name)
+    home = str(getattr(method, "__module__", ""))
+    libraries = (library for library, names in listed.items() if name in names and within(kind.__module__, library))
+    return isinstance(method, types.FunctionType) and any(within(home, library) for library in libraries)
+
+
+def _inner_class(node: Built, graph: Graph) -> type | None:
+    """The class within a class that is asked for, if it is one."""
+    owner, name = node.given()
+    kind = graph.class_of(owner)
+    inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None
+    return inner if isinstance(inner, type) else None
+
+
+def _role(node: Built, graph: Graph) -> Role:
+    owner, name = node.given()
+    kind = graph.class_of(owner)
+    if kind is None:
+        return "callable"
+    if issubclass(kind, enum.Enum):
+        return "data"
+    return "trusted" if graph.trusts(kind) else "hook" if _is_listed(kind, name, _HOOK_METHODS) else "callable"
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if isinstance(owner, str):  # the name of a class of operators
+        module, _, kind = owner.rpartition(".")
+        return getattr(getattr(importlib.import_module(module), kind), name)
+    return getattr(owner, name) if isinstance(owner, type) else types.MethodType(getattr(type(owner), name), owner)

@@ -1,0 +1,348 @@
+"""Modules of PyTorch and of well-known model libraries, and what these attach to their models.
+
+An object is created without its constructor and given its attributes.  Where its class says how it takes its state
+(``__setstate__``), that runs: the library's code, on attributes that were looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memopt_cli.loading.pickles.kinds.interface import (
+    Broken,
+    Denied,
+    Graph,
+    Missing,
+    Recipe,
+    Role,
+    Use,
+    is_callable,
+    is_surrogate,
+    plain_entries,
+    resolve,
+    set_attributes,
+    shadowing,
+    within,
+)
+from memopt_cli.loading.pickles.nodes import Built
+from memopt_cli.records import Trust
+
+LIBRARIES: Final = (
+    "torch.nn",
+    "torch.ao",
+    "torch.distributions",
+    "torch.optim",
+    "torchvision",
+    "timm",
+    "transformers",
+    "snntorch",
+    "spikingjelly",
+    "norse",
+    "memopt_cli.online",
+    "memopt_cli.model_batching.module",
+)
+"""Packages whose ``nn.Module`` classes may be built without asking."""
+
+LAYERS: Final = (
+    *(
+        "torch.nn.modules",
+        "timm.layers",
+        "torchvision.ops",
+        "torchvision.transforms",
+        "snntorch",
+        "spikingjelly",
+        "norse",
+    ),
+    "torch.optim",
+)
+"""Those whose classes may be held as values: a model may make a layer of one, with arguments from the file.  The
+constructors of whole models read files and fetch weights."""
+
+_CONFIGURATIONS: Final = frozenset(
+    {
+        "transformers.configuration_utils.PretrainedConfig",
+        "transformers.configuration_utils.PreTrainedConfig",
+        "transformers.generation.configuration_utils.GenerationConfig",
+    }
+)
+"""Base classes of plain settings that libraries attach to their models."""
+
+_HOOKS: Final = {
+    "torch.nn.utils.weight_norm": ("WeightNorm",),
+    "torch.nn.utils.spectral_norm": ("SpectralNorm", "SpectralNormStateDictHook", "SpectralNormLoadStateDictPreHook"),
+    "torch.nn.utils.prune": (
+        *("PruningContainer", "Identity", "RandomUnstructured", "L1Unstructured", "RandomStructured"),
+        *("LnStructured", "CustomFromMask"),
+    ),
+    "torch.nn.modules.module": ("_WrappedHook",),
+}
+"""Classes of PyTorch's own hooks on modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """An object of a library that is known, or one of its classes."""
+
+    libraries: tuple[str, ...]
+
+    def claims(self, use: Use) -> bool:
+        """Whether one of the libraries has the name."""
+        return any(within(use.name.module, library) for library in self.libraries) and "__main__" not in use.name.module
+
+    def recipe(self, use: Use) -> Recipe | Denied | Missing:
+        """What such a class may be: a module, a hook, settings, an enum, a named tuple; or one that is held."""
+        found = resolve(use.name)
+        if isinstance(found, Denied | Missing):
+            return found
+        by_name = None if use.name.package == "torch" else Trust(globals=(str(use.name),))
+        if not isinstance(found, type):
+            return Denied("is a function", by_name)
+        if not any(within(found.__module__, library) for library in self.libraries):
+            return Denied(f"is not defined in {use.name.package} but in {found.__module__}", by_name)
+        made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
+        return made or Denied(_NOT[use.how], by_name)
+
+    def _held(self, found: type) -> Recipe | None:
+        own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
+        is_layer = issubclass(found, _LAYERS) and any(within(found.__module__, package) for package in own)
+        if is_layer or is_surrogate(found) or _is_plain(found):
+            return Recipe(make=lambda: found, role="callable", kind=found)
+        return Recipe(make=lambda: found, role="named", kind=found) if issubclass(found, nn.Module) else None
+
+
+_LAYERS: Final = (nn.Module, torch.optim.Optimizer)
+_NOT: Final = {
+    "created": "is no nn.Module class",
+    "called": "is called with arguments from the file",
+    "held": "is no layer, and kept as something to call",
+}
+
+
+def _created(found: type) -> Recipe | None:
+    if issubclass(found, nn.Module):
+        return module_recipe(found)
+    if found.__name__ in _HOOKS.get(found.__module__, ()):
+        return Recipe(make=_maker(found), role="hook", kind=found, fill=fill, check=_check_hook)
+    if issubclass(found, _TRAINING):
+        return Recipe(make=_maker(found), kind=found, fill=fill, check=_check_attributes)
+    if _is_settings(found):
+        role: Role = "callable" if is_callable(found) else "data"
+        return Recipe(make=_maker(found), role=role, kind=found, fill=set_attributes, check=_check_attributes)
+    if _is_named_tuple(found):
+        return Recipe(make=lambda *items: _named_tuple(found, items), kind=found)
+    return None
+
+
+def _called(found: type) -> Recipe | None:
+    """A call of an enum gives the member of that value."""
+    return Recipe(make=lambda value: _member(found, value), kind=found) if issubclass(found, enum.Enum) else None
+
+
+def _is_plain(found: type) -> bool:
+    return issubclass(found, enum.Enum) or _is_settings(found) or _is_named_tuple(found)
+
+
+_TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""What some models keep that belongs to their training."""
+_HELPERS: Final = (
+    *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
+    "torch.distributions",
+)
+"""Modules, and packages, whose classes hold settings and tensors and compute."""
+
+
+def _is_settings(found: type) -> bool:
+    if any(within(found.__module__, package) for package in _HELPERS):
+        return True
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in found.__mro__}
+    plain = dataclasses.is_dataclass(found) and not is_callable(found) and not hasattr(found, "__setstate__")
+    return bool(bases & _CONFIGURATIONS) or plain
+
+
+def _is_named_tuple(found: type) -> bool:
+    return issubclass(found, tuple) and hasattr(found, "_fields") and found.__bases__ == (tuple,)
+
+
+def _named_tuple(found: Any, items: tuple[Any, ...]) -> Any:
+    if len(items) != len(found._fields):
+        raise Broken(f"a {found.__name__} has {len(items)} items")
+    return tuple.__new__(found, items)
+
+
+def _member(found: type[enum.Enum], value: Any) -> enum.Enum:
+    for member in found:
+        if type(member.value) is type(value) and member.value == value:
+            return member
+    raise Broken(f"{found.__name__} has no member of such a value")
+
+
+def _maker(found: type) -> Callable[..., Any]:
+    """Creates an object of the class without its constructor."""
+
+    def make(*arguments: Any) -> Any:
+        if arguments:
+            raise Broken(f"a {found.__name__} is created with arguments")
+        return object.__new__(found)
+
+    return make
+
+
+def fill(target: Any, state: Any) -> None:
+    """Give an object its state, in the way that its class says if it says one."""
+    takes = getattr(type(target), "__setstate__", None)
+    set_attributes(target, state) if takes is None else takes(target, state)
+
+
+def _check_attributes(node: Built | None, graph: Graph) -> str:
+    assert node is not None
+    if not node.has_state:
+        return ""
+    entries, kind = plain_entries(node.state), graph.class_of(node)
+    assert kind is not None
+    return "has a state of another kind" if entries is None else shadowing(kind, entries, graph)
+
+
+def _check_hook(node: Built | None, graph: Graph) -> str:
+    """What it calls in turn are hooks too."""
+    entries = plain_entries(node.state) if node else []
+    roles = {name: graph.role_of(value) for name, value in entries or ()}
+    wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
+    return f"calls its {wrong[0]}, which is no hook" if wrong else _check_attributes(node, graph)
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def module_recipe(found: type[nn.Module]) -> Recipe:
+    """Of a module: created empty, and given attributes that were looked at."""
+    return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
+
+
+def check_module(node: Built | None, graph: Graph) -> str:
+    """Why a module must not be made of its state; empty if it may."""
+    assert node is not None
+    kind = graph.class_of(node)
+    assert kind is not None
+    if not node.has_state:
+        return "has no state"
+    entries = plain_entries(node.state)
+    if entries is None:
+        return "" if _takes_other_states(kind) else "has a state of another kind"
+    return check_attributes(kind, entries, graph)
+
+
+def _takes_other_states(kind: type) -> bool:
+    """Packed parameters of quantized layers are a tuple of tensors."""
+    return within(kind.__module__, "torch.ao") and kind.__setstate__ is not nn.Module.__setstate__  # type: ignore[attr-defined]
+
+
+def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
+    """Why a module of the class must not have these attributes; empty if it may."""
+    for name, value in entries:
+        register = REGISTERS.get(name) if isinstance(name, str) else None
+        reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)
+        if reason:
+            return reason
+    return ""
+
+
+def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
+    is_dict = isinstance(value, Built) and str(value.callee) in ("builtins.dict", "collections.OrderedDict")
+    if not is_dict or value.items or value.given():
+        raise _Wrong(f"has {name} that are none")
+    return list(value.entries)
+
+
+class _Wrong(Exception):
+    """A register that a module cannot have."""
+
+
+def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[str, Any, Graph], str]:
+    """A check of one of the dicts that a module keeps its parts in."""
+
+    def check(name: str, value: Any, graph: Graph) -> str:
+        try:
+            wrong = [key for key, item in _pairs(name, value) if not holds(key, item, graph)]
+        except _Wrong as reason:
+            return str(reason)
+        return f"has {what} {wrong[0]!r} that is none" if wrong else ""
+
+    return check
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key.isprintable() and "." not in key and key != ""
+
+
+def _is_tensor(value: Any) -> bool:
+    """As far as a stand-in tells; what is made is looked at again."""
+    names = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Uninitialized")
+    return isinstance(value, Built) and value.how == "called" and str(value.callee).startswith(names)
+
+
+def _holds_tensor(key: Any, item: Any, graph: Graph) -> bool:
+    return _is_name(key) and (item is None or _is_tensor(item) or _is_vouched(item, graph))
+
+
+def _holds_module(key: Any, item: Any, graph: Graph) -> bool:
+    return _is_name(key) and (item is None or graph.role_of(item) in ("module", "trusted"))
+
+
+def _holds_hook(key: Any, item: Any, graph: Graph) -> bool:
+    return isinstance(key, int) and graph.role_of(item) in ("hook", "trusted")
+
+
+def _holds_flag(key: Any, item: Any, graph: Graph) -> bool:
+    return isinstance(key, int) and isinstance(item, bool)
+
+
+def _is_vouched(value: Any, graph: Graph) -> bool:
+    kind = graph.class_of(value)
+    return kind is not None and graph.trusts(kind)
+
+
+def _check_names(name: str, value: Any, graph: Graph) -> str:
+    items = value.items if isinstance(value, Built) else ()
+    given = value.given() if isinstance(value, Built) else ()
+    listed = [item for part in given if isinstance(part, Built) for item in part.items]
+    return "" if all(map(_is_name, (*items, *listed))) else f"has {name} that are none"
+
+
+def _check_flag(name: str, value: Any, graph: Graph) -> str:
+    return "" if value is None or isinstance(value, bool) else f"has {name} that is neither true nor false"
+
+
+_TENSORS, _MODULES = _register(_holds_tensor, "a tensor"), _register(_holds_module, "a module")
+_HOOKED, _FLAGS = _register(_holds_hook, "a hook"), _register(_holds_flag, "a flag")
+REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
+    "_parameters": _TENSORS,
+    "_buffers": _TENSORS,
+    "_modules": _MODULES,
+    "_non_persistent_buffers_set": _check_names,
+    "training": _check_flag,
+    "_is_full_backward_hook": _check_flag,
+    **dict.fromkeys(
+        (
+            "_backward_hooks",
+            "_backward_pre_hooks",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_state_dict_hooks",
+            "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks",
+            "_load_state_dict_post_hooks",
+        ),
+        _HOOKED,
+    ),
+    **dict.fromkeys(
+        ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"), _FLAGS
+    ),
+}
+"""What every module has, and how it must look."""

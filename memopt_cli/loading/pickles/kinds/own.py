@@ -1,0 +1,117 @@
+"""What memopt's own files hold: segments, lifted modules, scripts, and the few classes that go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.loading.pickles.kinds.interface import (
+    Broken,
+    Denied,
+    Graph,
+    Missing,
+    Recipe,
+    Use,
+    plain_entries,
+    resolve,
+)
+from memopt_cli.loading.pickles.kinds.modules import check_attributes, fill, module_recipe
+from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
+from memopt_cli.loading.script_archive import check_script_archive
+from memopt_cli.runtime.compressor import COMPRESSORS
+from memopt_cli.runtime.container import SegmentConfig, restore_segment
+from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
+from memopt_cli.runtime.script import ScriptLeaf
+
+RUNTIME: Final = "memopt_cli.runtime"
+RESTORE_SEGMENT: Final = Global(f"{RUNTIME}.container", "restore_segment")
+RESTORE_LIFTED: Final = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
+
+_MODULES: Final = ("runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
+_SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A name of the runtime, all of which are a file format."""
+
+    def claims(self, use: Use) -> bool:
+        """Whether it is one; any other name of the runtime is nobody's."""
+        if use.name in (RESTORE_SEGMENT, RESTORE_LIFTED):
+            return use.how == "called"
+        if str(use.name).removeprefix(f"{RUNTIME}.") in _MODULES:
+            return use.how in ("created", "held")
+        return use.how == "created" and use.name.module == f"{RUNTIME}.compressor"
+
+    def recipe(self, use: Use) -> Recipe | Denied | Missing:
+        """What it makes."""
+        if use.name == RESTORE_SEGMENT:
+            return Recipe(make=restore_segment, role="module", kind=_original, fill=fill, check=_check_segment)
+        if use.name == RESTORE_LIFTED:
+            return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
+        found = resolve(use.name)
+        if isinstance(found, Denied | Missing):
+            return found
+        if use.how == "held":
+            return Recipe(make=lambda: found, role="named", kind=found)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return replace(module_recipe(found), fill=_fill_script) if found is ScriptLeaf else module_recipe(found)
+        if found not in map(type, COMPRESSORS.values()):
+            return Denied("is no part of the format of memopt's files")
+        return Recipe(make=lambda: object.__new__(found), kind=found)  # codecs hold no state
+
+
+def _fill_script(target: Any, state: Any) -> None:
+    """PyTorch trusts the archive in a script's state: it is looked at as a file of its own would be."""
+    archive = state.get("archive") if isinstance(state, dict) else None
+    if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
+        raise Broken("a script has no archive")
+    try:
+        check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part")
+    except ValueError as err:
+        raise Broken(f"its TorchScript part is damaged: {err}") from err
+    fill(target, state)
+
+
+def _original(node: Built, graph: Graph) -> type | None:
+    """The class that a segment had before."""
+    return graph.class_of(next(iter(node.given()), None))
+
+
+def _check_segment(node: Built | None, graph: Graph) -> str:
+    """A segment of a class, whose state follows; or of a lifted module, which has its own."""
+    assert node is not None
+    match node.given():
+        case (original, Built() as settings) if _is_plain(settings):
+            kind, entries = graph.class_of(original), plain_entries(node.state)
+            if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
+                return ""
+            if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):
+                return "makes a segment of what is no module"
+            return "has a state of another kind" if entries is None else check_attributes(kind, entries, graph)
+    return "makes a segment of something else"
+
+
+def _is_plain(settings: Built) -> bool:
+    """The fields of a segment's configuration; their values are looked at where it is installed."""
+    entries = plain_entries(settings)
+    return entries is not None and all(name in _SETTINGS and _is_setting(value) for name, value in entries)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, Tuple):
+        return all(isinstance(item, str) for item in value.items)
+    return isinstance(value, bool | int | str)
+
+
+def _check_lifted(node: Built | None, graph: Graph) -> str:
+    """Its attributes are those of a module; whether they suit its program is seen when all of it is there."""
+    assert node is not None
+    match node.given():
+        case (Tuple(), Built() as state):
+            entries = plain_entries(state)
+            return "has a state of another kind" if entries is None else check_attributes(LiftedModule, entries, graph)
+    return "lifts something else"

@@ -1,0 +1,214 @@
+"""Containers and values of the standard library: what holds data and runs nothing.
+
+A call of one of these names is no call here: its arguments are looked at, and the object is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import functools
+import inspect
+import logging
+import pathlib
+import random
+import re
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.kinds.interface import (
+    Broken,
+    Graph,
+    Listed,
+    Recipe,
+    Role,
+    is_dunder,
+    plain_entries,
+    set_attributes,
+)
+from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
+
+_LONGEST = 10_000
+"""Characters of a path, or of the name of a logger."""
+_LONGEST_PATTERN = 1000
+
+
+def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
+    """``make``, which refuses arguments of other types than these, and more than so many."""
+
+    def checked(*arguments: Any) -> Any:
+        if len(arguments) > most or not all(type(argument) in given for argument in arguments):
+            raise Broken(f"a {getattr(make, '__name__', 'value')} is made of something else")
+        return make(*arguments)
+
+    return checked
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """Protocol 2 knows no bytes: it encodes a text whose characters they are."""
+    if encoding not in ("latin1", "latin-1"):
+        raise Broken(f"bytes are encoded as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
+    return bytearray(_bytes(data, encoding) if type(data) is str else data)
+
+
+def _check_defaultdict(node: Built | None, graph: Graph) -> str:
+    """It makes its values of a plain type, or of what the user vouched for."""
+    factory = next(iter(node.given()), None) if node else None
+    plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
+    return "" if plain or graph.role_of(factory) == "trusted" else "makes its values of something else"
+
+
+def _deque(items: Any = (), longest: Any = None) -> Any:
+    if type(items) not in (list, tuple) or type(longest) not in (int, type(None)):
+        raise Broken("a deque is made of something else")
+    return collections.deque(items, longest)
+
+
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+    def make(*parts: str) -> pathlib.PurePath:
+        if sum(map(len, parts)) > _LONGEST:
+            raise Broken(f"a path has more than {_LONGEST} characters")
+        return kind(*parts)
+
+    return _of(make, str)
+
+
+def _logger(name: str = "root") -> logging.Logger:
+    if not name.isprintable() or len(name) > _LONGEST:
+        raise Broken("a logger has no name")
+    return logging.getLogger(name)
+
+
+def _pattern(text: Any, flags: Any = 0) -> Any:
+    if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
+        raise Broken("a regular expression is made of something else")
+    return re.compile(text, flags)
+
+
+def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """``datetime`` and its like: of their bytes, and of a time zone."""
+
+    def make(*arguments: Any) -> Any:
+        return kind(*(_bytes(argument) if type(argument) is str else argument for argument in arguments))
+
+    return _of(make, bytes, str, int, datetime.timezone, type(None))
+
+
+def _type_of(value: Any) -> type:
+    """``type(None)``: Python stores the types of its singletons so."""
+    if value is not None and value is not Ellipsis and value is not NotImplemented:
+        raise Broken("it asks for the type of something")
+    return type(value)
+
+
+# ---------------------------------------------------------------------------------------------- partial
+
+
+def _fill_partial(target: Any, state: Any) -> None:
+    function, arguments, keywords, _ = state
+    target.__setstate__((function, arguments, keywords, None))
+
+
+def _check_partial(node: Built | None, graph: Graph) -> str:
+    """What it calls computes, and is the function that it was made of."""
+    assert node is not None
+    given = node.given()
+    if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
+        return "calls what is no function that only computes"
+    match node.state:
+        case Tuple(items=(function, Tuple(), Built(), attributes)) if function is given[0]:
+            return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
+    return "has a state of another kind"
+
+
+def _role_of_partial(node: Built, graph: Graph) -> Role:
+    given = node.given()
+    return "trusted" if given and graph.role_of(given[0]) == "trusted" else "callable"
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph], str]:
+    """A check that an object has no other attributes."""
+
+    def check(node: Built | None, graph: Graph) -> str:
+        entries = plain_entries(node.state) if node is not None and node.has_state else []
+        if entries is None:
+            return "has a state of another kind"
+        return next((f"has an attribute {name!r}" for name, _ in entries if not allowed(name)), "")
+
+    return check
+
+
+def _set(mapping: Any, key: Any, value: Any) -> None:
+    mapping[key] = value
+
+
+_NAMED: Final = _attributes(lambda name: isinstance(name, str) and not is_dunder(name))
+_OF_ITEMS: Final = (list, tuple)
+
+PLAIN: Final = Listed(
+    called={
+        "builtins.list": Recipe(make=_of(list, *_OF_ITEMS, most=1), extend=list.extend),
+        "builtins.dict": Recipe(make=_of(dict, dict, most=1), set=_set),
+        "builtins.set": Recipe(make=_of(set, *_OF_ITEMS, most=1), extend=set.update),
+        "builtins.frozenset": Recipe(make=_of(frozenset, *_OF_ITEMS, most=1)),
+        "builtins.tuple": Recipe(make=_of(tuple, *_OF_ITEMS, most=1)),
+        "builtins.complex": Recipe(make=_of(complex, float, int, most=2)),
+        "builtins.slice": Recipe(make=_of(slice, int, type(None), most=3)),
+        "builtins.range": Recipe(make=_of(range, int, most=3)),
+        "builtins.bytes": Recipe(make=_of(_bytes, str, most=2)),
+        "builtins.bytearray": Recipe(make=_of(_bytearray, bytes, bytearray, str, most=2)),
+        "builtins.type": Recipe(make=_type_of),
+        "_codecs.encode": Recipe(make=_of(_bytes, str, most=2)),
+        "collections.OrderedDict": Recipe(
+            make=_of(collections.OrderedDict, *_OF_ITEMS, most=1),
+            set=_set,
+            fill=set_attributes,
+            check=_attributes(lambda name: name in ("_metadata", "__orig_class__")),  # versions of modules, and a type
+        ),
+        "collections.defaultdict": Recipe(make=collections.defaultdict, set=_set, check=_check_defaultdict),
+        "collections.Counter": Recipe(make=_of(collections.Counter, dict, most=1), set=_set),
+        "collections.deque": Recipe(make=_deque, extend=collections.deque.extend),
+        "functools.partial": Recipe(
+            make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
+        ),
+        "types.SimpleNamespace": Recipe(make=_of(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED),
+        "random.Random": Recipe(make=_of(random.Random, most=0), fill=random.Random.setstate),
+        "re._compile": Recipe(make=_pattern),
+        "logging.getLogger": Recipe(make=_of(_logger, str, most=1)),
+        "pathlib.PosixPath": Recipe(make=_path(pathlib.Path)),
+        "pathlib.PurePosixPath": Recipe(make=_path(pathlib.PurePosixPath)),
+        "pathlib.WindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
+        "pathlib.PureWindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
+        "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
+        "datetime.date": Recipe(make=_moment(datetime.date)),
+        "datetime.time": Recipe(make=_moment(datetime.time)),
+        "datetime.timedelta": Recipe(make=_of(datetime.timedelta, int, most=3)),
+        "datetime.timezone": Recipe(make=_of(datetime.timezone, datetime.timedelta, str, most=2)),
+    },
+    created={
+        "argparse.Namespace": Recipe(make=_of(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED),
+        "builtins.object": Recipe(make=_of(object, most=0)),
+        "contextlib.nullcontext": Recipe(make=_of(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED),
+    },
+    held={
+        "builtins.Ellipsis": Recipe(make=lambda: ...),
+        "builtins.NotImplemented": Recipe(make=lambda: NotImplemented),
+        "inspect._empty": Recipe(make=lambda: inspect.Parameter.empty),
+        **{
+            f"builtins.{kind.__name__}": Recipe(make=functools.partial(lambda kind: kind, kind), role="callable")
+            for kind in (int, float, bool, str, bytes, complex, list, tuple, dict, set, frozenset, object)
+        },
+        "collections.OrderedDict": Recipe(make=lambda: collections.OrderedDict, role="callable"),
+    },
+)
+"""Every name of the standard library by which a file may make or hold something."""

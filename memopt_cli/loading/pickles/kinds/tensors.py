@@ -1,0 +1,332 @@
+"""Tensors, and what describes them.
+
+PyTorch's functions that put a tensor together trust what they are given.  They are not called: a tensor is made here,
+when its storage is known to hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.torch_version import TorchVersion
+
+from memopt_cli.loading.pickles.described import STORAGE_DTYPES
+from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
+from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
+from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
+
+_LARGEST = 2**63 - 1
+_EXPANSION, _ALLOWANCE = 64, 64 << 20
+"""A tensor may be 64 times its storage and 64 MiB, as expanded ones are: whoever copies it needs that much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes of tensors; ``dtype`` is what the file says they are."""
+
+    data: torch.UntypedStorage
+    dtype: torch.dtype
+
+
+class Storages(Protocol):
+    """The bytes that a file has beside its pickle."""
+
+    def get(self, key: str, nbytes: int) -> torch.UntypedStorage:
+        """Those of one storage, ``nbytes`` of them.  Raises :class:`Broken` if there are not as many."""
+
+
+NESTED: Final = Global("torch.storage", "_load_from_bytes")
+"""A storage within a pickle that has nothing beside it: a legacy file of its own, as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A storage, found by its identity: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+
+    storages: Storages
+    nested: Callable[[bytes], tuple[Any, Storages]]
+    """Of the bytes of a :data:`NESTED` one the identity in them, and what it is found among."""
+
+    def claims(self, use: Use) -> bool:
+        """Whether it is stored beside the pickle, or in it."""
+        return (use.how == "stored" and use.name == PERSISTENT) or (use.how == "called" and use.name == NESTED)
+
+    def recipe(self, use: Use) -> Recipe:
+        """One that takes it from the file."""
+        return Recipe(make=self._nested if use.name == NESTED else self._storage)
+
+    def _nested(self, data: Any) -> Storage:
+        if type(data) is not bytes:
+            raise Broken("a storage is made of something else")
+        identity, storages = self.nested(data)
+        return Stored(storages, self.nested)._storage(identity)
+
+    def _storage(self, identity: Any) -> Storage:
+        match identity:
+            case ("storage", str(kind), str(key), _, int(count), *view) if kind in STORAGE_DTYPES and count >= 0:
+                if any(part is not None for part in view):
+                    raise Broken("it was saved by a PyTorch before 0.4, whose storages are views of others")
+                dtype = getattr(torch, STORAGE_DTYPES[kind])
+                return Storage(self.storages.get(key, count * dtype.itemsize), dtype)
+        raise Broken("it refers to something beside it that is no storage")
+
+
+# ---------------------------------------------------------------------------------------------- dense
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= _LARGEST for size in value):
+        raise Broken(f"a tensor has the shape, strides or offset {value!r}")
+    return tuple(value)
+
+
+def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
+    """Make sure that a view lies within its storage, and is not far larger than that."""
+    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
+        raise Broken("a tensor is made of no storage")
+    sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
+    if len(sizes) != len(strides):
+        raise Broken(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
+    items, held = math.prod(sizes), storage.data.nbytes()
+    last = start + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    if items and (last + 1) * dtype.itemsize > held:
+        raise Broken(f"a tensor of the shape {sizes} reaches beyond its storage")
+    if items * dtype.itemsize > _EXPANSION * held + _ALLOWANCE:
+        raise Broken(f"a tensor of the shape {sizes} is far larger than its {held} bytes")
+
+
+def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
+    _check_place(storage, dtype, offset, size, stride)
+    return torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
+
+
+def _without_hooks(hooks: Any) -> None:
+    if hooks:
+        raise Broken("a tensor has hooks")
+
+
+def _tensor(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> Tensor:
+    _without_hooks(hooks)
+    made = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
+    for bit in metadata or {}:
+        if bit not in ("conj", "neg"):
+            raise Broken(f"a tensor has the property {bit!r}")
+    if metadata:
+        torch._utils.set_tensor_metadata(made, dict(metadata))  # type: ignore[no-untyped-call]
+    return made.requires_grad_(bool(requires_grad))
+
+
+def _typed_tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> Tensor:
+    typed = Storage(storage.data, dtype) if isinstance(storage, Storage) else storage
+    return _tensor(typed, offset, size, stride, requires_grad, hooks, metadata)
+
+
+def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
+    empty = torch.empty_strided(_sizes(size), _sizes(stride), dtype=dtype, device="meta")
+    return empty.requires_grad_(bool(requires_grad))
+
+
+def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
+    """Of a tensor, or NumPy's array, that was on a device whose storages are of another kind."""
+    made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
+    return made.to(dtype).requires_grad_(bool(requires_grad))
+
+
+# ---------------------------------------------------------------------------------------------- sparse and quantized
+
+
+def _sparse_tensor(layout: Any, data: Any) -> Tensor:
+    if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
+        raise Broken("a sparse tensor is made of something else")
+    if layout is torch.sparse_coo:
+        indices, values, size, *is_coalesced = data
+        return torch.sparse_coo_tensor(
+            indices, values, _sizes(size), check_invariants=True, is_coalesced=any(is_coalesced) or None
+        )
+    compressed, plain, values, size = data
+    return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
+
+
+def _quantized_tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any = False, hooks: Any = None
+) -> Tensor:
+    _without_hooks(hooks)
+    dtype = getattr(storage, "dtype", None)
+    if dtype not in (torch.qint8, torch.quint8, torch.qint32):
+        raise Broken("a quantized tensor is made of something else")
+    _check_place(storage, dtype, offset, size, stride)
+    match quantizer:
+        case (torch.per_tensor_affine, float(scale), int(zero_point)):
+            made = torch._empty_affine_quantized(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
+        case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
+            lists = [torch.as_tensor(given) for given in (scales, zero_points)]
+            if not 0 <= axis < len(size) or any(given.shape != (size[axis],) for given in lists):
+                raise Broken("a quantized tensor has not one scale for each channel")
+            made = torch._empty_per_channel_affine_quantized(
+                _sizes(size), scales=lists[0].double(), zero_points=lists[1].long(), axis=axis, dtype=dtype
+            )
+        case _:
+            raise Broken("a tensor is quantized in a way that memopt does not know")
+    return made.set_(storage.data, offset, tuple(size), tuple(stride))
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter:
+    _without_hooks(hooks)
+    if not isinstance(data, Tensor):
+        raise Broken("a parameter is made of something else")
+    return nn.Parameter(data, bool(requires_grad))
+
+
+def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any) -> nn.Parameter:
+    made = _parameter(data, requires_grad, hooks)
+    vars(made).update(state[0] or {} if isinstance(state, tuple) else state)
+    return made
+
+
+def _check_state_of_parameter(node: Built | None, graph: Graph) -> str:
+    assert node is not None
+    return _check_attributes(node.given()[3:], graph)
+
+
+def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
+    """Of a tensor: they take the place of none of its methods."""
+    if given in ((), (None,)):
+        return ""
+    entries = plain_entries(given[0])
+    return "has a state of another kind" if entries is None else shadowing(nn.Parameter, entries, graph)
+
+
+def _uninitialized(kind: Any) -> Callable[..., Tensor]:
+    """A parameter or buffer of a lazy module, which has no shape yet."""
+
+    def make(requires_grad: Any = False, *_: Any) -> Any:
+        return kind(bool(requires_grad))
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------- subclasses
+
+
+def _of_subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+    """A tensor with attributes, or of a class of its own: the parts of one that ``function`` makes."""
+    if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
+        raise Broken("a tensor is made by something else")
+    made = _MAKERS[function](*arguments)
+    if type(made) is not kind:
+        made = made.as_subclass(kind)
+    vars(made).update((state[0] if isinstance(state, tuple) else state) or {})
+    return made
+
+
+def _check_subclass(node: Built | None, graph: Graph) -> str:
+    assert node is not None
+    match node.given():
+        case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
+            own = graph.class_of(kind)
+            if own is None or not issubclass(own, Tensor):
+                return "makes a tensor of a class that is none"
+            return _check_attributes((state,), graph)
+    return "makes a tensor by something else"
+
+
+def _size(*sizes: Any) -> torch.Size:
+    return torch.Size(_sizes(sizes[0] if sizes else ()))
+
+
+def _device(kind: Any = "cpu", index: Any = None) -> torch.device:
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise Broken("a device has no name")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _version(text: Any) -> Any:
+    if type(text) is not str:
+        raise Broken("a version is made of something else")
+    return TorchVersion(text)
+
+
+def _layout(name: Any) -> Any:
+    layouts = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+    if name not in {f"torch.{layout}" for layout in layouts}:
+        raise Broken("a layout has no name")
+    return getattr(torch, name.removeprefix("torch."))
+
+
+_MAKERS: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_qtensor": _quantized_tensor,
+    "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,
+    "torch._utils._rebuild_device_tensor_from_numpy": _cpu_tensor,
+}
+
+
+def _named(value: Any) -> Callable[[], Any]:
+    return functools.partial(lambda value: value, value)
+
+
+def _constants() -> dict[str, Recipe]:
+    """Names that stand for themselves; of functions and storages the name is all that is needed."""
+    dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    schemes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.qscheme)}
+    formats = {
+        f"torch._utils.torch.{name}": getattr(torch, name)
+        for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
+    }
+    storages = {
+        f"{module}.{kind}": kind for kind in STORAGE_DTYPES for module in ("torch", "torch.storage", "torch.cuda")
+    }
+    values = {**dtypes, **schemes, **formats, **storages, **{name: name for name in _MAKERS}}
+    classes = {
+        "torch.Tensor": Tensor,
+        "torch.nn.parameter.Parameter": nn.Parameter,
+        "torch.nn.parameter.Buffer": nn.Buffer,
+        "torch.nn.modules.module.Module": nn.Module,
+    }
+    return {name: Recipe(make=_named(value)) for name, value in values.items()} | {
+        name: Recipe(make=_named(kind), role="callable", kind=kind) for name, kind in classes.items()
+    }
+
+
+TENSORS: Final = Listed(
+    called={
+        **{name: Recipe(make=make) for name, make in _MAKERS.items()},
+        "torch._utils._rebuild_parameter_with_state": Recipe(
+            make=_parameter_with_state, check=_check_state_of_parameter
+        ),
+        str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_of_subclass, check=_check_subclass),
+        "torch.nn.parameter.UninitializedParameter": Recipe(make=_uninitialized(UninitializedParameter)),
+        "torch.nn.parameter.UninitializedBuffer": Recipe(make=_uninitialized(UninitializedBuffer)),
+        "torch.Size": Recipe(make=_size),
+        "torch.device": Recipe(make=_device),
+        "torch.serialization._get_layout": Recipe(make=_layout),
+    },
+    created={"torch.torch_version.TorchVersion": Recipe(make=_version)},
+    held=_constants(),
+)
+"""Tensors, parameters, and PyTorch's names of dtypes, devices and layouts."""

@@ -1,0 +1,102 @@
+"""What the user vouched for: packages, single names, and code of his own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from memopt_cli.loading.pickles.kinds.interface import (
+    Denied,
+    Missing,
+    Recipe,
+    Use,
+    nothing_wrong,
+    resolve,
+    within,
+)
+from memopt_cli.loading.pickles.kinds.modules import check_module, fill
+from memopt_cli.loading.pickles.nodes import Global
+from memopt_cli.loading.user_code import UserCode
+from memopt_cli.records import Trust
+
+TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
+"""Packages that cannot be vouched for as a whole: among their functions are some that run what they are given."""
+NEEDS_SCRIPT: Final = Denied("was defined in the script that saved the file", Trust(code_paths=("SCRIPT.py",)))
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """An object of a vouched package, script or name.
+
+    A package vouches for its classes, and for its functions as values; a function that the file itself calls must be
+    named.  A module is looked at as any other: its class is trusted, its attributes come from the file.
+    """
+
+    trust: Trust
+    code: UserCode
+
+    def claims(self, use: Use) -> bool:
+        """Whether the user vouched for it."""
+        return self._vouches(use.name)
+
+    def vouches(self, kind: type) -> bool:
+        """The same of a class that was found."""
+        return self._vouches(Global(kind.__module__, kind.__qualname__))
+
+    def _vouches(self, name: Global) -> bool:
+        packages = frozenset(self.trust.packages) - TOO_WIDE
+        return str(name) in self.trust.globals or name.package in packages or self.code.defines(name.module)
+
+    def recipe(self, use: Use) -> Recipe | Denied | Missing:
+        """What is made of it."""
+        own = self.code.defines(use.name.module)
+        if use.name.module == "__main__" and not own:
+            return NEEDS_SCRIPT
+        found = self.code.find(use.name) if own else resolve(use.name)
+        if isinstance(found, Denied | Missing):
+            return found
+        named = str(use.name) in self.trust.globals
+        if not named and not own:
+            home = str(getattr(found, "__module__", ""))
+            if not any(within(home, package) for package in self.trust.packages):
+                return Denied(f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use))
+        if use.how == "held":
+            return Recipe(make=lambda: found, role="trusted", kind=found if isinstance(found, type) else None)
+        if not isinstance(found, type):
+            if use.how == "called" and not named:
+                return Denied("is a function that is called with arguments from the file", by_name(use))
+            return Recipe(make=found, role="trusted", extend=_extend, set=_set, fill=fill)
+        is_module = issubclass(found, nn.Module)
+        return Recipe(
+            make=found if use.how == "called" else _creator(found),
+            role="trusted" if not is_module else "module",
+            kind=found,
+            extend=_extend,
+            set=_set,
+            fill=fill,
+            check=check_module if is_module and use.how == "created" else nothing_wrong,
+        )
+
+
+def by_name(use: Use) -> Trust:
+    """Trust in this name alone."""
+    return Trust(globals=(str(use.name),))
+
+
+def _creator(found: type) -> Callable[..., Any]:
+    def make(*arguments: Any, **keywords: Any) -> Any:
+        return found.__new__(found, *arguments, **keywords)
+
+    return make
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    target.extend(items) if hasattr(target, "extend") else target.update(items)
+
+
+def _set(target: Any, key: Any, value: Any) -> None:
+    target[key] = value

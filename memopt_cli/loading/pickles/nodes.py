@@ -1,0 +1,170 @@
+"""Stand-ins for the objects of a pickle, and the steps that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from memopt_cli.documents import printable
+
+How = Literal["called", "created", "plain", "stored"]
+"""Called with arguments (``REDUCE``); created empty (``NEWOBJ``); a list, dict or set of the format's own; or stored
+beside the pickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle imports."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return "a computed name" if self.module == "?" else printable(f"{self.module}.{self.name}")
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+COMPUTED: Final = Global("?", "?")
+"""Stands for a name or a callable that the pickle computes instead of naming it."""
+PERSISTENT: Final = Global("?", "persistent")
+"""Stands for what finds an object that is stored outside of the pickle, by its identity."""
+DICT: Final = Global("builtins", "dict")
+LIST: Final = Global("builtins", "list")
+SET: Final = Global("builtins", "set")
+FROZENSET: Final = Global("builtins", "frozenset")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuple:
+    """Stands for a tuple."""
+
+    items: tuple[Any, ...]
+    depth: int
+    weight: int
+    """Items of it and of the tuples in it, each counted wherever it occurs: what hashing it visits."""
+
+
+@dataclass(slots=True, eq=False)
+class Built:
+    """Stands for an object: what makes it, of what, and what it is then filled with."""
+
+    how: How
+    callee: Any
+    """A :class:`Global`; of a called object it may be any stand-in."""
+    arguments: Any = ()
+    """What the callee is given: a :class:`Tuple`, or for a stored object its identity."""
+    keywords: Any = None
+    """Named arguments of one created with them, a stand-in for a dict."""
+    items: list[Any] = field(default_factory=list)
+    """What is appended to a list, or added to a set."""
+    entries: list[tuple[Any, Any]] = field(default_factory=list)
+    """Keys and values that are set in a dict."""
+    state: Any = None
+    has_state: bool = False
+    weight: int = 1
+    """Work that making it anew takes, in items."""
+
+    @property
+    def name(self) -> Global:
+        """Of what makes it."""
+        return self.callee if isinstance(self.callee, Global) else COMPUTED
+
+    def given(self) -> tuple[Any, ...]:
+        """The arguments one by one."""
+        return self.arguments.items if isinstance(self.arguments, Tuple) else ()
+
+    def parts(self) -> Iterator[Any]:
+        """Every value that it is made of."""
+        yield from (self.callee, self.arguments, self.keywords, self.state)
+        yield from self.items
+        for pair in self.entries:
+            yield from pair
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that unpickling does: make a stand-in's object, extend it, set entries in it or give it its state."""
+
+    action: Literal["make", "extend", "set", "fill"]
+    node: Built | Tuple
+    values: tuple[Any, ...] = ()
+    """Items, or keys and values by turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pickle:
+    """A pickle that was followed to its end."""
+
+    root: Any
+    """What it holds: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
+    steps: tuple[Step, ...]
+    """In the order of the opcodes."""
+
+
+def entries_of(value: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a stand-in for a dict of any kind; of anything else none."""
+    return value.entries if isinstance(value, Built) else []
+
+
+def held_in(value: Any) -> Iterator[Any]:
+    """The values that a stand-in holds; the name by which an object is made is none of them."""
+    if isinstance(value, Tuple):
+        yield from value.items
+    elif isinstance(value, Built):
+        callee, *parts = value.parts()
+        yield from parts if isinstance(callee, Global) else (callee, *parts)
+
+
+def reachable(root: Any) -> Iterator[Any]:
+    """Each stand-in from ``root`` on, once: objects, tuples, and names that are held as values."""
+    pending, seen = [root], set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Global):
+            yield value
+        elif isinstance(value, Built | Tuple) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending.extend(held_in(value))
+
+
+class Walk:
+    """Into what lies within objects, each once; it notices what would take a recursion too deep or too long."""
+
+    def __init__(self, children: Callable[[Any], Iterator[Any]], most: int, items: int) -> None:
+        """``most``: objects within each other; ``items``: in one of them, each counted wherever it can be reached."""
+        self._children = children
+        self._most = most
+        self._items = items
+        self._sizes: dict[int, int] = {}
+        self._depths: dict[int, int] = {}
+
+    def endless(self, root: Any) -> str:
+        """Why a walk from ``root`` is too long: it comes back, goes too deep, or meets too much; empty if it is not."""
+        pending, entered = [(root, False)], set[int]()
+        while pending:
+            value, is_left = pending.pop()
+            if is_left:
+                entered.discard(id(value))
+                if reason := self._measure(value):
+                    return reason
+            elif id(value) in entered:
+                return "hold themselves"
+            elif isinstance(value, Built | Tuple) and id(value) not in self._sizes:
+                entered.add(id(value))
+                pending.append((value, True))
+                pending.extend((child, False) for child in self._children(value))
+        return ""
+
+    def _measure(self, value: Any) -> str:
+        children = list(map(id, self._children(value)))
+        size = 1 + sum(self._sizes.get(child, 1) for child in children)
+        depth = 1 + max((self._depths.get(child, 0) for child in children), default=0)
+        self._sizes[id(value)], self._depths[id(value)] = size, depth
+        if depth > self._most:
+            return f"are nested deeper than {self._most}"
+        return f"hold more than {self._items} items, each counted as often as it is met" if size > self._items else ""

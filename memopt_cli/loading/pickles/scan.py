@@ -1,0 +1,351 @@
+"""What a pickle says, read from its opcodes: nothing is imported, built or called.
+
+The opcodes are followed on a stack of stand-ins, as the unpickler would with real objects: a name pushed early can
+be called late, by way of the memo.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # Python 2's names, which protocol 2 writes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any, Final
+
+from memopt_cli.loading.pickles.nodes import (
+    COMPUTED,
+    DICT,
+    FROZENSET,
+    LIST,
+    PERSISTENT,
+    SET,
+    Built,
+    Global,
+    Pickle,
+    Step,
+    Tuple,
+)
+
+TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
+"""Calls its first argument."""
+
+_DEEPEST_TUPLE, _DEEPEST_MARK, _LARGEST_STACK = 200, 10_000, 100_000
+"""Bounds against files made to exhaust whoever reads them; picklers stay far below."""
+_LEAST_WORK, _BYTES_PER_WORK, _MOST_WORK = 500_000, 8, 8_000_000
+"""Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
+_LONGEST_INT, _LONGEST_NAME = 2048, 1000
+"""Bits of a number, characters of an imported name."""
+_EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
+
+
+@dataclass(slots=True)
+class PickleScan:
+    """What the pickles of a file want, and what following them took."""
+
+    size: int
+    """Bytes of the file: the work that reading it may take grows with it."""
+    wanted: set[Global] = field(default_factory=set)
+    """Every name, whether the model can be reached from it or not."""
+    work: int = 0
+
+    def spend(self, work: int) -> None:
+        """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""
+        self.work += work
+        if self.is_costly:
+            raise ValueError(_EXHAUSTING)
+
+    @property
+    def is_costly(self) -> bool:
+        """More was spent than a model of this size takes."""
+        return self.work > min(_LEAST_WORK + self.size // _BYTES_PER_WORK, _MOST_WORK)
+
+
+def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
+    """Follow the pickle at the stream's position to its end, and add what it wants to ``scan``.
+
+    Raises :class:`ValueError` if the bytes there are no complete pickle, or unpickling them is made to take forever.
+    """
+    machine = _Machine(scan)
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            machine.step(opcode, argument)
+        return Pickle(root=machine.result, steps=tuple(machine.steps))
+    except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+        raise ValueError("its bytes are no pickle, or a broken one") from err
+
+
+class _Machine:
+    def __init__(self, scan: PickleScan) -> None:
+        self.result: Any = None
+        self.steps: list[Step] = []
+        self._scan = scan
+        self._stack: list[Any] = []
+        self._outer: list[list[Any]] = []
+        """The stacks below each open mark."""
+        self._memo: dict[int, Any] = {}
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
+        self._scan.spend(1)
+        action = _ACTIONS.get(opcode.name)
+        if action is not None:
+            action(self, argument)
+        elif opcode.stack_after:
+            if isinstance(argument, int) and argument.bit_length() > _LONGEST_INT:
+                raise ValueError(f"it holds a number of {argument.bit_length()} bits")
+            self._stack.append(_CONSTANTS.get(opcode.name, argument))
+        if len(self._stack) > _LARGEST_STACK:
+            raise ValueError(_EXHAUSTING)
+
+    def _make(self, node: Built | Tuple) -> None:
+        self.steps.append(Step("make", node))
+        self._stack.append(node)
+
+    # ------------------------------------------------------------------------------------------ names and calls
+
+    def _global(self, argument: str) -> None:
+        self._stack.append(self._want(*argument.split(" ", 1)))
+
+    def _stack_global(self, _: Any) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        known = isinstance(name, str) and isinstance(module, str)
+        self._stack.append(self._want(module, name) if known else self._want(COMPUTED.module, COMPUTED.name))
+
+    def _want(self, module: str, name: str) -> Global:
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise ValueError(f"it imports a name of {len(module) + len(name)} characters")
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        found = Global(module, name)
+        self._scan.wanted.add(found)
+        return found
+
+    def _reduce(self, _: Any) -> None:
+        arguments = self._stack.pop()
+        self._call(self._stack.pop(), arguments)
+
+    def _inst(self, argument: str) -> None:
+        items = self._pop_mark()
+        self._call(self._want(*argument.split(" ", 1)), self._tuple(items))
+
+    def _obj(self, _: Any) -> None:
+        callee, *items = self._pop_mark()
+        self._call(callee, self._tuple(items))
+
+    def _new(self, _: Any) -> None:
+        arguments = self._stack.pop()
+        self._make(Built("created", self._named(self._stack.pop()), arguments))
+
+    def _new_with_keywords(self, _: Any) -> None:
+        keywords, arguments = self._stack.pop(), self._stack.pop()
+        self._make(Built("created", self._named(self._stack.pop()), arguments, keywords))
+
+    def _call(self, callee: Any, arguments: Any) -> None:
+        if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
+            kind, *given = arguments.items
+            if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
+                raise ValueError("it makes an object of another one's parts")
+            self._make(Built("created", self._named(kind), self._tuple(given if callee == _NEWOBJ else [])))
+            return
+        built = Built("called", callee, arguments)
+        if self._named(callee).module in ("builtins", "collections", "torch"):
+            built.weight += sum(map(_amount, built.given()))
+            if callee.name not in ("range", "slice"):  # they take nothing in
+                self._scan.spend(built.weight)
+        if callee == TENSOR_SUBCLASS_REBUILD:
+            self._named(next(iter(built.given()), None))
+        self._make(built)
+
+    def _named(self, callee: Any) -> Global:
+        """What is called or created; a callable that is computed is wanted under a name of its own."""
+        found = callee if isinstance(callee, Global) else COMPUTED
+        self._scan.wanted.add(found)
+        return found
+
+    def _persistent(self, _: Any) -> None:
+        identity = self._stack.pop()
+        if isinstance(identity, Tuple) and identity.items[:1] == ("module",) and len(identity.items) == 4:
+            self._stack.append(identity.items[1])  # a class of the legacy format, with its source code, of no interest
+            return
+        self._make(Built("stored", PERSISTENT, identity))
+
+    def _persistent_text(self, identity: str) -> None:
+        self._make(Built("stored", PERSISTENT, identity))
+
+    # ------------------------------------------------------------------------------------------ containers
+
+    def _mark(self, _: Any) -> None:
+        if len(self._outer) > _DEEPEST_MARK:
+            raise ValueError(_EXHAUSTING)
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _pop_mark(self, _: Any = None) -> list[Any]:
+        items, self._stack = self._stack, self._outer.pop()
+        return items
+
+    def _marked_tuple(self, _: Any) -> None:
+        items = self._pop_mark()
+        self._stack.append(self._tuple(items))
+
+    def _counted_tuple(self, count: int) -> None:
+        items = [self._stack.pop() for _ in range(count)][::-1]
+        self._stack.append(self._tuple(items))
+
+    def _tuple(self, items: list[Any]) -> Tuple:
+        inner = [item for item in items if isinstance(item, Tuple)]
+        depth = 1 + max((item.depth for item in inner), default=0)
+        if depth > _DEEPEST_TUPLE:
+            raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
+        made = Tuple(tuple(items), depth, len(items) + sum(item.weight for item in inner))
+        self._scan.spend(made.weight if inner else 0)  # a tuple of tuples of the same tuple …: whoever walks it, falls
+        self.steps.append(Step("make", made))
+        return made
+
+    def _empty(self, kind: Global) -> None:
+        self._make(Built("plain", kind))
+
+    def _filled(self, kind: Global) -> None:
+        items = self._pop_mark()
+        self._make(Built("plain", kind))
+        (self._set if kind == DICT else self._extend)(items)
+
+    def _append(self, _: Any) -> None:
+        self._extend([self._stack.pop()])
+
+    def _append_marked(self, _: Any) -> None:
+        self._extend(self._pop_mark())
+
+    def _add_marked(self, _: Any) -> None:
+        items = self._pop_mark()
+        self._scan.spend(sum(map(_hashed, items)))
+        self._extend(items)
+
+    def _extend(self, items: list[Any]) -> None:
+        node = self._last()
+        node.items.extend(items)
+        self.steps.append(Step("extend", node, tuple(items)))
+
+    def _set_item(self, _: Any) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def _set_marked_items(self, _: Any) -> None:
+        self._set(self._pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        node = self._last()
+        keys, values = items[::2], items[1::2]
+        self._scan.spend(sum(map(_hashed, keys)))
+        node.entries.extend(zip(keys, values, strict=True))
+        self.steps.append(Step("set", node, tuple(items)))
+
+    def _build(self, _: Any) -> None:
+        state, node = self._stack.pop(), self._last()
+        if node.has_state:
+            raise ValueError("it gives an object two states")
+        node.state, node.has_state = state, True
+        self.steps.append(Step("fill", node))
+
+    def _last(self) -> Built:
+        """What is filled: never a class, or what the format has made whole."""
+        node = self._stack[-1]
+        if not isinstance(node, Built):
+            raise ValueError("it fills what can hold nothing")
+        return node
+
+    # ------------------------------------------------------------------------------------------ stack and memo
+
+    def _pop(self, _: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._pop_mark()
+
+    def _duplicate(self, _: Any) -> None:
+        self._stack.append(self._stack[-1])
+
+    def _put(self, index: int) -> None:
+        if index > self._scan.work + _LARGEST_STACK:  # readers keep a table that is as long as the largest
+            raise ValueError(_EXHAUSTING)
+        self._memo[index] = self._stack[-1]
+
+    def _memoize(self, _: Any) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def _stop(self, _: Any) -> None:
+        self.result = self._stack.pop()
+
+    def _unsupported(self, _: Any) -> None:
+        raise ValueError("it uses an opcode for what a file cannot carry")
+
+
+def _hashed(value: Any) -> int:
+    """Items that hashing it visits."""
+    return value.weight if isinstance(value, Tuple) else 1
+
+
+def _amount(value: Any) -> int:
+    """Items, or bytes, that an object takes in when it is made of ``value``."""
+    if isinstance(value, Built):
+        return value.weight + sum(map(_hashed, value.items)) + len(value.entries)
+    if isinstance(value, int):
+        return min(abs(value), 2**63)
+    return _hashed(value)
+
+
+_RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
+    Global("copyreg", "_reconstructor"),
+    Global("copyreg", "__newobj__"),
+    Global("builtins", "object"),
+)
+_CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
+"""How the protocols before 2 create an empty object."""
+_CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+_ACTIONS: Final[dict[str, Callable[[_Machine, Any], object]]] = {
+    "GLOBAL": _Machine._global,
+    "STACK_GLOBAL": _Machine._stack_global,
+    "REDUCE": _Machine._reduce,
+    "INST": _Machine._inst,
+    "OBJ": _Machine._obj,
+    "NEWOBJ": _Machine._new,
+    "NEWOBJ_EX": _Machine._new_with_keywords,
+    "PERSID": _Machine._persistent_text,
+    "BINPERSID": _Machine._persistent,
+    "MARK": _Machine._mark,
+    "TUPLE": _Machine._marked_tuple,
+    "EMPTY_TUPLE": lambda machine, _: machine._counted_tuple(0),
+    "TUPLE1": lambda machine, _: machine._counted_tuple(1),
+    "TUPLE2": lambda machine, _: machine._counted_tuple(2),
+    "TUPLE3": lambda machine, _: machine._counted_tuple(3),
+    "EMPTY_LIST": lambda machine, _: machine._empty(LIST),
+    "EMPTY_DICT": lambda machine, _: machine._empty(DICT),
+    "EMPTY_SET": lambda machine, _: machine._empty(SET),
+    "LIST": lambda machine, _: machine._filled(LIST),
+    "DICT": lambda machine, _: machine._filled(DICT),
+    "FROZENSET": lambda machine, _: machine._filled(FROZENSET),
+    "APPEND": _Machine._append,
+    "APPENDS": _Machine._append_marked,
+    "ADDITEMS": _Machine._add_marked,
+    "SETITEM": _Machine._set_item,
+    "SETITEMS": _Machine._set_marked_items,
+    "BUILD": _Machine._build,
+    "POP": _Machine._pop,
+    "POP_MARK": _Machine._pop_mark,
+    "DUP": _Machine._duplicate,
+    "PUT": _Machine._put,
+    "BINPUT": _Machine._put,
+    "LONG_BINPUT": _Machine._put,
+    "MEMOIZE": _Machine._memoize,
+    "GET": _Machine._get,
+    "BINGET": _Machine._get,
+    "LONG_BINGET": _Machine._get,
+    "STOP": _Machine._stop,
+    "EXT1": _Machine._unsupported,
+    "EXT2": _Machine._unsupported,
+    "EXT4": _Machine._unsupported,
+    "NEXT_BUFFER": _Machine._unsupported,
+    "READONLY_BUFFER": _Machine._unsupported,
+}

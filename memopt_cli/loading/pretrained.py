@@ -1,0 +1,214 @@
+"""A folder of ``save_pretrained``: ``config.json`` and weights, built by transformers; an adapter of PEFT's on it.
+
+What is in the folder are settings and tensors.  memopt reads them itself; the class is one of transformers', named by
+the settings, and nothing is looked up on a hub or run that lies in the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line
+from memopt_cli.loading.interface import Loaded
+from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.safetensors_file import read_safetensors
+from memopt_cli.step import is_out_of_memory
+
+_CONFIG: Final = "config.json"
+_ADAPTER: Final = "adapter_config.json"
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_WEIGHTS: Final = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_CODE: Final = {
+    "auto_map": "names code of its own",
+    "custom_pipelines": "names code of its own",
+    "auto_mapping": "names code of its own",
+    "megatron_config": "names a module to import",
+    "quantization_config": "is of a quantized model, whose kernels memopt does not know",
+}
+"""Settings by which a library imports something else, or cannot be trained as it is."""
+_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flex_attention", None)
+"""Ways of attention that are transformers' own: another name is a kernel on a hub."""
+_SHOWN: Final = 3
+
+_SAVE: Final = "Save it again with model.save_pretrained(folder)."
+
+
+def is_pretrained(location: str) -> bool:
+    """Whether a folder holds the settings of a model, or of an adapter."""
+    return any(Path(location, name).is_file() for name in (_CONFIG, _ADAPTER))
+
+
+def load_pretrained(location: str) -> tuple[Loaded, str]:
+    """The model, in training mode on the CPU, and a hash of the files that make it.
+
+    Raises :class:`UsageError` for a folder that holds none, :class:`UnsafeFileError` for settings that name code, and
+    :class:`FileFormatError` for damaged ones, and where the library is missing or refuses.
+    """
+    folder = Path(location)
+    if not is_pretrained(location):
+        raise UsageError(
+            f"{location} is a folder without {_CONFIG}, not a model", hint="Give a file, or such a folder."
+        )
+    digest = hashlib.sha256()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    model = _with_adapter(folder, digest) if (folder / _ADAPTER).is_file() else _model(folder, digest)
+    return Loaded(module=model.train()), digest.hexdigest()
+
+
+def _model(folder: Path, digest: Any) -> nn.Module:
+    settings = _settings(folder / _CONFIG, digest)
+    names = settings.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or not name.isidentifier():
+        raise FileFormatError(f"{folder / _CONFIG} names no class of a model (architectures: {names!r})", hint=_SAVE)
+    transformers = _library("transformers", folder)
+    kind: Any = getattr(transformers, name, None)
+    if not _is_class(kind, transformers.PreTrainedModel):
+        raise FileFormatError(
+            f"{folder} is of the class {name}, which transformers {transformers.__version__} does not have",
+            hint="Install the version that saved it: transformers_version in its config.json.",
+        )
+    weights = _weights(folder, digest)
+    try:
+        config = kind.config_class.from_dict(settings)
+        model, info = kind.from_pretrained(
+            None, config=config, state_dict=weights, output_loading_info=True, trust_remote_code=False
+        )
+    except Exception as err:  # the library's code, on settings that may be wrong
+        if is_out_of_memory(err):
+            raise
+        raise FileFormatError(f"{folder} cannot be built by transformers: {first_line(err)}", hint=_SAVE) from err
+    _require_complete(folder, name, info)
+    return model  # type: ignore[no-any-return]
+
+
+def _is_class(found: Any, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
+
+
+def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
+    for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
+        found = sorted(map(str, info.get(kind) or ()))
+        if found:
+            more = ", …" if len(found) > _SHOWN else ""
+            raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)
+
+
+def _with_adapter(folder: Path, digest: Any) -> nn.Module:
+    settings = _settings(folder / _ADAPTER, digest)
+    named = settings.get("base_model_name_or_path")
+    bases = [Path(named), folder / named] if isinstance(named, str) else []
+    base = next((base for base in bases if (base / _CONFIG).is_file()), None)
+    if base is None:
+        raise FileFormatError(
+            f"{folder} is an adapter of {named!r}, which is no folder here",
+            hint=f"Save the base with save_pretrained, and put its folder into {_ADAPTER}: base_model_name_or_path.",
+        )
+    if not (folder / _ADAPTER_WEIGHTS).is_file():
+        raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
+    digest.update(read_bytes(folder / _ADAPTER_WEIGHTS))
+    model = _model(base, digest)
+    peft = _library("peft", folder)
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
+    except Exception as err:  # the library's code, on settings that may be wrong
+        if is_out_of_memory(err):
+            raise
+        raise FileFormatError(f"{folder} cannot be built by peft: {first_line(err)}", hint=_SAVE) from err
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def _settings(path: Path, digest: Any) -> dict[str, Any]:
+    try:
+        data = read_bytes(path, MOST_BYTES)
+        settings = read_json(data)
+    except (OSError, ValueError) as err:
+        reason = err.strerror if isinstance(err, OSError) else err
+        raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE) from err
+    if not isinstance(settings, dict):
+        raise FileFormatError(f"{path} holds no settings", hint=_SAVE)
+    _refuse_code(path, settings)
+    digest.update(data)
+    return settings
+
+
+def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
+    for key, value in _named(settings):
+        if key in _CODE and value:
+            raise UnsafeFileError(
+                f"{path.parent} was not loaded: its {key} {_CODE[key]}",
+                hint="Build it in code of your own: package.module:callable.",
+            )
+        if key.endswith("attn_implementation") and value not in _ATTENTION:
+            raise UnsafeFileError(
+                f"{path.parent} was not loaded: its {key} names a kernel of a hub, {value!r}",
+                hint=f"Remove {key} from {path.name}.",
+            )
+
+
+def _named(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Every setting, those within others too."""
+    pending = [settings]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from ((str(key), item) for key, item in value.items())
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+
+
+def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
+    found = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if found is None:
+        raise FileFormatError(f"{folder} has no weights: no model.safetensors", hint=_SAVE)
+    names = _shards(folder / found) if found.endswith(".json") else [found]
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            data = read_bytes(folder / name)
+        except OSError as err:
+            raise FileFormatError(f"{folder / name} cannot be read: {err.strerror}", hint=_SAVE) from err
+        digest.update(data)
+        read = read_safetensors if name.endswith(".safetensors") else load_tensors
+        part = read(data, str(folder / name))
+        if not isinstance(part, Mapping) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
+            raise FileFormatError(f"{folder / name} holds no state dict", hint=_SAVE)
+        weights |= part
+    return weights
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the files among which the weights are split; all of them in the folder."""
+    try:
+        names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise FileFormatError(f"{index} is no index of weights", hint=_SAVE) from err
+    for name in names:
+        if not isinstance(name, str) or name != Path(name).name:
+            raise FileFormatError(f"{index} names a file elsewhere: {name!r}", hint=_SAVE)
+    return list(names)
+
+
+def _library(name: str, folder: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as err:  # importing runs the package's code, which may raise anything
+        raise FileFormatError(
+            f"{folder} needs {name}, which cannot be imported: {first_line(err)}", hint=f"pip install {name}"
+        ) from err

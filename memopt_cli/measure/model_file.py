@@ -1,0 +1,94 @@
+"""What a process does that has a model and runs no step of it: describe it, and save it with a plan."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from memopt_cli.apply import apply_plan, plan_of, remove_plan
+from memopt_cli.errors import StepError
+from memopt_cli.loading import load_model
+from memopt_cli.loading.input_spec import find_spec
+from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, SaveJob, Subject
+from memopt_cli.model_batching import BatchModule
+from memopt_cli.model_batching.module import refuse_batched
+from memopt_cli.model_batching.stacked import refuse_unsupported
+from memopt_cli.records import LoadedModel, ModelFacts, Plan
+from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
+from memopt_cli.trace import codec_paths, fake_mode
+
+
+def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
+    """Load the model and tell of it.  Raises :class:`MemoptError`."""
+    with fake_mode() if subject.data == "none" else contextlib.nullcontext():
+        return facts_of(load_model(subject.source), job)
+
+
+def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
+    """What a command must know of a model; the plan that it carries is taken off.
+
+    Raises :class:`StepError` and :class:`UsageError` for a model whose step cannot be recorded, and as
+    :func:`find_spec`, :func:`apply_plan` and :func:`refuse_unsupported` do.
+    """
+    model = loaded.module
+    _refuse_names(model)
+    if job.inputs:
+        refuse_batched(model)
+        _refuse_lazy(model)
+    carried = plan_of(model)
+    remove_plan(model)
+    spec = find_spec(loaded.source, model, job.spec, loaded.example_spec) if job.inputs else None
+    if job.replicas:
+        refuse_unsupported(model)
+    if job.plan != ORIGINAL:
+        remove_plan(apply_plan(model, job.plan))
+    return ModelFacts(
+        format=loaded.format,
+        sha256=loaded.sha256,
+        notes=loaded.notes,
+        spec=spec,
+        carried=carried,
+        asked_codecs=codec_paths(model),
+        batch_norms=any(map(_is_batch_norm, model.modules())),
+        sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
+    )
+
+
+def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
+    """Write the model with the plan installed, without what earlier steps left on it.  Raises :class:`MemoptError`.
+
+    A plan goes onto the models of a :class:`BatchModule` as it goes onto one of them: it names modules by their paths.
+    """
+    write_model(load_model(subject.source).module, job.plan, file)
+
+
+def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
+    """The same of a model at hand, which then has the plan."""
+    remove_plan(model)
+    apply_plan(model.models if isinstance(model, BatchModule) else model, plan)
+    reset_hidden_state(model)
+    torch.save(model, file)
+
+
+def _refuse_names(model: nn.Module) -> None:
+    """Names go to terminals, logs and plans."""
+    named = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
+    odd = next((path for path in named if not path.isprintable()), None)
+    if odd is not None:
+        raise StepError(f"a part of the model is named {odd!r}", hint="Give it a name that can be printed.")
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    if name := uninitialized(module):
+        raise StepError(
+            f"{name} has no value yet: a lazy module takes its shape from the first input",
+            hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
+        )
+
+
+def _is_batch_norm(module: Any) -> bool:
+    """Or a module that was one before it was lifted."""
+    return "BatchNorm" in getattr(module, "original_name", type(module).__name__)
