@@ -39,7 +39,9 @@ def check_script_file(data: bytes, path: str) -> None:
             hint="If you trust where it came from, add --trust-pickle.",
         ) from err
     except ValueError as err:
-        raise FileFormatError(f"{path} is a damaged TorchScript archive: {err}") from err
+        raise FileFormatError(
+            f"{path} is a damaged TorchScript archive: {err}", hint="It may be truncated: download it or save it again."
+        ) from err
 
 
 def check_script_archive(data: bytes, path: str) -> None:

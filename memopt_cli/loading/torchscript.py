@@ -40,7 +40,8 @@ class TorchScript:
             script: ScriptModule = torch.jit._recursive.wrap_cpp_module(archive)  # type: ignore[no-untyped-call]
         except Exception as err:  # a damaged archive can make the compiler raise anything
             raise FileFormatError(
-                f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}"
+                f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}",
+                hint="It may be truncated: download it or save it again.",
             ) from err
         return lift_script(script, unit)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import builtins
 import collections
 import copy
+import copyreg
+import enum
+import functools
 import importlib
 import io
 import os
@@ -22,6 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.torchscript import TorchScript
+from memopt_cli.records import Trust
+from memopt_cli.runtime.container import _Run
+from memopt_cli.runtime.lifted.module import restore_lifted
+from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.state import Generators
 
 REFUSED, NO_MODEL = 4, 3
 
@@ -45,9 +57,26 @@ class Call:
         return self.reduced
 
 
+class Created:
+    """Pickles as an object of ``kind``, created without its constructor from ``arguments`` and given ``state``."""
+
+    def __init__(self, kind: type, *arguments: Any, state: Any = None) -> None:
+        self.made = kind, arguments, state
+
+    @property
+    def __class__(self) -> Any:
+        """What a pickler compares."""
+        return self.made[0]
+
+    def __reduce__(self) -> Any:
+        kind, arguments, state = self.made
+        return copyreg.__newobj__, (kind, *arguments), state  # type: ignore[attr-defined]
+
+
 def corpus(canary: str) -> dict[str, Hostile]:
     """Every hostile file."""
-    return {**dict(_calls(canary)), **dict(_opcodes(canary)), **dict(_exhausting()), **dict(_archives(canary))}
+    groups = _calls(canary), _opcodes(canary), _objects(canary), _exhausting(), _archives(canary), _scripts(canary)
+    return {name: hostile for group in groups for name, hostile in group}
 
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -124,6 +153,60 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
         yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
 
 
+# ---------------------------------------------------------------------------------------------- objects
+
+
+def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
+    """Objects of classes that a file may name, which would run something for what they are given."""
+    system = pickle.dumps(Call(os.system, f"touch {canary}"))
+    generators = Created(Generators, state={"python": system, "numpy": system, "torch": torch.zeros(1)})
+    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.state.Generators")
+    run = Created(_Run, state={"hook": True, "start": generators})
+    yield "a hook of the runtime", _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.container._Run")
+
+    yield "a __setstate__ among attributes", _of(_linear(__setstate__=nn.functional.gelu), "__setstate__")
+    yield "a method among attributes", _of(_linear(forward=nn.functional.gelu), "forward")
+    yield "another class among attributes", _of(_linear(__class__=nn.ReLU), "__class__")
+    yield "a hook that is a function", _of(_linear(_forward_hooks={0: nn.functional.gelu}), "a hook 0")
+    yield "a hook that is a module", _of(_linear(_forward_hooks={0: nn.ReLU()}), "a hook 0")
+    yield "a parameter that is a function", _of(_linear(_parameters={"weight": nn.functional.gelu}), "'weight'")
+    yield "a module that is a class", _of(_linear(_modules={"a": nn.ReLU}), "'a'")
+
+    shared = nn.Linear(1, 1)
+    yield "two modules with one state", _of(_linear(a=shared, b=Created(nn.Linear, state=vars(shared))), "shares")
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(1, 1)), buffer)
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
+    _, (program, attributes) = loaded.module.__reduce_ex__(2)  # type: ignore[misc]
+    lifted = Call(restore_lifted, program, attributes)
+    yield "a lifted module whose state is changed", _of(_linear(late=attributes, first=lifted), "shares")
+
+    url = "http://127.0.0.1:9/model"
+    for name, made in {
+        "a partial of a constructor": functools.partial(torch.optim.lr_scheduler.LambdaLR, url),
+        "a partial of a whole model": functools.partial(BertModel.from_pretrained, url),
+        "settings called": Call(BertConfig, url),
+        "an enum that is filled": Created(enum.Enum, state={"a": 1}),
+    }.items():
+        yield name, _of(_linear(extra=made), "was not loaded")
+    yield (
+        "settings created of arguments",
+        _of(_linear(extra=Created(BertConfig, url)), "created with arguments", NO_MODEL),
+    )
+
+
+def _linear(**attributes: Any) -> nn.Module:
+    module = nn.Linear(1, 1)
+    vars(module).update(attributes)
+    return module
+
+
+def _of(value: Any, says: str, code: int = REFUSED) -> Hostile:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return Hostile(buffer.getvalue(), code, says)
+
+
 # ---------------------------------------------------------------------------------------------- exhaustion
 
 
@@ -143,9 +226,15 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         + b"eq\x00cbuiltins\nlist\nq\x01"
         + b"h\x01h\x00\x85R0" * 50_000
         + b".",
+        "a large place in the memo": b"Nr\x80\xd1\xf0\x08.",
+        "a text decoded as punycode": b"c_codecs\nencode\nX\x40\x00\x00\x00"
+        + b"a" * 64
+        + b"X\x08\x00\x00\x00punycode\x86R.",
     }
     for name, code in pickles.items():
         yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
+    code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
+    yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
 
 
 # ---------------------------------------------------------------------------------------------- archives
@@ -211,6 +300,55 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "example inputs that call", Hostile(program, REFUSED, "posix.system")
 
 
+def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
+    """TorchScript that does more than compute, and archives whose parts do not fit."""
+    writes = _scripted(WritesWhenLoaded(canary))
+    code = next(name for name in writes if name.startswith("code/") and name.endswith(".py"))
+    upper = {name.replace(".py", ".PY") if name == code else name: data for name, data in writes.items()}
+    yield "code in capitals", Hostile(archive(upper), REFUSED, "torch.save")
+    elsewhere = {name.replace(code, "code/more.txt"): data for name, data in writes.items()}
+    yield "code in a record of another kind", Hostile(archive(elsewhere), REFUSED, "more.txt")
+
+    for kind, says in (
+        (LoopsWhenLoaded, "__setstate__"),
+        (Reshapes, "_reshape_alias"),
+        (ResizesInPlace, "resize_"),
+        (ReadsAFile, "from_file"),
+    ):
+        yield kind.__name__, Hostile(archive(_scripted(kind())), REFUSED, says)
+
+    linear = _scripted(nn.Linear(3, 4))
+    data = linear["data.pkl"]
+    larger = data.replace(b"(K\x04K\x03t", b"(M\xff\xffK\x03t", 1)
+    assert larger != data
+    yield (
+        "a script's tensor larger than its storage",
+        Hostile(archive({**linear, "data.pkl": larger}), NO_MODEL, "beyond"),
+    )
+    short = {name: b"" if name == "data/0" else record for name, record in linear.items()}
+    yield "a script's storage without its bytes", Hostile(archive(short), NO_MODEL, "storage 0")
+    place = data[:2] + b"Nr\x80\xd1\xf0\x080" + data[2:]
+    yield "a script with a large place in the memo", Hostile(archive({**linear, "data.pkl": place}), NO_MODEL, "work")
+    twice = io.BytesIO()
+    with zipfile.ZipFile(twice, "w") as file:
+        for name, record in linear.items():
+            entry = zipfile.ZipInfo(f"model/{name}")
+            if name == "data/0":
+                entry.extra = struct.pack("<HHQQ", 1, 16, 1 << 32, 1 << 32) + struct.pack("<HHQQ", 1, 16, 48, 48)
+            file.writestr(entry, record)
+    yield "two sizes of one record", Hostile(twice.getvalue(), REFUSED, "model.pt")
+
+    leaf = ScriptLeaf(torch.jit.script(WritesWhenCalled(canary)))
+    yield "a script within a pickle", _of(nn.Sequential(leaf), "torch.save")
+
+
+def _scripted(module: nn.Module) -> dict[str, bytes]:
+    """The records of its TorchScript archive."""
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), buffer)
+    return _records(buffer)
+
+
 def _renamed(records: dict[str, bytes], old: str, new: str) -> bytes:
     """The archive with another name for a record, in its directory as well."""
     placeholder = "x" * (len(new.encode()) - len("model/"))
@@ -267,3 +405,41 @@ class WritesWhenCalled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.save(x, self.path)
         return x
+
+
+class LoopsWhenLoaded(nn.Module):
+    """Its script never ends in ``__setstate__``."""
+
+    @torch.jit.export
+    def __getstate__(self) -> bool:
+        return self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: bool) -> None:
+        self.training = state
+        while True:
+            self.training = not self.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Reshapes(nn.Module):
+    """Reads beyond a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._reshape_alias(x, [100_000], [1])
+
+
+class ResizesInPlace(nn.Module):
+    """Shows memory that nothing has written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.resize_([1 << 20])
+
+
+class ReadsAFile(nn.Module):
+    """Maps a file, which it may write to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_file("/etc/hostname", False, 4)

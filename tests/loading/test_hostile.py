@@ -76,6 +76,9 @@ HARMLESS_TO_READ = {
     "a text identity",
     "an archive behind a pickle",
     "example inputs that call",
+    "a script within a pickle",
+    "a text decoded as punycode",
+    "settings created of arguments",
     *(f"getattr of a class, {form}" for form in ("zip", "legacy", "plain")),
 }
 """Nothing that is described imports what is not allowed: what is made of it fails, harmlessly, when it is built."""
@@ -114,6 +117,7 @@ COSTS = """
     imported = time.process_time() - start
 
     import resource, sys
+    import transformers.models.bert.modeling_bert  # a library that a file may name, with its own cost
     from memopt_cli.errors import MemoptError
     from memopt_cli.loading import load_model, read_file
     from memopt_cli.loading.description import describe
@@ -257,7 +261,7 @@ def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
     [
         (safetensors({}, b"", length=2**63), "header"),
         (safetensors({}, b"", length=99_999_999), "header"),
-        (safetensors({"a": entry(0, 8)}, length=5), "broken"),
+        (safetensors({"a": entry(0, 8)}, length=5), "not JSON"),
         (safetensors({"a": entry(0, 8), "b": entry(4, 8)}), "overlap"),
         (safetensors({"a": entry(4, 8)}), "gap"),
         (safetensors({"a": entry(0, 4)}), "end at"),
@@ -270,7 +274,7 @@ def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
         (safetensors({"a": entry(0, 8, dtype="O")}), "broken"),
         (safetensors({"a": 3}), "broken"),
         (safetensors(b'{"a": 1, "a": 2}'), "twice"),
-        (safetensors(b'{"a":' + b"[" * 100_000), "broken"),
+        (safetensors(b'{"a":' + b"[" * 100_000), "nested deeper"),
         (safetensors([]), "header"),
     ],
 )

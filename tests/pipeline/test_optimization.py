@@ -500,7 +500,7 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
     assert "the search was ended after 0 s (--search-time): a longer one may find a better plan\n" in done.err
 
 
-@pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "50%"), ("--frontier",)])
+@pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "44%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     goal: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
