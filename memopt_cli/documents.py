@@ -68,28 +68,47 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
     ``most``: bytes that it may have.  Raises :class:`OSError` with a reason for people.
     """
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with open(path, "rb") as file:
+    if "\0" in os.fsdecode(path):
+        raise OSError(errno.EINVAL, "no path has a null character", str(path))
+    with open(path, "rb", opener=_open_at_once) as file:
         data = file.read() if most is None else file.read(most + 1)
     if most is not None and len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return data
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open what can be read to an end; a named pipe that nobody writes to is empty, and not waited for."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def is_below(path: str, folder: Path) -> bool:
+    """Whether a path is relative and, all links followed, leads to what is in a folder or below it."""
+    try:
+        return not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # no path, or a circle of links
+        return False
+
+
 def read_yaml(path: Path) -> Any:
     """The plain values of a YAML file; raises :class:`UsageError` if it cannot be read or is no YAML."""
     try:
-        return yaml.load(read_bytes(path, MOST_BYTES), _PlainLoader)
+        data = yaml.load(read_bytes(path, MOST_BYTES), _PlainLoader)
+        _check_text(data)
+        return data
     except OSError as err:
         raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
     except (
         Exception
     ) as err:  # PyYAML's constructors raise whatever int(), datetime() and dict() raise; deep nesting too
-        raise UsageError(f"{path} is not valid YAML: {_one_line(err)}") from err
+        raise UsageError(f"{path} is not valid YAML: {printable(_one_line(err))}") from err
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -122,7 +141,7 @@ def read_json(data: bytes | str, *, unique: bool = False) -> Any:
         raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as err:
         raise ValueError("it is not JSON") from err
-    _check_depth(value)
+    _check_text(value)
     return value
 
 
@@ -135,7 +154,7 @@ def json_text(data: Any) -> str:
     return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
 
 
-_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\[|vso\[)")
+_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
 """Within JSON text: characters that may not be printable, and what CI systems take for a command."""
 
 
@@ -162,12 +181,14 @@ def printable_data(data: Any) -> Any:
     return [printable_data(item) for item in data] if isinstance(data, list) else data
 
 
-_COMMAND: Final = re.compile(r"^(\s*)(::)|##(?=\[|vso\[)", re.MULTILINE)
+_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
+"""All but the last character of what CI systems take for a command: ``::error::``, ``##[error]``, ``##vso[``."""
 
 
 def no_commands(text: str) -> str:
-    """Lines of a report or a log, none of which a CI system takes for a command (``::error::``, ``##[error]``)."""
-    return _COMMAND.sub(lambda found: f"{found[1]}\\::" if found[2] else "#\\#", text)
+    """Lines of a report or a log, none of which a CI system takes for a command."""
+    return COMMAND.sub(r"\g<0>\\", text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,18 +213,26 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} in it is no number")
 
 
-def _check_depth(value: Any) -> None:
+def _check_text(value: Any) -> None:
+    """Raise :class:`ValueError` for values nested too deep, and for text that no file and no terminal could take."""
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > _DEEPEST:
             raise ValueError(f"it is nested deeper than {_DEEPEST}")
+        for text in level:
+            if isinstance(text, str) and (half := _HALF.search(text)):
+                raise ValueError(f"{ascii(half[0])} in it is half a character")
         level = [
             inner
             for item in level
             if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
+            for inner in ((*item, *item.values()) if isinstance(item, dict) else item)
         ]
+
+
+_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates, but for those by which Python writes the bytes of a path that is not UTF-8."""
 
 
 def _finite(data: Any) -> Any:
@@ -219,5 +248,5 @@ def _one_line(err: Exception) -> str:
 
 
 def _shortened(data: Any) -> str:
-    text = repr(data)
+    text = printable(repr(data))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from memopt_cli.batching.samplers import LengthBucketSampler, TokenBudgetSampler
+from memopt_cli.documents import MOST_BYTES, printable, read_bytes
 from memopt_cli.errors import BatchShapeError, UsageError
 
 
@@ -89,21 +92,24 @@ def compare_length_strategies(
     )
 
 
+_LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,17}")
+
+
 def read_lengths(path: str | Path) -> list[int]:
     """Lengths from a text file, one positive whole number a line; empty lines do not count.
 
     Raises :class:`UsageError` naming the line that is none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as err:
-        raise UsageError(f"cannot read lengths from {path}: {err}", hint="Check the path.") from err
+        lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8", errors="replace")
+    except OSError as err:
+        raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
     lengths = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
-        if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+        if text and not _LENGTH.fullmatch(text):
             raise UsageError(
-                f"{path}, line {number}: '{text[:40]}' is no length", hint="Write one number above 0 a line."
+                f"{path}, line {number}: '{printable(text[:40])}' is no length", hint="Write one number above 0 a line."
             )
         if text:
             lengths.append(int(text))

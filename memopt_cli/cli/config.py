@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from memopt_cli.documents import read_mapping
+from memopt_cli.documents import is_below, printable, read_mapping
 from memopt_cli.errors import UnsafeFileError, UsageError
 
 DEFAULT_PATH = Path("memopt.yaml")
@@ -55,7 +56,20 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
         path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
     )
     context.default_map = _defaults(context, file, data)
+    if path is None:
+        _refuse_paths(context, file)
     return path
+
+
+def _refuse_paths(context: typer.Context, file: Path) -> None:
+    """Raise :class:`UnsafeFileError` for a flag whose value is a file elsewhere."""
+    files = {parameter.name: name for name, parameter in _flags(context.command).items() if parameter.metavar == "FILE"}
+    for parameter, value in (context.default_map or {}).items():
+        if parameter in files and not is_below(value, file.parent):
+            raise UnsafeFileError(
+                f"{file} was found here, and its '{files[parameter]}' is outside this folder: {value}",
+                hint=f"If the file is yours, say --config {file}.",
+            )
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +81,7 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
             keys = ", ".join(sorted(known | {"trust", "dims"}))
-            raise UsageError(f"{file}: unknown key '{key}'", hint=f"Known keys: {keys}.")
+            raise UsageError(f"{file}: unknown key '{printable(key)}'", hint=f"Known keys: {keys}.")
     flags = _flags(context.command)
     return {
         flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)
@@ -84,7 +98,7 @@ def _flags(command: Any) -> dict[str, Any]:
 
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
-        raise UsageError(f"{file}: dims must be names and sizes, not {dims!r}", hint="Write dims: {B: 8}.")
+        raise UsageError(f"{file}: dims must be names and sizes, not {printable(repr(dims))}", hint="Write dims: {B: 8}.")
     return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
 
 
@@ -95,5 +109,11 @@ def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
 def _text(file: Path, key: str, value: Any) -> str:
     """A scalar as typed on the command line, so that both are parsed by the same code."""
     if not isinstance(value, str | int | float):
-        raise UsageError(f"{file}: {key} cannot be {value!r}")
-    return str(value)
+        raise UsageError(f"{file}: {key} cannot be {printable(repr(value))}")
+    text = str(value)
+    if _CONTROL.search(text):
+        raise UsageError(f"{file}: {key} cannot be {text!r}, which has control characters")
+    return text
+
+
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")

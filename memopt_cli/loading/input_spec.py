@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.documents import read_yaml
+from memopt_cli.documents import printable, read_bytes, read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.module_pickle import load_tensors
@@ -101,7 +101,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
         sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
         return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
     except UsageError as err:
-        raise UsageError(f"{path}: {err.message}", hint=err.hint) from err
+        raise UsageError(f"{path}: {printable(err.message)}", hint=err.hint) from err
 
 
 def _read_tensor(item: Any) -> TensorSpec:
@@ -230,10 +230,6 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _read_data(path: str) -> Any:
-    try:
-        data = Path(path).read_bytes()
-    except OSError as err:
-        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -243,6 +239,10 @@ def _read_data(path: str) -> Any:
     reader = readers.get(Path(path).suffix)
     if reader is None:
         raise UsageError(f"--input-data {path} has an unknown ending", hint=f"Known: {', '.join(readers)}.")
+    try:
+        data = read_bytes(path)
+    except OSError as err:
+        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
     return reader(data, path)
 
 

@@ -15,6 +15,7 @@ from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, held_in, reachable
 
+_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
 """How deep modules, and plain containers, may lie within each other: Python walks them by recursion."""
@@ -93,13 +94,13 @@ class Audit:
 
     def objections(self) -> Iterator[tuple[Global, str]]:
         """What must not be made, by its name, and why; only where nothing is denied or missing."""
+        yield from self._shared()
         for use in self._uses:
             recipe = self.recipes[use.node or use.name]
             reason = recipe.check(use.node, self) or (_misfilled(use.node, recipe) if use.node else "")
             if reason:
                 yield use.name, reason
         yield from self._misplaced()
-        yield from self._shared()
 
     def exhausting(self) -> str:
         """Why walking what can be reached would never end; empty if it would."""
@@ -134,7 +135,7 @@ class Audit:
         """The dicts that are an object's attributes, and those in which a module has its parts."""
         for attributes in _states_of(node):
             inner = attributes.items if isinstance(attributes, Tuple) else (attributes,)
-            yield from (part for part in inner if isinstance(part, Built) and part.name == DICT)
+            yield from (part for part in inner if isinstance(part, Built) and part.name in _DICTS)
             if self.role_of(node) == "module":
                 entries = plain_entries(attributes) or ()
                 yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))

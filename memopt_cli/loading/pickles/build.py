@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
+from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
 from memopt_cli.runtime.lifted.program import BadProgram
@@ -23,14 +26,18 @@ def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -
     builder = _Builder(recipes, {id(value) for value in reachable(root)})
     for step in pickle.steps:
         builder.take(step)
-    for made in builder.lifted:
-        check_lifted(made)  # as it is now, when nothing will change it any more
+    # As they are now, when nothing will change them any more.
+    for made in builder.modules:
+        check_made(made)
+        if isinstance(made, LiftedModule):
+            check_lifted(made)
+    check_apart(builder.modules)
     return builder.value(root)
 
 
 class _Builder:
     def __init__(self, recipes: Mapping[Built | Global, Recipe], wanted: set[int]) -> None:
-        self.lifted: list[LiftedModule] = []
+        self.modules: list[nn.Module] = []
         self._recipes = recipes
         self._wanted = wanted
         self._made: dict[int, Any] = {}
@@ -57,8 +64,10 @@ class _Builder:
             keywords = {} if node.keywords is None else self.value(node.keywords)
             given = (node.arguments,) if node.how == "stored" else node.given()
             self._made[id(node)] = made = recipe.make(*map(self.value, given), **keywords)
-            if isinstance(made, LiftedModule):
-                self.lifted.append(made)
+            if recipe.role == "data" and callable(made):
+                raise Broken(f"a {type(made).__name__} can be called")
+            if isinstance(made, nn.Module):
+                self.modules.append(made)
             return
         target, values = self._made[id(node)], [self.value(value) for value in step.values]
         if step.action == "extend":

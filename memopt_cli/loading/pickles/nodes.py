@@ -67,6 +67,8 @@ class Built:
     has_state: bool = False
     weight: int = 1
     """Work that making it anew takes, in items."""
+    size: int = 0
+    """Bytes and characters that it is made of."""
 
     @property
     def name(self) -> Global:

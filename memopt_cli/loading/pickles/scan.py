@@ -33,6 +33,8 @@ _DEEPEST_TUPLE, _DEEPEST_MARK, _LARGEST_STACK = 200, 10_000, 100_000
 """Bounds against files made to exhaust whoever reads them; picklers stay far below."""
 _LEAST_WORK, _BYTES_PER_WORK, _MOST_WORK = 500_000, 8, 8_000_000
 """Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
+_COPIES, _LEAST_TAKEN = 4, 1 << 20
+"""How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
 _LONGEST_INT, _LONGEST_NAME = 2048, 1000
 """Bits of a number, characters of an imported name."""
 _EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
@@ -47,11 +49,19 @@ class PickleScan:
     wanted: set[Global] = field(default_factory=set)
     """Every name, whether the model can be reached from it or not."""
     work: int = 0
+    taken: int = 0
+    """Bytes and characters that calls take in."""
 
     def spend(self, work: int) -> None:
         """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""
         self.work += work
         if self.is_costly:
+            raise ValueError(_EXHAUSTING)
+
+    def take(self, size: int) -> None:
+        """Raises :class:`ValueError` where objects are made of far more bytes than the file has."""
+        self.taken += size
+        if self.taken > _COPIES * self.size + _LEAST_TAKEN:
             raise ValueError(_EXHAUSTING)
 
     @property
@@ -146,6 +156,8 @@ class _Machine:
             self._make(Built("created", self._named(kind), self._tuple(given if callee == _NEWOBJ else [])))
             return
         built = Built("called", callee, arguments)
+        built.size = sum(map(_size, built.given()))
+        self._scan.take(built.size)
         if self._named(callee).module in ("builtins", "collections", "torch"):
             built.weight += sum(map(_amount, built.given()))
             if callee.name not in ("range", "slice"):  # they take nothing in
@@ -243,6 +255,9 @@ class _Machine:
         if node.has_state:
             raise ValueError("it gives an object two states")
         node.state, node.has_state = state, True
+        parts = state.items if isinstance(state, Tuple) else (state,)
+        self._scan.spend(sum(_amount(part) for part in parts if isinstance(part, Built | Tuple)))
+        self._scan.take(sum(map(_size, parts)))
         self.steps.append(Step("fill", node))
 
     def _last(self) -> Built:
@@ -293,6 +308,13 @@ def _amount(value: Any) -> int:
     if isinstance(value, int):
         return min(abs(value), 2**63)
     return _hashed(value)
+
+
+def _size(value: Any) -> int:
+    """Bytes or characters of it."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    return value.size if isinstance(value, Built) else 0
 
 
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (

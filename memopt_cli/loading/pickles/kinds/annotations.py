@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ _FORMS: Final = frozenset(
     "MutableSequence MutableMapping Collection OrderedDict DefaultDict Deque Counter Literal Final ClassVar Annotated "
     "NoReturn Hashable Sized Text AnyStr".split()
 )
+_GENERIC: Final = frozenset("list dict tuple set frozenset type".split())
+_TEXT: Final = re.compile(r"[\w. \[\],|-]{0,200}", re.ASCII)
+"""Python compiles a text that stands for a type."""
 _SUBSCRIPT: Final = (Global("operator", "getitem"), Global("_operator", "getitem"))
 _ALTERNATIVES: Final = Global("functools", "reduce")
 _OR: Final = ("operator.or_", "_operator.or_")
@@ -37,19 +41,25 @@ class Annotations:
             return _is_form(next(iter(given), None))
         if use.name == _ALTERNATIVES:  # int | None
             return len(given) == 2 and isinstance(given[0], Global) and str(given[0]) in _OR
-        return str(use.name) == "types.GenericAlias"  # list[int]
+        return str(use.name) == "types.GenericAlias" and _is_generic(next(iter(given), None))  # list[int]
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """What is made of it."""
         if use.how == "held":
-            return Recipe(make=functools.partial(getattr, typing, use.name.name))
+            return Recipe(make=functools.partial(getattr, typing, use.name.name), role="callable")
         if use.name == _ALTERNATIVES:
-            return Recipe(make=_alternatives, check=_check_parts)
-        return Recipe(make=operator.getitem if use.name in _SUBSCRIPT else types.GenericAlias, check=_check_parts)
+            return Recipe(make=_alternatives, role="callable", check=_check_parts)
+        make = operator.getitem if use.name in _SUBSCRIPT else types.GenericAlias
+        return Recipe(make=make, role="callable", check=_check_parts)
 
 
 def _is_form(value: Any) -> bool:
     return isinstance(value, Global) and value.module == "typing" and value.name in _FORMS
+
+
+def _is_generic(value: Any) -> bool:
+    known = {"builtins": _GENERIC, "collections": ("OrderedDict", "defaultdict", "deque", "Counter")}
+    return isinstance(value, Global) and value.name in known.get(value.module, ())
 
 
 def _alternatives(_: Any, parts: Any) -> Any:
@@ -65,6 +75,8 @@ def _check_parts(node: Built | None, graph: Graph) -> str:
             pending.extend(part.items)
         elif isinstance(part, Built) and not _is_type(part):
             return "makes a type of something else"
+        elif isinstance(part, str) and not _TEXT.fullmatch(part):
+            return "makes a type of a text that names none"
     return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use
 
-_PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,9}|bool")
+_PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool")
 """Names of dtypes whose items are numbers or text: no objects, and no structures that may hold some."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"

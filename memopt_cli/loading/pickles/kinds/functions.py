@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,17 +37,21 @@ _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg"
 """Modules of PyTorch's built-in functions, named as the operators are."""
 _OPERATOR_OWNERS: Final = ("torch._C._VariableFunctionsClass", "torch._C.TensorBase", "torch._C._TensorBase")
 """Classes whose attributes are: ``torch.bmm`` is stored as one of the first, ``torch.Tensor.view`` of the others."""
-_FUNCTION_MODULES: Final = (
-    *("torch.nn.functional", "torch.functional", "torch.nn.init"),
-    *("torchvision.ops", "norse.torch.functional", "spikingjelly.activation_based.functional"),
-)
-"""Modules, and packages, of functions written in Python, every public one of which computes."""
+_FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
+    "torch.nn.functional": re.compile(r"(?!triplet_margin_with_distance_loss)[a-z]\w+"),
+    "torch.functional": re.compile(r"[a-z]\w+"),
+    "torch.nn.init": re.compile(r"[a-z]\w+"),
+    "torchvision.ops": re.compile(r"[a-z]\w+"),
+    "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
+}
+"""Modules, and packages, of functions written in Python, and the names of those that compute and call nothing that they
+are given."""
 _MATH: Final = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh degrees dist erf erfc exp exp2 expm1 fabs "
     "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "
     "radians remainder sin sinh sqrt tan tanh trunc".split()
 )
-_BUILTINS: Final = frozenset("abs all any divmod isinstance len max min pow round sorted sum".split())
+_BUILTINS: Final = frozenset("abs all any divmod isinstance len max min pow round sum".split())
 _OPERATOR: Final = frozenset(
     "abs add and_ contains eq floordiv ge getitem gt inv invert is_ is_not le lt matmul mod mul ne neg not_ or_ pos "
     "pow sub truediv truth xor".split()
@@ -64,8 +69,8 @@ class Functions:
         module, name = use.name.module, use.name.name
         if module in _OPERATOR_MODULES:
             return is_allowed(f"aten::{name}")
-        if _in_function_module(module) and name[:1].islower():
-            return name.isidentifier() and not name.startswith("_")
+        if any(within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
+            return True
         listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 

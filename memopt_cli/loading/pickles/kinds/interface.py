@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
@@ -14,8 +16,8 @@ from memopt_cli.loading.pickles.nodes import Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
 Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
-"""What an object can do: nothing; be called as a module; be called as a function or class; stand among a module's
-hooks; be the class of a segment, and nothing else; or be called, by the user's leave, as anything."""
+"""What an object can do: nothing, not even be called; be called as a module; be called as a function or class; stand
+among a module's hooks; be the class of a segment, and nothing else; or be called, by the user's leave, as anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
                 return Denied("is no class or function by itself")
             found = getattr(found, part)
         return found
-    except Exception as err:  # importing runs the package's code, which may raise anything
+    except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         return Missing(first_line(err))
 
 
@@ -151,8 +153,10 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_dict(value: Any) -> bool:
-    names = ("builtins.dict", "collections.OrderedDict")
-    return isinstance(value, Built) and str(value.callee) in names and not value.items and not value.has_state
+    """Whether it is one whose entries are all set by the file: of one that is made of another they are not known."""
+    if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
+        return False
+    return not (value.given() or value.keywords is not None or value.items or value.has_state)
 
 
 def set_attributes(target: Any, state: Any) -> None:
@@ -161,6 +165,8 @@ def set_attributes(target: Any, state: Any) -> None:
     if attributes:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
+        if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
+            raise Broken(f"a {type(target).__name__} has no slot {name!r}")  # a property would run
         object.__setattr__(target, name, value)
 
 

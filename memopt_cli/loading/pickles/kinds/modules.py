@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.loading.pickles.kinds.interface import (
     Broken,
@@ -43,7 +43,8 @@ LIBRARIES: Final = (
     "timm",
     "transformers",
     "snntorch",
-    "spikingjelly",
+    "spikingjelly.activation_based",
+    "spikingjelly.clock_driven",
     "norse",
     "memopt_cli.online",
     "memopt_cli.model_batching.module",
@@ -57,7 +58,7 @@ LAYERS: Final = (
         "torchvision.ops",
         "torchvision.transforms",
         "snntorch",
-        "spikingjelly",
+        *(f"spikingjelly.activation_based.{name}" for name in ("layer", "neuron", "surrogate", "rnn")),
         "norse",
     ),
     "torch.optim",
@@ -93,8 +94,9 @@ class Libraries:
     libraries: tuple[str, ...]
 
     def claims(self, use: Use) -> bool:
-        """Whether one of the libraries has the name."""
-        return any(within(use.name.module, library) for library in self.libraries) and "__main__" not in use.name.module
+        """Whether one of the libraries has the name; its programs are none of them."""
+        is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
+        return any(within(use.name.module, library) for library in self.libraries) and not is_program
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """What such a class may be: a module, a hook, settings, an enum, a named tuple; or one that is held."""
@@ -112,9 +114,10 @@ class Libraries:
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
         is_layer = issubclass(found, _LAYERS) and any(within(found.__module__, package) for package in own)
-        if is_layer or is_surrogate(found) or _is_plain(found):
+        if is_layer or is_surrogate(found) or issubclass(found, enum.Enum):
             return Recipe(make=lambda: found, role="callable", kind=found)
-        return Recipe(make=lambda: found, role="named", kind=found) if issubclass(found, nn.Module) else None
+        is_named = issubclass(found, nn.Module) or _is_plain(found)
+        return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
 
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
@@ -146,7 +149,7 @@ def _called(found: type) -> Recipe | None:
 
 
 def _is_plain(found: type) -> bool:
-    return issubclass(found, enum.Enum) or _is_settings(found) or _is_named_tuple(found)
+    return _is_settings(found) or _is_named_tuple(found)
 
 
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -278,7 +281,8 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
 
 
 def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key.isprintable() and "." not in key and key != ""
+    """Code is generated with such names in it, also by PyTorch."""
+    return isinstance(key, str) and key.isprintable() and key != "" and not {*".\"'\\`${}"} & {*key}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -346,3 +350,30 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     ),
 }
 """What every module has, and how it must look."""
+
+
+# ---------------------------------------------------------------------------------------------- made
+
+_PARTS: Final = {"_parameters": Tensor, "_buffers": Tensor, "_modules": nn.Module}
+
+
+def check_made(module: nn.Module) -> None:
+    """Look again at a module that is made, whatever its stand-in said.  Raises :class:`Broken`."""
+    kind, attributes = type(module), vars(module)
+    for register, holds in _PARTS.items():
+        parts = attributes.get(register)
+        if not isinstance(parts, dict):
+            raise Broken(f"a {kind.__name__} has no {register}")
+        for name, part in parts.items():
+            if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
+                raise Broken(f"a {kind.__name__} has {register} that are none")
+
+
+def check_apart(modules: Iterable[nn.Module]) -> None:
+    """No two modules have a register in common.  Raises :class:`Broken`."""
+    owners: dict[int, nn.Module] = {}
+    for module in modules:
+        for register in REGISTERS:
+            parts = vars(module).get(register)
+            if isinstance(parts, dict) and owners.setdefault(id(parts), module) is not module:
+                raise Broken(f"two modules have the same {register}")

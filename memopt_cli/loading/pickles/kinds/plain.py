@@ -60,7 +60,10 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
 
 def _check_defaultdict(node: Built | None, graph: Graph) -> str:
     """It makes its values of a plain type, or of what the user vouched for."""
-    factory = next(iter(node.given()), None) if node else None
+    assert node is not None
+    factory, *more = node.given() or (None,)
+    if more:
+        return "is made of something else"
     plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
     return "" if plain or graph.role_of(factory) == "trusted" else "makes its values of something else"
 
@@ -89,7 +92,7 @@ def _logger(name: str = "root") -> logging.Logger:
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
         raise Broken("a regular expression is made of something else")
-    return re.compile(text, flags)
+    return re.compile(text, flags & ~re.DEBUG)  # which prints
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +126,10 @@ def _check_partial(node: Built | None, graph: Graph) -> str:
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls what is no function that only computes"
     match node.state:
-        case Tuple(items=(function, Tuple(), Built(), attributes)) if function is given[0]:
+        case Tuple(items=(function, Tuple(items=arguments), Built(entries=named), attributes)) if function is given[0]:
+            values = (*arguments, *(value for _, value in named))
+            if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
+                return "hands a function something to call"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
     return "has a state of another kind"
 
@@ -167,7 +173,7 @@ PLAIN: Final = Listed(
         "builtins.range": Recipe(make=_of(range, int, most=3)),
         "builtins.bytes": Recipe(make=_of(_bytes, str, most=2)),
         "builtins.bytearray": Recipe(make=_of(_bytearray, bytes, bytearray, str, most=2)),
-        "builtins.type": Recipe(make=_type_of),
+        "builtins.type": Recipe(make=_type_of, role="callable"),
         "_codecs.encode": Recipe(make=_of(_bytes, str, most=2)),
         "collections.OrderedDict": Recipe(
             make=_of(collections.OrderedDict, *_OF_ITEMS, most=1),
@@ -203,7 +209,7 @@ PLAIN: Final = Listed(
     held={
         "builtins.Ellipsis": Recipe(make=lambda: ...),
         "builtins.NotImplemented": Recipe(make=lambda: NotImplemented),
-        "inspect._empty": Recipe(make=lambda: inspect.Parameter.empty),
+        "inspect._empty": Recipe(make=lambda: inspect.Parameter.empty, role="callable"),
         **{
             f"builtins.{kind.__name__}": Recipe(make=functools.partial(lambda kind: kind, kind), role="callable")
             for kind in (int, float, bool, str, bytes, complex, list, tuple, dict, set, frozenset, object)

@@ -146,7 +146,9 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
     """Of a tensor, or NumPy's array, that was on a device whose storages are of another kind."""
     made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
-    return made.to(dtype).requires_grad_(bool(requires_grad))
+    if made.dtype != dtype:  # converting takes memory anew, each time that the file uses the same bytes
+        raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
+    return made.requires_grad_(bool(requires_grad))
 
 
 # ---------------------------------------------------------------------------------------------- sparse and quantized
@@ -155,12 +157,15 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
         raise Broken("a sparse tensor is made of something else")
+    # The indices are looked at once, here: nothing else that is in the file may share, and change, their memory.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
+        indices = indices.clone()
         return torch.sparse_coo_tensor(
             indices, values, _sizes(size), check_invariants=True, is_coalesced=any(is_coalesced) or None
         )
     compressed, plain, values, size = data
+    compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
 
