@@ -83,7 +83,7 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
 def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
     """The only one that the file holds, or the first whose names are the model's; nothing else of it is made."""
     pickled = read_pickled(file)
-    refuse_attacks(file, pickled.scan.wanted, UserCode(()))
+    refuse_attacks(file, pickled.scan, UserCode(()))
     root = pickled.pickle.root if file.key is None else entry_of(pickled.pickle.root, file.key, file.path)
     found = state_dicts_in(root)
     own = model.state_dict().keys()

@@ -5,6 +5,7 @@ PyTorch's unpickler is not used: see :mod:`memopt_cli.loading.pickles`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import shlex
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
@@ -25,6 +27,7 @@ from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
+from memopt_cli.loading.pickles.scan import PickleScan
 from memopt_cli.loading.trust import (
     Unvouched,
     as_flags,
@@ -57,7 +60,7 @@ class ModulePickle:
         if trust.pickle:
             return Loaded(module=_load_unchecked(file, trust))
         pickled = read_pickled(file)
-        refuse_attacks(file, pickled.scan.wanted, UserCode(trust.code_paths))
+        refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
         root, notes = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
@@ -77,7 +80,7 @@ def load_tensors(data: bytes, path: str) -> Any:
     try:
         file = ModelFile(path=path, data=data)
         pickled = read_pickled(file)
-        refuse_attacks(file, pickled.scan.wanted, UserCode(()))
+        refuse_attacks(file, pickled.scan, UserCode(()))
         return made_of(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:
         kind = UnsafeFileError if isinstance(err, UnsafeFileError) else FileFormatError
@@ -164,7 +167,8 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     if reason := audit.exhausting():
         raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
     try:
-        return build(pickled.pickle, root, audit.recipes)
+        with contextlib.nullcontext() if vouched.trust != Trust() else guarded(file.path):
+            return build(pickled.pickle, root, audit.recipes)
     except Broken as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
     except (BadProgram, UnsafeScript) as err:
@@ -175,10 +179,10 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
 _DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
 
 
-def refuse_attacks(file: ModelFile, wanted: Iterable[Global], code: UserCode) -> None:
+def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
     """Also where nothing can be reached from them: whoever reads the file in another way would run them."""
-    found = sorted((name for name in wanted if is_attack(name) and not code.defines(name.module)), key=str)
-    if found and (saver := stores_code(wanted)):
+    found = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
+    if found and (saver := stores_code(scan.wanted)):
         raise Unvouched(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + _UNCHECKED,
@@ -187,9 +191,12 @@ def refuse_attacks(file: ModelFile, wanted: Iterable[Global], code: UserCode) ->
         )
     if found:
         names, reasons = ", ".join(map(str, found)), {name: attack(name) for name in found}
+        is_run = any(name in scan.called for name in found)
         raise Unvouched(
             f"{file.path} was not loaded: {_listed(reasons)}",
-            hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off).",
+            hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off)."
+            if is_run
+            else f"Remove {names} from the model and save it again. {_UNCHECKED}",
             remedy=Trust(),
             denied=reasons,
         )

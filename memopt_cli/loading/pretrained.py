@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line
+from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
@@ -34,7 +35,10 @@ _WEIGHTS: Final = (
 _CODE: Final = {
     "auto_map": "names code of its own",
     "custom_pipelines": "names code of its own",
-    "auto_mapping": "names code of its own",
+    **dict.fromkeys(
+        ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
+        "is for a model of another library, which reads files and hubs by it",
+    ),
     "megatron_config": "names a module to import",
     "quantization_config": "is of a quantized model, whose kernels memopt does not know",
 }
@@ -64,12 +68,18 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
         )
     digest = hashlib.sha256()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    model = _with_adapter(folder, digest) if (folder / _ADAPTER).is_file() else _model(folder, digest)
+    with guarded(location):
+        model = _with_adapter(folder, digest) if (folder / _ADAPTER).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
 
 
 def _model(folder: Path, digest: Any) -> nn.Module:
     settings = _settings(folder / _CONFIG, digest)
+    if "_diffusers_version" in settings:
+        raise FileFormatError(
+            f"{folder} is a folder of diffusers, which memopt does not read",
+            hint="Save the model with torch.save(model, path), or build it by package.module:callable.",
+        )
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or not name.isidentifier():
@@ -87,6 +97,8 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         model, info = kind.from_pretrained(
             None, config=config, state_dict=weights, output_loading_info=True, trust_remote_code=False
         )
+    except UnsafeFileError:
+        raise
     except Exception as err:  # the library's code, on settings that may be wrong
         if is_out_of_memory(err):
             raise
@@ -124,6 +136,8 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     peft = _library("peft", folder)
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
+    except UnsafeFileError:
+        raise
     except Exception as err:  # the library's code, on settings that may be wrong
         if is_out_of_memory(err):
             raise

@@ -26,8 +26,8 @@ _ATTACKS: Final = frozenset(
     "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest "
     "ctypes _ctypes multiprocessing socket pickle _pickle marshal webbrowser asyncio builtins.eval builtins.exec "
     "builtins.compile builtins.open builtins.__import__ builtins.breakpoint builtins.input builtins.globals "
-    "builtins.setattr builtins.map builtins.filter operator.methodcaller _operator.methodcaller operator.attrgetter "
-    "_operator.attrgetter types.CodeType types.FunctionType io.open _io.open "
+    "builtins.setattr builtins.map builtins.filter operator.methodcaller _operator.methodcaller "
+    "types.CodeType types.FunctionType io.open _io.open "
     "io.FileIO _io.FileIO torch.load torch.save torch.serialization.load torch.serialization.save torch.hub "
     "torch.jit torch.package torch.utils.cpp_extension memopt_cli.loading memopt_cli.cli".split()
 )
@@ -96,6 +96,8 @@ def together(trusts: Iterable[Trust]) -> Trust:
 def is_attack(wanted: Global) -> bool:
     """No model needs it, and no trust in it but ``Trust(pickle=True)`` helps."""
     parts = f"{wanted.module}.{wanted.name}".split(".")
+    if wanted.package not in sys.builtin_module_names and _is_here(wanted.package):
+        return False  # a package of the user's, by the name of one of Python's
     return wanted == COMPUTED or any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1))
 
 
@@ -123,9 +125,10 @@ def unknown(use: Use) -> Denied | Missing:
         return Denied(
             "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
         )
-    if wanted.package in TOO_WIDE:
-        return Denied("is nothing that memopt builds from a file")
     here = _is_here(wanted.package)
+    if wanted.package in TOO_WIDE:
+        remedy = Trust(code_paths=(".",)) if here else None
+        return Denied("is nothing that memopt builds from a file", remedy)
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {wanted.package} is installed")
     if here and not _is_installed(wanted.package):

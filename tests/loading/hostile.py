@@ -13,16 +13,20 @@ import enum
 import functools
 import importlib
 import io
+import operator
 import os
 import pickle
 import runpy
 import struct
 import subprocess
+import types
+import typing
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
@@ -172,6 +176,33 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "a parameter that is a function", _of(_linear(_parameters={"weight": nn.functional.gelu}), "'weight'")
     yield "a module that is a class", _of(_linear(_modules={"a": nn.ReLU}), "'a'")
 
+    for name in ('a"', "a'", "a\\", "a.b", "a`", "a{b}"):
+        yield f"a child named {name}", _of(_linear(_modules={name: nn.ReLU()}), "has a module")
+
+    inner = _linear(forward=nn.functional.gelu)
+    for made in (Call(dict, vars(inner)), Call(collections.OrderedDict, list(vars(inner).items()))):
+        hidden = Created(nn.Linear, state=made)
+        yield f"a state made by {made.reduced[0].__name__}", _of(_linear(_modules={"a": hidden}), "of another kind")
+    alias = types.GenericAlias(BertConfig, (int,))
+    yield "a type that makes settings, as a method", _of(_linear(forward=alias), "GenericAlias")
+    yield "settings as something to call", _of(_linear(act=BertConfig), "kept as something to call")
+    composed = functools.partial(max, key=nn.functional.gelu)
+    yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
+    asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
+    yield "a defaultdict of an object", _of(_linear(extra=asked), "defaultdict")
+    compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
+    yield "a type named by an expression", _of(_linear(extra=compiled), "a text that names none")
+    slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
+    yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
+    rebuild, (*_, order) = np.ones(1).__reduce_ex__(5)
+    empty = Call(rebuild, b"", Call(np.dtype, "S0", False, True), (1 << 40,), order)
+    yield "an array of nothing", _of(_linear(extra=empty), "something else than numbers", NO_MODEL)
+    wide = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.complex128, "xla", False)
+    yield "a tensor made wider", _of(_linear(extra=wide), "is stored as", NO_MODEL)
+
+    own = collections.OrderedDict(vars(nn.Linear(1, 1)))
+    parts = {"a": Created(nn.Linear, state=own), "b": Created(nn.Linear, state=own)}
+    yield "two modules of one ordered state", _of(_linear(_modules=parts), "shares")
     shared = nn.Linear(1, 1)
     yield "two modules with one state", _of(_linear(a=shared, b=Created(nn.Linear, state=vars(shared))), "shares")
     buffer = io.BytesIO()
@@ -225,6 +256,17 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         + b"K\x01" * 50_000
         + b"eq\x00cbuiltins\nlist\nq\x01"
         + b"h\x01h\x00\x85R0" * 50_000
+        + b".",
+        "bytes copied often": b"cbuiltins\nbytearray\nq\x01B"
+        + struct.pack("<I", 1 << 20)
+        + bytes(1 << 20)
+        + b"q\x000]"
+        + b"h\x01h\x00\x85R0" * 2000
+        + b".",
+        "a state given often": b"ctypes\nSimpleNamespace\nq\x01}q\x00("
+        + b"".join(b"X\x06\x00\x00\x00%06dN" % i for i in range(20_000))
+        + b"u0]"
+        + b"h\x01)Rh\x00b0" * 20_000
         + b".",
         "a large place in the memo": b"Nr\x80\xd1\xf0\x08.",
         "a text decoded as punycode": b"c_codecs\nencode\nX\x40\x00\x00\x00"

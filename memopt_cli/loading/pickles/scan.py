@@ -48,6 +48,8 @@ class PickleScan:
     """Bytes of the file: the work that reading it may take grows with it."""
     wanted: set[Global] = field(default_factory=set)
     """Every name, whether the model can be reached from it or not."""
+    called: set[Global] = field(default_factory=set)
+    """Those that it calls, or makes objects of."""
     work: int = 0
     taken: int = 0
     """Bytes and characters that calls take in."""
@@ -170,6 +172,7 @@ class _Machine:
         """What is called or created; a callable that is computed is wanted under a name of its own."""
         found = callee if isinstance(callee, Global) else COMPUTED
         self._scan.wanted.add(found)
+        self._scan.called.add(found)
         return found
 
     def _persistent(self, _: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use
 
-_PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool")
-"""Names of dtypes whose items are numbers or text: no objects, and no structures that may hold some."""
+_PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
+"""Names of dtypes whose items are numbers, text or objects of the file, and no structures of them."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
@@ -59,6 +59,10 @@ def _empty(*_: Any) -> Any:
 
 def _fill_array(array: Any, state: Any) -> None:
     _, shape, dtype, by_columns, data = state
+    if type(data) is list:
+        _check_objects(data, dtype, shape)
+        array.__setstate__((1, tuple(shape), dtype, bool(by_columns), data))
+        return
     _check(data, dtype, shape)
     array.__setstate__((1, tuple(shape), dtype, bool(by_columns), bytes(data)))
 
@@ -82,10 +86,20 @@ def _number(dtype: Any, data: Any) -> Any:
 def _check(data: Any, dtype: Any, shape: Any) -> None:
     import numpy as np
 
-    if not isinstance(dtype, np.dtype) or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
+    is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
+    if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise Broken("an array is made of something else")
     if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
         raise Broken(f"an array of the shape {shape} has {len(data)} bytes")
+
+
+def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
+    import numpy as np
+
+    if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
+        raise Broken("an array is made of something else")
+    if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape):
+        raise Broken(f"an array of the shape {shape} has {len(data)} items")
 
 
 def _held(name: str) -> Any:

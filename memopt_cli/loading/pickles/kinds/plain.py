@@ -9,6 +9,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import decimal
 import functools
 import inspect
 import logging
@@ -93,6 +94,12 @@ def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
         raise Broken("a regular expression is made of something else")
     return re.compile(text, flags & ~re.DEBUG)  # which prints
+
+
+def _decimal(text: Any) -> decimal.Decimal:
+    if type(text) is not str or len(text) > _LONGEST_PATTERN:
+        raise Broken("a decimal number is made of something else")
+    return decimal.Decimal(text)
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +202,7 @@ PLAIN: Final = Listed(
         "pathlib.PurePosixPath": Recipe(make=_path(pathlib.PurePosixPath)),
         "pathlib.WindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
         "pathlib.PureWindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
+        "decimal.Decimal": Recipe(make=_decimal),
         "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
         "datetime.date": Recipe(make=_moment(datetime.date)),
         "datetime.time": Recipe(make=_moment(datetime.time)),

@@ -1,0 +1,385 @@
+"""Broken files of every format that memopt reads: each is read, or refused by a sentence.
+
+    python -m tests.fuzz                                # a hundred thousand of each, for hours
+    python -m tests.fuzz zip.pt plan.yaml --count 1000
+
+A sound file is taken into pieces (opcodes, words, bytes; of an archive those of one record), a few pieces are changed,
+and what that gives is read in a process of its own.  What is neither read nor refused is printed, and kept in
+``fuzz-failures``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import pickle
+import pickletools
+import random
+import re
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors.torch
+import torch
+import typer
+from torch import nn
+
+import memopt_cli
+from memopt_cli.cli.app import app
+from memopt_cli.cli.app import main as memopt
+from memopt_cli.errors import MemoptError
+from memopt_cli.loading import load_model, read_file
+from memopt_cli.loading.description import describe
+from memopt_cli.loading.input_spec import make_inputs, read_spec_file
+from memopt_cli.pipeline import compare_files
+from memopt_cli.records import InputSpec, ModelSource
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextReport
+
+_CASE_S: Final = 60
+_CASE_BYTES: Final = 4 << 30
+"""What one case may take; address space, of which PyTorch reserves more than it uses."""
+_PER_PROCESS: Final = 500
+_NUMBERS: Final = "0 -1 1e999 -1e999 NaN Infinity .inf .nan 1_0 0x7f 1:30 9223372036854775808 4294967297".split()
+_WORDS: Final = [
+    *_NUMBERS,
+    *("1" + "0" * 400, "[" * 300, "{a: " * 300, "null", "~", "true", "[]", "{}", '""', "!!python/name:os.system"),
+    *('"\\u001b[2J"', '"\\ud800"', "&a", "*a", "? ", "<<: ", "- ", "\n", "::error::x", "os:system", "/dev/zero", "\0"),
+]
+_BYTES: Final = [b"\0", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"\0" * 8, b"PK\x03\x04", b"\x80\x02", b"("]
+_OPCODES: Final = [
+    *(b"(", b")", b"]", b"}", b"\x8f", b"N", b"R", b"b", b"\x81", b"\x92", b"0", b"1", b"2", b"t", b"\x85", b"\x86"),
+    *(b"s", b"u", b"a", b"e", b"Q", b"\x93", b"\x94", b"h\x00", b"h\x01", b"r\x80\xd1\xf0\x08", b"J\xff\xff\xff\x7f"),
+    *(b"ctorch\nbmm\n", b"cbuiltins\ntuple\n", b"cbuiltins\nrange\n", b"ctorch.nn.modules.linear\nLinear\n"),
+    *(b"cfunctools\npartial\n", b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"K\x01"),
+    *(b"X\x08\x00\x00\x00__dict__", b"X\x07\x00\x00\x00forward", b"\x8a\x01\xff", b"G\x7f\xf8\0\0\0\0\0\0"),
+]
+
+
+# ---------------------------------------------------------------------------------------------- pieces
+
+
+def _split_bytes(data: bytes, draws: random.Random) -> list[bytes]:
+    size = draws.choice([1, 2, 4, 8, 32])
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def _split_words(data: bytes, draws: random.Random) -> list[bytes]:
+    return re.findall(rb"\w+|\s+|[^\w\s]", data)
+
+
+def _split_opcodes(data: bytes, draws: random.Random) -> list[bytes]:
+    try:
+        starts = [at for _, _, at in pickletools.genops(data) if at is not None]
+    except Exception:  # a piece of a pickle, or none
+        return _split_bytes(data, draws)
+    ends = [*starts[1:], starts[-1] + 1]
+    return [*(data[start:end] for start, end in zip(starts, ends, strict=True)), data[ends[-1] :]]
+
+
+def _change(pieces: list[bytes], others: Sequence[bytes], draws: random.Random) -> bytes:
+    """One to four pieces dropped, doubled, swapped, damaged, or replaced by another."""
+    for _ in range(draws.choice([1, 1, 2, 4])):
+        at = draws.randrange(len(pieces))
+        match draws.randrange(7):
+            case 0:
+                del pieces[at]
+            case 1:
+                pieces.insert(at, pieces[draws.randrange(len(pieces))])
+            case 2:
+                pieces[at] = pieces[draws.randrange(len(pieces))]
+            case 3:
+                pieces[at] = draws.choice(others)
+            case 4:
+                pieces.insert(at, draws.choice(others))
+            case 5:
+                pieces[at] = bytes(byte ^ 1 << draws.randrange(8) for byte in pieces[at])
+            case _:
+                del pieces[at : at + draws.randrange(1, 1 + max(1, len(pieces) // 4))]
+        if not pieces:
+            return b""
+    return b"".join(pieces)
+
+
+def _broken(data: bytes, draws: random.Random, *, text: bool = False) -> bytes:
+    if text or data[:1] in b"{[":
+        return _change(_split_words(data, draws), [word.encode() for word in _WORDS], draws)
+    if data[:1] == b"\x80" and draws.random() < 0.8:
+        return _change(_split_opcodes(data, draws), _OPCODES, draws)
+    return _change(_split_bytes(data, draws), _BYTES, draws)
+
+
+def _broken_archive(data: bytes, draws: random.Random) -> bytes:
+    """Mostly sound on the outside, so that what is within is read."""
+    if draws.random() < 0.2:
+        return _broken(data, draws)
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        records = {name: file.read(name) for name in file.namelist()}
+    # The pickles and programs are small among the weights, and it is in them that a reader can go wrong.
+    weights = [4 if name.endswith((".pkl", ".py", ".json")) else 1 for name in records]
+    for name in draws.choices(list(records), weights, k=draws.choice([1, 1, 2])):
+        match draws.randrange(12):
+            case 0:
+                records.pop(name, None)
+            case 1:
+                records[_broken(name.encode(), draws, text=True).decode("utf-8", "replace")] = b"x"
+            case _ if records.get(name):
+                records[name] = _broken(records[name], draws, text=name.endswith((".py", ".json")))
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", draws.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as file:
+        for name, record in records.items():
+            file.writestr(zipfile.ZipInfo(name), record)
+    return made.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file: sound ones, how one is broken, and what reads it."""
+
+    sound: Callable[[], list[bytes]]
+    broken: Callable[[bytes, random.Random], bytes]
+    read: Callable[[str], object]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+
+
+def _bytes_of(save: Callable[[Any], object]) -> bytes:
+    buffer = io.BytesIO()
+    save(buffer)
+    return buffer.getvalue()
+
+
+def _zips() -> list[bytes]:
+    model = _model()
+    model.extra = {"dtype": torch.float16, "size": torch.Size([1]), "array": np.ones(2), "act": nn.functional.gelu}
+    checkpoint = {"state_dict": model.state_dict(), "model": model, "epoch": 3}
+    memopt_cli.apply_plan(optimized := _model(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
+    return [_bytes_of(functools.partial(torch.save, value)) for value in (model, checkpoint, optimized)]
+
+
+def _scripts() -> list[bytes]:
+    scripted, traced = torch.jit.script(_model()), torch.jit.trace(_model(), torch.ones(1, 1, 4, 4))
+    return [_bytes_of(functools.partial(torch.jit.save, script)) for script in (scripted, traced)]
+
+
+def _exported() -> list[bytes]:
+    program = torch.export.export(_model().eval(), (torch.ones(1, 1, 4, 4),))
+    return [_bytes_of(functools.partial(torch.export.save, program))]
+
+
+def _read_model(path: str) -> None:
+    for read in (lambda: describe(read_file(path)), lambda: load_model(ModelSource(location=path))):
+        with contextlib.suppress(MemoptError):
+            read()
+
+
+def _read_inputs(path: str) -> None:
+    make_inputs(InputSpec(data_file=path, source="--input-data"), seed=0, device="cpu", dtype=None)
+
+
+def _read_plan(path: str) -> None:
+    _, plan = memopt_cli.read_plan(path)
+    memopt_cli.apply_plan(_model(), plan)
+
+
+def _read_config(path: str) -> None:
+    group: Any = typer.main.get_command(app)
+    with contextlib.suppress(SystemExit):
+        memopt(["compare", "--config", path, "a.json", "b.json"])
+    context = group.make_context("memopt", ["optimize"], resilient_parsing=True)
+    with contextlib.suppress(typer.Exit, typer.BadParameter):
+        group.commands["optimize"].make_context("optimize", ["model.pt", "--config", path], parent=context)
+
+
+def _read_measured(path: str) -> None:
+    found = compare_files(path, path)
+    for report in (TextReport(), MarkdownReport()):
+        report.compared(found, io.StringIO())
+
+
+_PLAN: Final = b"""schema_version: 1
+level: 3
+packed: true
+segments:
+- {path: '0', compressor: bit}
+- {path: '1', keep: ['aten::convolution#2', 'aten::mm']}
+- {path: '2-3', chunks: 4, axis: 1, seq_inputs: 1, seq_outputs: 2, batch_statistics: true}
+"""
+_SPEC: Final = b"""inputs:
+- {name: x, shape: [T, B, 2, 48], dtype: float32, values: 'spikes:0.2'}
+- {shape: [B, S], dtype: int64, values: '0..32000'}
+dims: {T: 10, B: 4, S: 16}
+"""
+_CONFIG: Final = b"""level: 3
+dims: {B: 8}
+input: 8x3x32x32
+memory: 8GiB
+timeout: 100
+"""
+
+
+def _measured() -> list[bytes]:
+    folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
+    return [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
+
+
+_TEXT: Final = functools.partial(_broken, text=True)
+FORMATS: Final[dict[str, Format]] = {
+    "zip.pt": Format(_zips, _broken_archive, _read_model),
+    "legacy.pt": Format(
+        lambda: [_bytes_of(functools.partial(torch.save, _model(), _use_new_zipfile_serialization=False))],
+        _broken,
+        _read_model,
+    ),
+    "plain.pt": Format(
+        lambda: [pickle.dumps(_model(), 4), pickle.dumps({"m": np.ones(3), "n": [1.5, {2}]}, 2)], _broken, _read_model
+    ),
+    "script.ts": Format(_scripts, _broken_archive, _read_model),
+    "program.pt2": Format(_exported, _broken_archive, _read_model),
+    "weights.safetensors": Format(
+        lambda: [safetensors.torch.save(_model().state_dict(), {"made": "here"})],
+        lambda data, draws: _broken(data, draws, text=draws.random() < 0.8),
+        _read_model,
+    ),
+    "inputs.npz": Format(
+        lambda: [_bytes_of(lambda file: np.savez(file, x=np.ones((2, 3)), y=np.arange(4)))],
+        _broken_archive,
+        _read_inputs,
+    ),
+    "tensors.pt": Format(
+        lambda: [
+            _bytes_of(functools.partial(torch.save, {"x": torch.ones(2), "y": [torch.zeros(3, dtype=torch.int)]}))
+        ],
+        _broken_archive,
+        _read_inputs,
+    ),
+    "model.inputs.yaml": Format(lambda: [_SPEC], _TEXT, read_spec_file),
+    "memopt.yaml": Format(lambda: [_CONFIG], _TEXT, _read_config),
+    "plan.yaml": Format(lambda: [_PLAN], _TEXT, _read_plan),
+    "baseline.json": Format(_measured, _TEXT, _read_measured),
+}
+"""Name of a file -> its format."""
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+def case(name: str, seed: int, index: int) -> bytes:
+    """The broken file of that number."""
+    draws = random.Random(f"{name} {seed} {index}")
+    return FORMATS[name].broken(draws.choice(_sound(name)), draws)
+
+
+@functools.cache
+def _sound(name: str) -> list[bytes]:
+    return FORMATS[name].sound()
+
+
+def failures(name: str, seed: int, count: int, keep: Path) -> list[str]:
+    """What was neither read nor refused among so many files: its number and what happened."""
+    _sound(name)  # once, for all processes
+    found: list[str] = []
+    start = 0
+    while start < count:
+        end = min(start + _PER_PROCESS, count)
+        index, reason = _in_process(name, seed, range(start, end))
+        if reason:
+            keep.mkdir(exist_ok=True)
+            (keep / f"{seed}-{index}-{name}").write_bytes(case(name, seed, index))
+            found.append(f"{name}, seed {seed}, file {index}: {reason}")
+        start = index + 1
+    return found
+
+
+def _in_process(name: str, seed: int, indices: range) -> tuple[int, str]:
+    """The first file that went wrong and why; or the last one, and nothing."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiver)
+        _be_child(name, seed, indices, sender)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as pipe:
+        said = pipe.read().decode("utf-8", "replace")
+    _, status = os.waitpid(child, 0)
+    at, _, reason = said.rpartition("\n")[2].partition(" ")
+    if status and not reason:
+        reason = f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit status {status}"
+    return int(at or indices[0]), reason
+
+
+def _be_child(name: str, seed: int, indices: range, sender: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_used() + _CASE_BYTES, -1))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        output = os.open("output", os.O_CREAT | os.O_RDWR)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for index in indices:
+            os.write(sender, f"\n{index}".encode())
+            Path(name).write_bytes(case(name, seed, index))
+            signal.alarm(_CASE_S)
+            if reason := _read(name):
+                os.write(sender, f" {reason}".encode())
+                break
+    os._exit(0)
+
+
+def _read(name: str) -> str:
+    """Why a file was neither read nor refused; empty if it was."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            FORMATS[name].read(name)
+    except MemoptError as err:
+        text = f"{err.message}{err.hint}".replace("\n", "")
+        return "" if text.isprintable() else f"says {text!r}"
+    except BaseException as err:
+        frame = traceback.extract_tb(err.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        return f"{type(err).__name__}: {err} ({where})".replace("\n", " ")[:300]
+    unexpected = re.search("unexpected .*Error.*", said.getvalue())
+    return unexpected.group() if unexpected else ""
+
+
+def _used() -> int:
+    """Bytes of address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Every format that is named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="*", default=list(FORMATS), choices=[*FORMATS, []])
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    failed = 0
+    for name in given.formats or FORMATS:
+        found = failures(name, given.seed, given.count, Path("fuzz-failures"))
+        failed += len(found)
+        print(f"{name}: {given.count} files, {len(found)} failures", *found, sep="\n  ", flush=True)  # noqa: T201
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The watch on the code of libraries while it takes the objects of a file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memopt_cli.errors import UnsafeFileError
+from memopt_cli.loading.guard import guarded
+
+DEEDS: dict[str, Callable[[], object]] = {
+    "a program": lambda: subprocess.run(["true"], check=True),
+    "a shell": lambda: os.system("true"),
+    "a pickle": lambda: pickle.loads(b"cbuiltins\nprint\n."),
+    "a connection": lambda: socket.create_connection(("127.0.0.1", 9)),
+    "a file": lambda: Path("made").write_text("x"),
+    "a file that is there": lambda: open("kept", "r+"),  # noqa: SIM115
+    "a file removed": lambda: Path("kept").unlink(),
+    "a file renamed": lambda: Path("kept").rename("other"),
+    "a link": lambda: Path("link").symlink_to("kept"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kept").write_text("kept")
+
+
+@pytest.mark.parametrize("name", DEEDS)
+def test_what_no_model_needs_is_refused(name: str) -> None:
+    with pytest.raises(UnsafeFileError, match=r"model\.pt was not loaded") as caught, guarded("model.pt"):
+        DEEDS[name]()
+    assert "--trust-pickle" in caught.value.hint
+    assert {path.name: path.read_text() for path in Path.cwd().iterdir()} == {"kept": "kept"}
+
+
+def test_it_ends_with_the_block_and_holds_in_other_threads() -> None:
+    with guarded("model.pt"):
+        assert Path("kept").read_text() == "kept"
+        worker = threading.Thread(target=lambda: refused.append(raised()))
+        refused: list[type[BaseException]] = []
+        worker.start()
+        worker.join()
+    assert refused == [UnsafeFileError]
+    Path("made").write_text("x")
+
+
+def raised() -> type[BaseException]:
+    try:
+        Path("made").write_text("x")
+    except BaseException as err:
+        return type(err)
+    raise AssertionError("it was written")
+
+
+def test_modules_are_imported_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("late_module.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    with guarded("model.pt"):
+        assert importlib.import_module("late_module").value == 3
+    assert not Path("__pycache__").exists()
+    assert not sys.dont_write_bytecode
+    del sys.modules["late_module"]
