@@ -2,6 +2,8 @@
 
     python benchmarks/real_files.py [--only TEXT] [--folder FOLDER]
 
+It writes its section of RESULTS.md, unless only some rows are tried.
+
 Every file is built here, from a small configuration with random weights.  Then memopt is used as a user would: first
 without a flag and, where it stops, with exactly the flags that its hint prints, until the file loads or the hint prints
 none that is new.  ``--trust-pickle``, which checks nothing, is never added.  A file counts as loaded if the tensors of
@@ -44,7 +46,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results import machine, table
+from results import table, this_command, write_section
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
@@ -619,12 +621,11 @@ def main() -> None:
     left_out = [
         f"- {CASES[i].library}: {CASES[i].kind}: {made.message}" for i, made in built.items() if not made.tensors
     ]
-    print(machine(), "", table(["library", "file", "outcome"], rows), "", sep="\n")
-    print(
-        f"{len(rows)} files: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}.",
-        *left_out,
-        sep="\n",
-    )
+    found = f"{len(rows)} files: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}."
+    text = "\n\n".join([found, table(["library", "file", "outcome"], rows), "\n".join(left_out)])
+    print(text)
+    if not options.only:
+        write_section("Model files as people save them", this_command(), text)
 
 
 if __name__ == "__main__":
