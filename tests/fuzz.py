@@ -171,7 +171,7 @@ def _zips() -> list[bytes]:
     model = _model()
     model.extra = {"dtype": torch.float16, "size": torch.Size([1]), "array": np.ones(2), "act": nn.functional.gelu}
     checkpoint = {"state_dict": model.state_dict(), "model": model, "epoch": 3}
-    memopt_cli.apply_plan(optimized := _model(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
+    memopt_cli.apply_plan(optimized := _model(), memopt_cli.Plan(level=1, segments=(memopt_cli.SegmentPlan(path="0"),)))
     return [_bytes_of(functools.partial(torch.save, value)) for value in (model, checkpoint, optimized)]
 
 
@@ -216,12 +216,19 @@ def _read_measured(path: str) -> None:
 
 
 _PLAN: Final = b"""schema_version: 1
+memopt: 0.1.0
+torch: 2.13.0
+model: model.pt
+sha256: null
+spec: {tensors: [{shape: [B, 1, 4, 4], dtype: float32}], dims: {B: 4}, source: --input}
+seed: 0
+device: cpu
 level: 3
 packed: true
 segments:
-- {path: '0', compressor: bit}
-- {path: '1', keep: ['aten::convolution#2', 'aten::mm']}
-- {path: '2-3', chunks: 4, axis: 1, seq_inputs: 1, seq_outputs: 2, batch_statistics: true}
+- {path: '0', compressor: bit, keep: ['aten::convolution#2', 'aten::mm']}
+- {path: '2-3', chunks: 2, axis: 0}
+- {path: '4'}
 """
 _SPEC: Final = b"""inputs:
 - {name: x, shape: [T, B, 2, 48], dtype: float32, values: 'spikes:0.2'}

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
+from memopt_cli.documents import printable
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.vouched import NEEDS_SCRIPT, TOO_WIDE
@@ -130,7 +131,7 @@ def unknown(use: Use) -> Denied | Missing:
         remedy = Trust(code_paths=(".",)) if here else None
         return Denied("is nothing that memopt builds from a file", remedy)
     if not here and not _is_installed(wanted.package):
-        return Missing(f"no package {wanted.package} is installed")
+        return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("lies in this folder", Trust(code_paths=(".",)))
     by_name = use.how == "called" and _defined_as(wanted) is not ast.ClassDef
