@@ -95,7 +95,12 @@ def _model(folder: Path, digest: Any) -> nn.Module:
     try:
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
-            None, config=config, state_dict=weights, output_loading_info=True, trust_remote_code=False
+            None,
+            config=config,
+            state_dict=weights,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except UnsafeFileError:
         raise
@@ -113,7 +118,7 @@ def _is_class(found: Any, base: type) -> bool:
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
-        found = sorted(map(str, info.get(kind) or ()))
+        found = sorted(key if isinstance(key, str) else str(key[0]) for key in info.get(kind) or ())
         if found:
             more = ", …" if len(found) > _SHOWN else ""
             raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)

@@ -1,0 +1,161 @@
+"""Folders of ``save_pretrained``: what is built of them, and what is refused before any library sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
+from memopt_cli.loading import load, load_model
+from memopt_cli.records import ModelSource
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    gpt2().save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+@pytest.fixture
+def adapter(folder: Path) -> Path:
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    base = GPT2LMHeadModel.from_pretrained(folder)
+    peft.get_peft_model(base, config).save_pretrained(folder.parent / "lora")
+    return folder.parent / "lora"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    settings = json.loads(path.read_text())
+    change(settings)
+    path.write_text(json.dumps(settings))
+
+
+def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:
+    loaded = load_model(ModelSource(location=str(folder)))
+    assert (loaded.format, loaded.module.training) == ("pretrained", True)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(loaded.module.eval()(tokens).logits, gpt2().eval()(tokens).logits)
+
+
+def test_its_hash_is_that_of_settings_and_weights(folder: Path) -> None:
+    before = load_model(ModelSource(location=str(folder))).sha256
+    assert load_model(ModelSource(location=str(folder))).sha256 == before
+    rewrite(folder / "config.json", lambda settings: settings.update(resid_pdrop=0.5))
+    assert load_model(ModelSource(location=str(folder))).sha256 != before
+
+
+def test_weights_in_shards_and_as_pickles(folder: Path, tmp_path: Path) -> None:
+    expected = load(folder).state_dict()
+    gpt2().save_pretrained(tmp_path / "shards", max_shard_size="2KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    (folder / "model.safetensors").unlink()
+    torch.save(gpt2().state_dict(), folder / "pytorch_model.bin")
+    for found in (load(tmp_path / "shards"), load(folder)):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+
+
+def test_an_adapter_is_put_on_its_base(folder: Path, adapter: Path) -> None:
+    found = load(adapter)
+    assert any(parameter.requires_grad for name, parameter in found.named_parameters() if "lora_A" in name)
+    tokens = torch.arange(8)[None]
+    assert not torch.equal(found.eval()(tokens).logits, load(folder).eval()(tokens).logits)
+    rewrite(adapter / "adapter_config.json", lambda settings: settings.update(base_model_name_or_path="someone/gpt2"))
+    with pytest.raises(FileFormatError, match="'someone/gpt2', which is no folder here"):
+        load(adapter)
+
+
+REFUSED = {
+    "code of its own": ({"auto_map": {"AutoModel": "model.Net"}}, "auto_map names code"),
+    "code deep within": ({"text_config": {"auto_map": {"AutoModel": "model.Net"}}}, "auto_map names code"),
+    "a kernel of a hub": ({"_attn_implementation": "someone/kernel"}, "names a kernel of a hub"),
+    "a quantized model": ({"quantization_config": {"load_in_4bit": True}}, "quantization_config"),
+    "settings of another library": ({"model_args": {"checkpoint_path": "w.bin"}}, "model_args"),
+    "weights of a hub": ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_reach_further_are_refused(name: str, folder: Path) -> None:
+    settings, says = REFUSED[name]
+    rewrite(folder / "config.json", lambda given: given.update(settings))
+    with pytest.raises(UnsafeFileError, match=says) as caught:
+        load(folder)
+    assert caught.value.hint
+
+
+def test_a_library_that_reads_a_pickle_meanwhile_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        return pickle.loads(b"cos\nsystem\nX\x0c\x00\x00\x00touch canary\x85R.")
+
+    monkeypatch.setattr(GPT2LMHeadModel, "from_pretrained", from_pretrained)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UnsafeFileError, match=r"pickle\.find_class"):
+        load(folder)
+    assert not Path("canary").exists()
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "holds no settings"),
+    "broken settings": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+    "a class of nobody's": (
+        lambda folder: rewrite(folder / "config.json", lambda given: given.update(architectures=["os"])),
+        "class os, which transformers",
+    ),
+    "no class": (
+        lambda folder: rewrite(folder / "config.json", lambda given: given.pop("architectures")),
+        "names no class of a model",
+    ),
+    "other sizes": (
+        lambda folder: rewrite(folder / "config.json", lambda given: given.update(n_embd=16)),
+        "has weights of another shape",
+    ),
+    "a layer more": (
+        lambda folder: rewrite(folder / "config.json", lambda given: given.update(n_layer=2)),
+        "lacks weights",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "half the weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors",
+    ),
+    "a folder of diffusers": (
+        lambda folder: rewrite(folder / "config.json", lambda given: given.update(_diffusers_version="0.30")),
+        "folder of diffusers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_refused_in_a_sentence(name: str, folder: Path) -> None:
+    damage, says = DAMAGED[name]
+    damage(folder)
+    with pytest.raises(FileFormatError, match=says) as caught:
+        load(folder)
+    assert caught.value.hint
+
+
+def test_an_index_names_files_of_the_folder_alone(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileFormatError, match="names a file elsewhere"):
+        load(folder)
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a folder without config\.json"):
+        load_model(ModelSource(location=str(tmp_path)))
