@@ -3,11 +3,20 @@
 import os
 import sys
 
-if __name__ == "__main__" and sys.path[:1] == [os.getcwd()]:
-    del sys.path[0]  # python -m puts it there: a file in this folder may have the name of a library
 
-import signal
-import warnings
+def _is_current(folder: str) -> bool:
+    try:
+        return os.path.samefile(folder or os.curdir, os.curdir)
+    except OSError:
+        return False
+
+
+if __name__ != "__mp_main__" and not _is_current(os.path.dirname(os.path.dirname(__file__))):
+    # ``python -m`` and an empty entry of PYTHONPATH put it there: a file in it may have the name of a library.
+    sys.path[:] = [entry for entry in sys.path if not _is_current(entry)]
+
+import signal  # noqa: E402
+import warnings  # noqa: E402
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, here and in every spawned subprocess
 
@@ -20,7 +29,7 @@ def _quit_at_once(*_: object) -> None:
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    for wanted in (signal.SIGINT, signal.SIGTERM):
+    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(wanted) is not signal.SIG_IGN:  # as a shell sets it for a job in the background
             signal.signal(wanted, _quit_at_once)
     from memopt_cli.cli.app import main as run

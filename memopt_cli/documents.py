@@ -68,10 +68,11 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
     ``most``: bytes that it may have.  Raises :class:`OSError` with a reason for people.
     """
-    if "\0" in os.fsdecode(path):
-        raise OSError(errno.EINVAL, "no path has a null character", str(path))
-    with open(path, "rb", opener=_open_at_once) as file:
-        data = file.read() if most is None else file.read(most + 1)
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            data = file.read() if most is None else file.read(most + 1)
+    except ValueError as err:  # a null character, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from err
     if most is not None and len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return data
@@ -101,7 +102,7 @@ def read_yaml(path: Path) -> Any:
     """The plain values of a YAML file; raises :class:`UsageError` if it cannot be read or is no YAML."""
     try:
         data = yaml.load(read_bytes(path, MOST_BYTES), _PlainLoader)
-        _check_text(data)
+        _check_values(data)
         return data
     except OSError as err:
         raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
@@ -141,7 +142,7 @@ def read_json(data: bytes | str, *, unique: bool = False) -> Any:
         raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as err:
         raise ValueError("it is not JSON") from err
-    _check_text(value)
+    _check_values(value)
     return value
 
 
@@ -213,7 +214,7 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} in it is no number")
 
 
-def _check_text(value: Any) -> None:
+def _check_values(value: Any) -> None:
     """Raise :class:`ValueError` for values nested too deep, and for text that no file and no terminal could take."""
     level, depth = [value], 0
     while level:
@@ -222,11 +223,11 @@ def _check_text(value: Any) -> None:
             raise ValueError(f"it is nested deeper than {_DEEPEST}")
         for text in level:
             if isinstance(text, str) and (half := _HALF.search(text)):
-                raise ValueError(f"{ascii(half[0])} in it is half a character")
+                raise ValueError(f"{half[0]!a} in it is half a character")
         level = [
             inner
             for item in level
-            if isinstance(item, dict | list)
+            if isinstance(item, dict | list | set | tuple)
             for inner in ((*item, *item.values()) if isinstance(item, dict) else item)
         ]
 
@@ -248,5 +249,5 @@ def _one_line(err: Exception) -> str:
 
 
 def _shortened(data: Any) -> str:
-    text = printable(repr(data))
+    text = repr(data)
     return text if len(text) <= 60 else f"{text[:57]}..."

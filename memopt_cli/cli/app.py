@@ -6,9 +6,9 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Annotated, TextIO, cast
 
 import typer
 from typer.exceptions import TyperException
@@ -23,8 +23,9 @@ from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
 from memopt_cli.cli.recommend_batch import recommend_batch
-from memopt_cli.documents import no_commands, printable
+from memopt_cli.documents import printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
+from memopt_cli.report.lines import guarded
 
 
 class OutputError(MemoptError):
@@ -73,16 +74,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a path or a terminal that is not UTF-8 must not end a report
             stream.reconfigure(errors="backslashreplace")
-    try:
-        return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
-    except (Exception, KeyboardInterrupt, SystemExit) as err:
-        failure = _as_memopt_error(err)
-        if isinstance(failure, OutputError):
-            _drop_stdout()
-        if not isinstance(failure, NobodyReads):
-            with suppress(OSError):
-                _print_failure(failure, err)
-        return failure.exit_code
+    with _guarded_streams():
+        try:
+            return _run((sys.argv[1:] if arguments is None else arguments) or ["--help"])
+        except (Exception, KeyboardInterrupt, SystemExit) as err:
+            failure = _as_memopt_error(err)
+            if isinstance(failure, OutputError):
+                _drop_stdout()
+            if not isinstance(failure, NobodyReads):
+                with suppress(OSError):
+                    _print_failure(failure, err)
+            return failure.exit_code
+
+
+@contextmanager
+def _guarded_streams() -> Iterator[None]:
+    """Whatever is printed, by whom and where: a CI system takes no line of it for a command."""
+    nowhere = open(os.devnull, "w")  # for a stream that the caller has closed
+    out, err = (cast(TextIO, guarded(stream or nowhere)) for stream in (sys.stdout, sys.stderr))
+    with nowhere, redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -128,17 +139,14 @@ def _usage_hint(err: TyperException) -> str:
 
 def _print_failure(failure: MemoptError, err: BaseException) -> None:
     if is_verbose():
-        traceback.print_exception(err)
+        for part in traceback.format_exception(err):
+            print(*map(printable, part.rstrip("\n").split("\n")), sep="\n", file=sys.stderr)
     for kind, text in (("error", failure.message), ("hint", failure.hint)):
         first, *more = text.splitlines() or [""]
         if first:
-            print(f"{kind}: {_shown(first)}", file=sys.stderr)
+            print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:
-            print(f"  | {_shown(line)}" if kind == "error" else f"      {_shown(line)}", file=sys.stderr)
-
-
-def _shown(line: str) -> str:
-    return no_commands(printable(line))
+            print(f"  | {printable(line)}" if kind == "error" else f"      {printable(line)}", file=sys.stderr)
 
 
 def _drop_stdout() -> None:

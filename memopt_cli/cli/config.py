@@ -37,7 +37,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     """Callback of ``--config``: makes the file's values the defaults of this command's flags, the rest ``context.obj``.
 
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
-    and :class:`UnsafeFileError` for a key that runs code in a file that was found and not named.
+    and :class:`UnsafeFileError` for a file that was found and not named, and runs code or names a file elsewhere.
     """
     file = Path(path) if path is not None else DEFAULT_PATH
     context.obj = Config()
@@ -57,17 +57,15 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     )
     context.default_map = _defaults(context, file, data)
     if path is None:
-        _refuse_paths(context, file)
+        _refuse_paths(context, file, data)
     return path
 
 
-def _refuse_paths(context: typer.Context, file: Path) -> None:
-    """Raise :class:`UnsafeFileError` for a flag whose value is a file elsewhere."""
-    files = {parameter.name: name for name, parameter in _flags(context.command).items() if parameter.metavar == "FILE"}
-    for parameter, value in (context.default_map or {}).items():
-        if parameter in files and not is_below(value, file.parent):
+def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
+    for key, parameter in _flags(context.command).items():
+        if key in data and parameter.metavar == "FILE" and not is_below(str(data[key]), file.parent):
             raise UnsafeFileError(
-                f"{file} was found here, and its '{files[parameter]}' is outside this folder: {value}",
+                f"{file} was found here, and its '{key}' is not in this folder: {data[key]}",
                 hint=f"If the file is yours, say --config {file}.",
             )
 
@@ -98,7 +96,7 @@ def _flags(command: Any) -> dict[str, Any]:
 
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
-        raise UsageError(f"{file}: dims must be names and sizes, not {printable(repr(dims))}", hint="Write dims: {B: 8}.")
+        raise UsageError(f"{file}: dims must be names and sizes, not {dims!r}", hint="Write dims: {B: 8}.")
     return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
 
 
@@ -109,7 +107,7 @@ def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
 def _text(file: Path, key: str, value: Any) -> str:
     """A scalar as typed on the command line, so that both are parsed by the same code."""
     if not isinstance(value, str | int | float):
-        raise UsageError(f"{file}: {key} cannot be {printable(repr(value))}")
+        raise UsageError(f"{file}: {key} cannot be {value!r}")
     text = str(value)
     if _CONTROL.search(text):
         raise UsageError(f"{file}: {key} cannot be {text!r}, which has control characters")

@@ -63,7 +63,7 @@ class ReportFiles:
         """Both or none; ``trace`` is the step of the snapshot."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
-            contents[Path(self.html)] = content(page().encode())
+            contents[Path(self.html)] = content(page().encode(errors="backslashreplace"))
         if self.snapshot is not None:
             contents[Path(self.snapshot)] = content(snapshot_bytes(trace))
         for path in write_all(contents, force=self.force):

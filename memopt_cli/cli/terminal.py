@@ -92,8 +92,10 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM raise :class:`KeyboardInterrupt`: subprocesses end, and partial files are removed."""
-    previous = {wanted: signal.getsignal(wanted) for wanted in (signal.SIGINT, signal.SIGTERM)}
+    """Make Ctrl-C, SIGTERM and the end of the terminal raise :class:`KeyboardInterrupt`: subprocesses end, and partial
+    files are removed.
+    """
+    previous = {wanted: signal.getsignal(wanted) for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [wanted for wanted, handler in previous.items() if handler is not signal.SIG_IGN]
     try:
         for wanted in heeded:
@@ -105,7 +107,7 @@ def _interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, _: object) -> None:
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _asker(progress: Progress) -> Ask:

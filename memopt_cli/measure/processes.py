@@ -127,7 +127,7 @@ def _environment() -> dict[str, str]:
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: int) -> None:
     control.close()
     if user == os.getpid():
-        process.kill()
+        process.terminate()  # its subprocesses end first
         process.wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 
 from memopt_cli.documents import printable, printable_data
 from memopt_cli.measure import processes
+from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import (
     ORIGINAL,
     AgreementJob,
@@ -38,7 +40,7 @@ from memopt_cli.measure.jobs import (
     TraceJob,
     VerifyJob,
 )
-from memopt_cli.measure.wire import SIZE
+from memopt_cli.measure.wire import MOST_FILE_BYTES, MOST_LINE_BYTES, SIZE, reply_in
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
@@ -65,6 +67,8 @@ from memopt_cli.spec_text import is_factory
 Answer = TypeVar("Answer")
 
 _FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
+_EXIT_CODES = range(1, 7)
+"""Of what fails in a subprocess, as ``errors.py`` has them."""
 _TAIL_BYTES = 4000
 _PATIENCE_S = 5.0
 """How long a subprocess that was told to end may take before it is killed."""
@@ -85,12 +89,30 @@ def _import_path(source: ModelSource) -> list[str]:
     """Where a subprocess imports from: for a file that is not trusted not from the current folder, in which a script
     may have the name of a library.
 
-    That of memopt itself stays.
+    That of memopt itself stays.  One that is trusted finds what ``PYTHONPATH`` names; the command line leaves that out.
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
-    if source.trust.pickle or here == own:
+    if source.trust.pickle:
+        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        return [*sys.path, *(entry for entry in named if entry and Path(entry).resolve() == here)]
+    if here == own:
         return sys.path
     return [entry for entry in sys.path if Path(entry).resolve() != here]  # an empty entry is the current folder
+
+
+def _read(line: bytes, answer: type[Answer]) -> Answer | Failure:
+    """What a subprocess answered.  Raises anything where that cannot be."""
+    reply = printable_data(reply_in(line))
+    kind: type[Failure] | None = _FAILURES.get(reply["kind"])
+    found = from_data(kind, reply) if kind else from_data(answer, reply["answer"])
+    match found:
+        case StepFailed(exit_code=code) if code not in _EXIT_CODES:
+            raise ValueError(code)
+        case Measurement(step_times_s=times) if not (times and all(0 < t < math.inf for t in times)):
+            raise ValueError(times)
+        case BatchProbe(step_s=step_s) if not 0 < step_s < math.inf:
+            raise ValueError(step_s)
+    return found
 
 
 class Session:
@@ -105,15 +127,16 @@ class Session:
         self._buffer = bytearray()
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="memopt-") if _is_confined(self._subject.source) else None
+        self._folder = Folder() if _is_confined(self._subject.source) else None
         surroundings = {
             "folder": os.getcwd(),
             "path": _import_path(self._subject.source),
-            "confined_to": self._folder.name if self._folder else None,
+            "confined_to": self._folder.path if self._folder else None,
             "gpu": self._subject.settings.device != "cpu",
         }
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
-        self._jobs, self._replies = os.fdopen(jobs_fd, "wb"), os.fdopen(replies_fd, "rb", buffering=0)
+        os.set_blocking(jobs_fd, False)
+        self._jobs, self._replies = (os.fdopen(jobs_fd, "wb", buffering=0), os.fdopen(replies_fd, "rb", buffering=0))
         self._output = tempfile.TemporaryFile()  # closed with the session
         try:
             device = self._subject.settings.device
@@ -121,6 +144,7 @@ class Session:
         finally:
             os.close(jobs)
             os.close(replies)
+        self._deadline = time.monotonic() + self._timeout_s
         self._send(surroundings)
         self._send(to_data(self._subject))
         return self
@@ -128,7 +152,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hang_up()
+        self._jobs.close()
         # An answer that nobody waits for: Ctrl-C ends at once.
         if kind is None and self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
@@ -137,7 +161,7 @@ class Session:
         self._replies.close()
         self._output.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     @property
     def ended(self) -> bool:
@@ -159,13 +183,19 @@ class Session:
         if self._process is None:
             return _ENDED
         self._send_job(SaveJob(plan=plan))
+        received_bytes = 0
         while True:
             failure = self._wait_for(SIZE.size)
             if failure is not None:
                 return failure
             (left,) = SIZE.unpack(self._take(SIZE.size))
             if left == 0:
-                return self._answer(Saved)
+                saved = self._answer(Saved)
+                is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
+                return saved if is_whole else self._nonsense()
+            received_bytes += left
+            if received_bytes > MOST_FILE_BYTES:
+                return self._nonsense()
             while left:
                 failure = self._wait_for(1)
                 if failure is not None:
@@ -239,23 +269,33 @@ class Session:
         return self._answer(answer)
 
     def _answer(self, answer: type[Answer]) -> Answer | Failure:
-        while b"\n" not in self._buffer:
-            failure = self._wait_for(len(self._buffer) + 1)
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            failure = self._wait_for(searched + 1) if searched <= MOST_LINE_BYTES else self._nonsense()
             if failure is not None:
                 return failure
-        reply = printable_data(json.loads(self._take(self._buffer.index(b"\n") + 1)))
-        kind: type[Failure] | None = _FAILURES.get(reply["kind"])
-        return from_data(kind, reply) if kind else from_data(answer, reply["answer"])
+        try:
+            return _read(self._take(end + 1), answer)
+        except Exception:  # it may be made up, and a reader of what is made up may raise anything
+            return self._nonsense()
+
+    def _nonsense(self) -> Crashed:
+        self._end()
+        return Crashed(reason="what it answered makes no sense", output_tail=self._tail())
 
     def _send_job(self, job: Job) -> None:
         self._deadline = time.monotonic() + self._timeout_s
         self._send({"kind": type(job).__name__, **to_data(job)})
 
     def _send(self, message: Any) -> None:
+        """As much as it takes until the deadline: waiting for the answer, one learns why it was not all of it."""
+        left = memoryview(json.dumps(message).encode() + b"\n")
         # A broken pipe: it has ended; the missing reply says so, with its reason.
-        with contextlib.suppress(BrokenPipeError):
-            self._jobs.write(json.dumps(message).encode() + b"\n")
-            self._jobs.flush()
+        with contextlib.suppress(BrokenPipeError), selectors.DefaultSelector() as selector:
+            selector.register(self._jobs, selectors.EVENT_WRITE)
+            while left and selector.select(max(0.0, self._deadline - time.monotonic())):
+                left = left[self._jobs.write(left) or 0 :]
 
     def _take(self, size: int) -> bytes:
         """As many bytes of what has arrived, or all of it."""
@@ -269,16 +309,16 @@ class Session:
             selector.register(self._replies, selectors.EVENT_READ)
             while len(self._buffer) < size:
                 left_s = self._deadline - time.monotonic()
-                if selector.select(max(0.0, min(left_s, _LOOK_S))):
+                if left_s <= 0:
+                    self._end()
+                    return TimedOut(limit_s=self._timeout_s)
+                if selector.select(min(left_s, _LOOK_S)):
                     chunk = self._replies.read(_CHUNK)
                     if not chunk:
                         return self._post_mortem()
                     self._buffer += chunk
                 elif self._has_ended():
                     return self._post_mortem()  # what it has left behind holds the pipe open
-                elif left_s <= _LOOK_S:
-                    self._end()
-                    return TimedOut(limit_s=self._timeout_s)
         return None
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
@@ -307,10 +347,6 @@ class Session:
             return self._process is not None and self._process.poll() is not None
         except processes.Lost:
             return True
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # of what was not sent
-            self._jobs.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -1,9 +1,10 @@
-"""A second wall around a process that loads and runs somebody's file: Linux's Landlock, without any privilege.
+"""A second wall around a process that loads and runs somebody's file: Linux's Landlock, a filter of system calls and
+the loss of privileges.  It needs none.
 
-Confined, a process reads what it could read before, writes to a folder of its own alone, starts no programs and opens
-no TCP connections.  Nothing lifts it again.  Older kernels refuse less, which is said.
+Confined, a process reads what it could read before, writes to a folder of its own alone, starts no programs, opens no
+connections and does nothing to other processes.  Nothing lifts it again.  What a kernel cannot refuse is said.
 
-Source: https://docs.kernel.org/userspace-api/landlock.html
+Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import struct
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from memopt_cli.measure import seccomp
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 """Numbers of the system calls, the same on every processor that Linux runs on."""
@@ -37,9 +41,15 @@ _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 """Where libraries write what they compile or look up."""
 
+_LARGEST_FILE_BYTES: Final = 16 << 30
+"""Of what a process writes that is not asked to: a model that is saved goes to the parent."""
+_CAPABILITIES: Final = 0x20080522
+_READ_ANYTHING: Final = 1 << 2
+"""``CAP_DAC_READ_SEARCH``: what root reads, it can read confined."""
+
 HINT: Final = (
-    "It ran confined: it may write to a temporary folder alone, start no programs and open no connections.  "
-    "If you trust the model and its code: --no-sandbox."
+    "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
+    "open no connections and do nothing to other processes.  If you trust the model and its code: --no-sandbox."
 )
 
 
@@ -60,6 +70,19 @@ def confine(folder: str, *, gpu: bool) -> str:
         return f"{platform.system()} has no Landlock"
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
+    _bound_files()
+    _give_up_privileges(libc)
+    missing = _restrict_files(libc, version, folder, gpu=gpu)
+    unfiltered = seccomp.install(gpu=gpu, signals=version < _SCOPES_FROM)
+    global _confined
+    _confined = not (missing and unfiltered)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ |= {name: os.path.join(folder, name.lower()) for name in _CACHES}
+    return "; ".join(filter(None, (missing, unfiltered)))
+
+
+def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
+    """Put up Landlock; why that cannot be, or empty."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1 & ~(_READ | _READ_FOLDER)
@@ -72,11 +95,21 @@ def confine(folder: str, *, gpu: bool) -> str:
             return f"Landlock refused: {os.strerror(ctypes.get_errno())}"
     finally:
         os.close(ruleset)
-    global _confined
-    _confined = True
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    os.environ |= {name: os.path.join(folder, name.lower()) for name in _CACHES}
-    return "" if version >= _NET_FROM else "this kernel confines what is written, but not connections"
+    return ""
+
+
+def _bound_files() -> None:
+    now = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = (_LARGEST_FILE_BYTES if n == resource.RLIM_INFINITY else min(n, _LARGEST_FILE_BYTES) for n in now)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _give_up_privileges(libc: ctypes.CDLL) -> None:
+    """Those of root; nobody needs leave to have fewer."""
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITIES, 0))
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, the lower halves first
+    if libc.capget(header, sets) == 0:
+        libc.capset(header, (ctypes.c_uint32 * 6)(sets[0] & _READ_ANYTHING, sets[1] & _READ_ANYTHING))
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -3,8 +3,8 @@
 Importing PyTorch takes seconds.  This process does so once (``early``), then forks a profiling subprocess for every
 session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
 code.  With a byte on the control socket come four open files: where jobs come from, where replies go to, where output
-goes to, and a socket on which it tells the subprocess's id and, in the end, its exit code.  Once the session closes
-that socket, what is left of the subprocess is killed.
+goes to, and a socket on which it tells the subprocess's id and, when nothing is left of it and of what it started, its
+exit code.  Once the session closes that socket, the subprocess is killed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.processes import encoded
+
+_SWEEPS, _SWEEP_S = 100, 0.01
+"""How often, and how long after each other, orphans are looked for: whoever is not confined can start ever more."""
 
 
 class _Server:
@@ -40,6 +44,10 @@ class _Server:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, it would not be told
         signal.set_wakeup_fd(self._wake_up.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        if sys.platform == "linux":
+            become_subreaper = 36
+            ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0)
 
     def serve(self) -> NoReturn:
         """Until the parent goes."""
@@ -58,9 +66,7 @@ class _Server:
     def _start(self) -> None:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
-            for pid in self._alive:
-                _kill(pid)
-            os._exit(0)
+            self._end()
         if self._import is not None:
             self._import.join()  # in the middle of an import, nothing can be forked
         *streams, status_fd = files
@@ -90,7 +96,8 @@ class _Server:
     def _leave(self) -> None:
         """In a child: what is the server's alone."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for changed in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(changed, signal.SIG_DFL)
         self._selector.close()
         for end in (self._control, self._deaths, self._wake_up, *self._alive.values()):
             end.close()
@@ -101,12 +108,49 @@ class _Server:
         for pid in tuple(self._alive):
             ended, how = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _kill(pid)  # what it has left behind
                 status = self._alive.pop(pid)
+                _kill(pid)  # its group
+                self._kill_orphans()
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(status)
                 _tell(status, os.waitstatus_to_exitcode(how))
                 status.close()
+
+    def _kill_orphans(self) -> None:
+        """What has left the group of its subprocess: as its nearest subreaper, this process becomes its parent.
+
+        Those of one that lives, and what an import has started here, stay.
+        """
+        sessions = {os.getpid(), *self._alive}
+        for _ in range(_SWEEPS):
+            orphans = [pid for pid in _children() if _session(pid) not in sessions]
+            if not orphans:
+                return
+            for pid in orphans:
+                _kill(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(_SWEEP_S)
+
+    def _end(self) -> NoReturn:
+        for pid in self._alive:
+            _kill(pid)
+        self._alive.clear()
+        self._kill_orphans()
+        os._exit(0)
+
+
+def _children() -> list[int]:
+    """Of this process, where the system tells them."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for children in lists for pid in children.read_text().split()]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _kill(pid: int) -> None:
@@ -141,7 +185,7 @@ def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: boo
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
-    _die_with(server, first=True)
+    _die_with(server, signal.SIGKILL, first=True)
     if not has_imported:
         for stream in (jobs, replies):
             os.set_inheritable(stream, True)
@@ -188,11 +232,11 @@ def _confine(folder: str | None, *, gpu: bool) -> str:
     return f"The model is not confined in full: {reason}." if reason else ""
 
 
-def _die_with(parent_pid: int, *, first: bool = False) -> None:
+def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> None:
     """End when the parent does, however it does (it may have gone already); ``first``: first when memory runs out."""
     if sys.platform == "linux":
         parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(parent_death_signal, by)
         if first:
             with contextlib.suppress(OSError):  # a hardened container
                 Path("/proc/self/oom_score_adj").write_text("1000")
@@ -204,7 +248,7 @@ def main(role: str, first: int, second: int) -> NoReturn:
     """Serve the process that started this one; or be a subprocess in an interpreter of its own."""
     if role == "work":
         sys.exit(_work(first, second))
-    _die_with(second)
+    _die_with(second, signal.SIGTERM)  # for which a server has its subprocesses end first
     _Server(socket.socket(fileno=first), has_imported=role == "early" and _import_early()).serve()
 
 

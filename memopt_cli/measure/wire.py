@@ -1,13 +1,34 @@
-"""A file on its way from a profiling subprocess to its parent: pieces, each behind its size, then a size of 0."""
+"""What comes from a profiling subprocess, which may be made up: a reply is one line of JSON; a file comes in pieces,
+each behind its size, then a size of 0.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import struct
 from typing import Any, BinaryIO, Final
 
 SIZE: Final = struct.Struct("!Q")
 """Of what follows, in bytes."""
+MOST_LINE_BYTES: Final = 256 << 20
+"""Of a reply: a recorded step of half a million operators."""
+MOST_FILE_BYTES: Final = 1 << 40
+_MOST_DIGITS: Final = 20
+
+
+def reply_in(line: bytes) -> Any:
+    """The plain values of a reply, in which a difference may be infinite.
+
+    Raises :class:`ValueError`, or :class:`RecursionError`, for what is none.
+    """
+    return json.loads(line.decode(), parse_int=_whole)
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**63:
+        raise ValueError("a number is too large")
+    return int(text)
 
 
 class Pieces(io.RawIOBase):

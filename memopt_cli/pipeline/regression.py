@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memopt_cli.documents import is_below
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import Traced
 from memopt_cli.pipeline.failures import raise_failure
@@ -63,7 +64,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
-    _refuse_code(request, before)
+    _refuse_reach(request, before)
     settings = _settings(request, before.conditions.settings)
     opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
@@ -84,20 +85,33 @@ def compare_files(before: str, after: str) -> Comparison:
 # ---------------------------------------------------------------------------------------------- the same step again
 
 
-def _refuse_code(request: CheckRequest, before: Baseline) -> None:
-    """A baseline is data, which may have come with the model: what it ran is run again where the user says so."""
-    conditions, given = before.conditions, request.spec
-    loss = conditions.settings.loss if conditions else None
-    named = {"--loss": (loss, request.loss), "--input-script": (before.header.spec.script, given and given.script)}
-    missing = {flag: code for flag, (code, said) in named.items() if code and not said}
-    if given and (given.tensors or given.data_file):
-        missing.pop("--input-script", None)
+def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
+    """A baseline is data, which may have come with the model: it runs nothing, and reads nothing but beside itself.
+
+    What it ran, or read elsewhere, is used again where the user says so.
+    """
+    spec, described, missing = before.header.spec, _describes(request.spec), {}
+    if before.conditions and before.conditions.settings.loss and not request.loss:
+        missing["--loss"] = before.conditions.settings.loss
+    if spec.script and not described:
+        missing["--input-script"] = spec.script
     if missing:
-        flags = " ".join(f"{flag} {shlex.quote(code)}" for flag, code in missing.items())
-        raise UnsafeFileError(
-            f"{request.baseline_path} names code, which only the command line may: {', '.join(missing.values())}",
-            hint=f"If it is yours, add: {flags}",
-        )
+        raise _unsafe(request, "code", missing)
+    if spec.data_file and not described and not is_below(spec.data_file, Path(request.baseline_path).parent):
+        raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
+
+
+def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
+    flags = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in missing.items())
+    return UnsafeFileError(
+        f"{request.baseline_path} names {what}, which only the command line may: {', '.join(missing.values())}",
+        hint=f"If it is yours, add: {flags}",
+    )
+
+
+def _describes(given: InputSpec | None) -> bool:
+    """Whether inputs were given, and not only sizes of them."""
+    return given is not None and bool(given.tensors or given.data_file or given.script)
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
@@ -123,7 +137,7 @@ def _same_device(device: str) -> str:
 
 def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
-    if given and (given.tensors or given.data_file or given.script):
+    if given and _describes(given):
         return given
     sized = replace(before, source="the baseline")
     return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)

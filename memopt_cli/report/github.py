@@ -8,6 +8,7 @@ from typing import TextIO
 from memopt_cli.errors import WriteError
 from memopt_cli.records import Comparison
 from memopt_cli.report.comparison import growth, headline, judged, reasons
+from memopt_cli.report.lines import guarded
 from memopt_cli.report.markdown import MarkdownReport, markdown
 
 
@@ -20,14 +21,15 @@ class GithubReport:
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         why = [*growth(found), *reasons(found)]
+        lines = guarded(stream)
         for verdict in found.exceeded:
-            stream.write(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
+            lines.command(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
         if not found.exceeded:
-            stream.write(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
+            lines.command(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
         self._append(markdown(found))
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        stream.write(_annotation("error", "memopt: not checked", [reason]))
+        guarded(stream).command(_annotation("error", "memopt: not checked", [reason]))
         page = io.StringIO()
         MarkdownReport().refused(reason, page)
         self._append(page.getvalue())
@@ -47,7 +49,7 @@ class GithubReport:
 
 def _annotation(kind: str, title: str, lines: list[str]) -> str:
     message = "\n".join(lines)
-    return f"::{kind} title={_escaped(title, ':,')}::{_escaped(message, '')}\n"
+    return f"{kind} title={_escaped(title, ':,')}::{_escaped(message, '')}\n"
 
 
 def _escaped(text: str, also: str) -> str:

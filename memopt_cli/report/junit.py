@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 from xml.etree import ElementTree as ET
 
+from memopt_cli.documents import COMMAND
 from memopt_cli.records import Comparison
 from memopt_cli.report.comparison import growth, judged, reasons
 
@@ -65,7 +66,13 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO) -> None:
     suites = ET.Element("testsuites")
     suites.append(suite)
     ET.indent(suites)
-    stream.write('<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n")
+    xml = COMMAND.sub(_last_as_reference, ET.tostring(suites, encoding="unicode"))
+    stream.write(f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n')
+
+
+def _last_as_reference(found: re.Match[str]) -> str:
+    """What is read back as it was, and is no command: of ``::`` and ``##[`` one character by its number."""
+    return f"{found[0][:-1]}&#{ord(found[0][-1])};"
 
 
 def _clean(text: str) -> str:

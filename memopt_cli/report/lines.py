@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TextIO
 
-from memopt_cli.documents import no_commands
+from memopt_cli.documents import COMMAND
+
+_KEPT = 4096
+"""Characters of an unfinished line that are looked at again when it goes on."""
 
 
-class LinesForPeople:
-    """A stream none of whose lines a CI system takes for a command; for what is written whole lines at a time."""
+class GuardedStream:
+    """A stream none of whose lines a CI system takes for a command, in whatever pieces they are written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._line = ""
+        """What is written and not ended."""
 
     def write(self, text: str) -> int:
-        return self._stream.write(no_commands(text))
+        begun, whole = len(self._line), self._line + text
+        self._stream.write(COMMAND.sub(lambda found: found[0] + "\\" * (found.end() >= begun), whole)[begun:])
+        self._line = whole[-_KEPT:].rpartition("\n")[2]
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def command(self, text: str) -> None:
+        """Write a line that the CI system is to obey; ``text`` is what follows ``::``."""
+        self._stream.write("::")
+        self._line = "::"
+        self.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def guarded(stream: TextIO | GuardedStream) -> GuardedStream:
+    """The stream, guarded once."""
+    return stream if isinstance(stream, GuardedStream) else GuardedStream(stream)

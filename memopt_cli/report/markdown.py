@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from memopt_cli.documents import no_commands
+from memopt_cli.documents import printable
 from memopt_cli.records import Comparison
 from memopt_cli.report.comparison import (
     METRIC_HEADINGS,
@@ -15,18 +16,20 @@ from memopt_cli.report.comparison import (
     module_rows,
     reasons,
 )
+from memopt_cli.report.lines import guarded
 
-_SPECIAL = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|#~"})
+_PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
+"""What is text in every dialect: no markup, and nothing that a page makes a link, a mention or a formula of."""
 
 
 class MarkdownReport:
     """A heading, sentences and tables."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
-        stream.write(no_commands(markdown(found)))
+        guarded(stream).write(markdown(found))
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        stream.write(f"### memopt: not checked\n\n{_escaped(reason)}\n")
+        guarded(stream).write(f"### memopt: not checked\n\n{_sentence(reason)}\n")
 
 
 def markdown(found: Comparison) -> str:
@@ -35,14 +38,14 @@ def markdown(found: Comparison) -> str:
 
 
 def _lines(found: Comparison) -> Iterator[str]:
-    yield f"### memopt: {_escaped(found.after.model)}"
+    yield f"### memopt: {_sentence(found.after.model)}"
     for line in headline(found):
-        yield from ("", f"**{_escaped(line)}**")
+        yield from ("", f"**{_sentence(line)}**")
     yield from _table(METRIC_HEADINGS, metric_rows(found))
     if rows := module_rows(found):
         yield from _table(MODULE_HEADINGS, rows)
     yield ""
-    yield from (f"- {_escaped(reason)}" for reason in reasons(found))
+    yield from (f"- {_sentence(reason)}" for reason in reasons(found))
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -50,8 +53,25 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[s
     rule = ["---:" if index >= len(headings) - 3 else "---" for index in range(len(headings))]
     yield ""
     yield from (f"| {' | '.join(cells)} |" for cells in (headings, rule))
-    yield from (f"| {' | '.join(map(_escaped, row))} |" for row in rows)
+    yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
 
 
-def _escaped(text: str) -> str:
-    return " ".join(text.split()).translate(_SPECIAL)
+def _cell(text: str) -> str:
+    return _sentence(text).replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    """Words, as they are if they are plain: others as code, which is shown as it is."""
+    return " ".join(map(_word, printable(" ".join(text.split())).split(" ")))
+
+
+def _word(word: str) -> str:
+    opened = word.lstrip("(")
+    core = opened.rstrip("),:;%")
+    return word if _PLAIN.fullmatch(core) else word[: -len(opened)] + _code(core) + opened[len(core) :]
+
+
+def _code(text: str) -> str:
+    """A code span; its fence is longer than any within it."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from memopt_cli.documents import printable
 from memopt_cli.records import (
     BaselineResult,
     BatchAdvice,
@@ -27,7 +28,7 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.report import comparison, inspection, profiling, recommendation, strategies
-from memopt_cli.report.lines import LinesForPeople
+from memopt_cli.report.lines import guarded
 from memopt_cli.units import format_bytes, format_seconds
 
 _COLUMNS = (
@@ -153,11 +154,11 @@ class TextReport:
 
 
 def _console(stream: TextIO) -> Console:
-    return Console(file=cast(TextIO, LinesForPeople(stream)), width=None if stream.isatty() else 1000, highlight=False)
+    return Console(file=cast(TextIO, guarded(stream)), width=None if stream.isatty() else 1000, highlight=False)
 
 
 def _print(console: Console, text: str = "", *, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, soft_wrap=True)
+    console.print("\n".join(map(printable, text.split("\n"))), style=style, markup=False, soft_wrap=True)
 
 
 def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -58,6 +58,10 @@ def test_lengths_are_read_strictly(tmp_path: Path) -> None:
         ("0\n", "'0'"),
         ("-1\n", "'-1'"),
         ("1.5\n", "'1.5'"),
+        ("9" * 5000, "'999"),
+        ("0" * 5000 + "1", "'000"),
+        ("٣\n", "'٣'"),
+        ("\x1b[2J\n", r"'\\x1b\[2J'"),
         ("", "no lengths"),
     ):
         file.write_text(text)
@@ -65,5 +69,16 @@ def test_lengths_are_read_strictly(tmp_path: Path) -> None:
             read_lengths(file)
     with pytest.raises(UsageError, match="cannot read lengths"):
         read_lengths(tmp_path / "nowhere.txt")
+    file.write_bytes(b"3\r\n\xff\n")
+    with pytest.raises(UsageError, match="line 2"):
+        read_lengths(file)
     with pytest.raises(UsageError, match="batch_size is 0"):
         compare_length_strategies([1], batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("/dev/zero", "no regular file"), ("a\0b", "no file can have"), ("a\ud800b", "no file can have")]
+)
+def test_what_is_no_file_holds_no_lengths(path: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read_lengths(path)

@@ -215,3 +215,20 @@ def test_a_strange_path_does_not_end_the_report() -> None:
     )
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
+
+
+def test_a_ci_system_obeys_nothing_that_is_printed(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def act(progress: Any) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            print(":", ":error::x", sep="", file=stream)
+        raise ValueError("\x1b[2J\r::error::y")
+
+    pipeline.act = act
+    streams = sys.stdout, sys.stderr
+    assert main(["optimize", "model.pt", "-v"]) == 3
+    assert (sys.stdout, sys.stderr) == streams
+    out, diagnostics = capsys.readouterr()
+    assert out == ":\\:error::x\n"
+    lines = diagnostics.split("\n")
+    assert lines[0] == ":\\:error::x"
+    assert all(line.isprintable() and not line.lstrip().startswith("::") for line in lines)

@@ -129,6 +129,23 @@ def test_what_could_not_be_checked_is_red_in_every_format(
         assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
 
 
+@pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
+def test_a_ci_system_obeys_no_reason(
+    form: str, requests: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: Any, *, progress: Any, ask: Any) -> None:
+        raise StepError("no\n::error::x\n##vso[y]")
+
+    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "check", refuse)
+    assert main(["check", "model.pt", "--format", form]) == 3
+    out, err = capsys.readouterr()
+    assert "##vso[" not in out + err
+    commands = [line for line in (out + err).splitlines() if line.lstrip().startswith("::")]
+    assert [line.partition("::no")[0] for line in commands] == ["::error title=memopt%3A not checked"] * (
+        form == "github"
+    )
+
+
 # ---------------------------------------------------------------------------------------------- with the pipeline
 
 
@@ -217,3 +234,27 @@ def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], tmp_path: Path) ->
     done = spawn_memopt(tmp_path, "check", "net.pt", "--fail-on", "peak:0", "--fail-on", "activations:0")
     assert done.code == 0, done.err
     assert "measuring a step" in done.err
+
+
+@pytest.mark.parametrize("where", ["/dev/zero", "../there.pt", "link.pt"])
+def test_a_baseline_names_no_file_elsewhere(recorded: Callable[..., Any], where: str) -> None:
+    Path("link.pt").symlink_to("/dev/null")
+    data = json.loads(Path("memopt-baseline.json").read_text())
+    data["spec"] |= {"tensors": [], "dims": {}, "data_file": where}
+    Path("memopt-baseline.json").write_text(json.dumps(data))
+    done = recorded("check", "net.pt")
+    assert done.code == 4
+    assert (
+        f"memopt-baseline.json names a file that is not in its folder, which only the command line may: {where}"
+        in done.err
+    )
+    assert f"hint: If it is yours, add: --input-data {where}\n" in done.err
+    assert recorded("check", "net.pt", "--input-data", "none.pt").code == 5  # it is another one
+
+
+def test_inputs_beside_a_baseline(recorded: Callable[..., Any]) -> None:
+    import torch
+
+    torch.save(torch.ones(2, 64), "x.pt")
+    assert recorded("baseline", "net.pt", "--input-data", "x.pt", "--force").code == 0
+    assert recorded("check", "net.pt").code == 0

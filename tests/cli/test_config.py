@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +57,58 @@ def assert_runs_or_is_refused(data: bytes, capsys: pytest.CaptureFixture[str]) -
     diagnostics = capsys.readouterr().err
     assert code in (0, 2, 4), diagnostics
     assert diagnostics.count("error: ") == (1 if code else 0)
+
+
+# -------------------------------------------------------------------------------------- files that a found one names
+
+FILES = [
+    *(("optimize", key) for key in ("input-data", "weights")),
+    *(("recommend-batch", key) for key in ("input-data", "weights", "plan", "lengths")),
+    *(("check", key) for key in ("input-data", "weights", "plan", "baseline")),
+    *(("profile", key) for key in ("input-data", "weights", "plan")),
+]
+
+
+@pytest.mark.parametrize("where", ["/dev/zero", "../there", "link", "in/../../there", "circle", "a\0b"])
+@pytest.mark.parametrize(("command", "key"), FILES)
+def test_a_found_file_names_no_file_elsewhere(
+    command: str, key: str, where: str, pipeline: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.symlink("/dev/zero", "link")
+    os.symlink("circle", "circle")
+    os.mkdir("in")
+    Path("memopt.yaml").write_text(yaml.safe_dump({key: where}))
+    assert main([command, "model.pt"]) == (2 if "\0" in where else 4)
+    diagnostics = capsys.readouterr().err
+    assert f"memopt.yaml: {key} cannot be 'a\\x00b'" in diagnostics or (
+        f"memopt.yaml was found here, and its '{key}' is not in this folder: {where}" in diagnostics
+        and "hint: If the file is yours, say --config memopt.yaml." in diagnostics
+    )
+
+
+@pytest.mark.parametrize("where", ["w.pt", "in/w.pt", "./w.pt", "in/../w.pt", "inner"])
+def test_a_found_file_names_files_beside_it(where: str, pipeline: Any) -> None:
+    os.mkdir("in")
+    os.symlink("in/w.pt", "inner")
+    Path("memopt.yaml").write_text(f"weights: {where}")
+    assert main(["optimize", "model.pt"]) == 0
+    assert pipeline.requests[-1].source.weights == where
+
+
+def test_a_named_file_names_any(pipeline: Any) -> None:
+    Path("memopt.yaml").write_text("weights: ../there")
+    assert main(["optimize", "model.pt", "--config", "memopt.yaml"]) == 0
+    assert pipeline.requests[-1].source.weights == "../there"
+
+
+@pytest.mark.parametrize("text", ['device: "\\ud800"', 'device: "\\e[2J"', 'target: ["\\x9b"]'])
+def test_text_that_no_terminal_takes_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    Path("memopt.yaml").write_text(text)
+    command = [sys.executable, "-m", "memopt_cli", "optimize", "memopt.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: memopt.yaml")
+    assert all(line.isprintable() for line in done.stderr.splitlines())
+    assert "unexpected" not in done.stderr

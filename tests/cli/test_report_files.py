@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.cli.app import main
+from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.records import OpTrace, RecordedSteps, StepTrace, StorageTrace
 
 FLAGS = ["--html", "r.html", "--snapshot", "s.pickle"]
@@ -96,3 +97,12 @@ def peak_of(snapshot: Path) -> int:
         live += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
         peak = max(peak, live)
     return peak
+
+
+def test_a_path_that_is_no_text(pipeline: Any) -> None:
+    class Silent:
+        def note(self, text: str) -> None: ...
+
+    files = ReportFiles(html="r.html", snapshot=None, force=False)
+    files.write(lambda: "mod\udcff.pt", None, Silent())  # type: ignore[arg-type]
+    assert Path("r.html").read_text() == "mod\\udcff.pt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.loading.input_spec import (
     batch_of,
     find_spec,
@@ -247,6 +249,51 @@ def named(batch):
 def failing():
     raise ValueError("no luck")
 """
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/dev/zero", "unknown ending"),
+        ("pipe", "unknown ending"),
+        ("zero.pt", "cannot be read: it is no regular file"),
+        ("a\0.pt", "cannot be read: no file can have this name"),
+        ("a.pt", "cannot be read: No such file"),
+    ],
+)
+def test_data_files_that_have_no_end(path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.symlink("/dev/zero", "zero.pt")
+    with pytest.raises(UsageError, match=why):
+        made(InputSpec(data_file=path, source="the baseline"))
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(FileFormatError, match=r"pipe\.npz"):
+        made(InputSpec(data_file=str(tmp_path / "pipe.npz"), source="the baseline"))
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    np.savez(data, x=np.ones(2))
+    receiver, sender = os.pipe()
+    os.write(sender, data.getvalue())
+    os.close(sender)
+    (tmp_path / "x.npz").symlink_to(f"/proc/self/fd/{receiver}")
+    assert made(InputSpec(data_file=str(tmp_path / "x.npz"), source="--input-data"))[1]["x"].shape == (2,)
+    os.close(receiver)
+
+
+@pytest.mark.parametrize(
+    "text", ['["\\ud800"]', '["\\udbff\\udfff"]', '{"\\ud800": 1}', "[{shape: ['\\e']}]", '["\\e[2J"]']
+)
+def test_what_is_said_of_a_spec_file_can_be_printed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.inputs.yaml").write_text(f"inputs: {text}\ndims: {{}}")
+    with pytest.raises(UsageError, match=r"model\.inputs\.yaml") as caught:
+        read_spec_file(tmp_path / "model.inputs.yaml")
+    assert f"{caught.value.message}{caught.value.hint}".isprintable()
 
 
 def test_scripts_are_given_the_sizes_that_they_name(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +34,7 @@ ORIGINAL = Plan(level=0)
 MODEL = """
 import atexit
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -48,6 +51,13 @@ class Net(torch.nn.Linear):
             torch.ones(1000, 1000) @ torch.ones(1000, 1000)
         if said == "register":
             atexit.register(Path("at the end").touch)
+        if said == "daemon" and not os.fork():
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            Path("daemon").write_text(str(os.getpid()))
+            while True:
+                signal.pause()
         if said.startswith("leave"):
             sys.exit("the last words" if said == "leave" else None)
 """
@@ -192,3 +202,91 @@ def test_what_is_registered_for_the_end_runs(start: Callable[[], Session], tmp_p
         assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
         assert not (tmp_path / "at the end").exists()
     assert (tmp_path / "at the end").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_leaves_the_group_ends_too(killed: bool, start: Callable[[], Session]) -> None:
+    with start() as session:
+        daemon = daemon_of(session)
+        if killed:
+            os.kill(of(session)[0], signal.SIGKILL)
+    assert not Path(f"/proc/{daemon}").exists()
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_it_ends_with_the_server(start: Callable[[], Session]) -> None:
+    """Which is told to when memopt is killed."""
+    with start() as session:
+        daemon = daemon_of(session)
+        os.kill(of(session)[1], signal.SIGTERM)
+        assert wait_for(lambda: not Path(f"/proc/{daemon}").exists())
+
+
+def daemon_of(session: Session) -> int:
+    """A process in a session of its own, whose parent has ended."""
+    Path("said").write_text("daemon")
+    assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+    told = Path("daemon")
+    assert wait_for(lambda: told.exists() and told.read_text() != "")
+    return int(told.read_text())
+
+
+ASLEEP = """
+import os
+import time
+from pathlib import Path
+
+import torch
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        Path(os.environ["TMPDIR"], "file").touch()
+        print("asleep", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_the_end_of_the_terminal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "fell_asleep.py").write_text(ASLEEP)
+    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(temporary)}
+    make = "import torch, fell_asleep; torch.save(fell_asleep.Net(3, 3), 'model.pt')"
+    monkeypatch.chdir(temporary)
+    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, env=environment, check=True)
+    command = [sys.executable, "-m", "memopt_cli", "profile", str(tmp_path / "model.pt"), "-i", "2x3"]
+    with subprocess.Popen([*command, "--allow-package", "fell_asleep"], env=environment, stderr=-1) as process:
+        assert wait_for(lambda: any(temporary.glob("memopt-*/file")))
+        process.send_signal(signal.SIGHUP)
+        _, said = process.communicate()
+        assert (process.returncode, said.splitlines()[-1]) == (130, b"error: interrupted")
+    assert not any(temporary.glob("memopt-*"))
+
+
+@pytest.mark.parametrize("start", [["-m", "memopt_cli"], ["-c", "from memopt_cli.__main__ import main; main()"]])
+@pytest.mark.parametrize("entry", ["", ".", "{here}"])
+def test_a_library_in_the_current_folder(entry: str, start: list[str], tmp_path: Path) -> None:
+    """Neither an empty entry of PYTHONPATH nor the folder's name makes it one."""
+    for name in ("signal", "typer", "rich"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from here')")
+    path = os.pathsep.join((entry.format(here=tmp_path), *filter(None, sys.path)))
+    first = ["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {start[1]}"] if start[0] == "-c" else start
+    done = subprocess.run(
+        [sys.executable, *first, "--version"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in a minute."""
+    for _ in range(6000):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False

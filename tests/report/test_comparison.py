@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import markdown_it
 import pytest
 
+from memopt_cli.documents import printable
 from memopt_cli.errors import WriteError
 from memopt_cli.records import (
     METRICS,
@@ -164,12 +166,53 @@ def test_json_is_the_record() -> None:
 
 def test_markdown_shows_names_as_they_are() -> None:
     text = shown(MarkdownReport(), a_comparison("peak:0"))
-    assert text.startswith("### memopt: net\\_a.pt\n\n**regression: tensor peak")
+    assert text.startswith(
+        "### memopt: `net_a.pt`\n\n**regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %)"
+    )
+    assert "- the tensor peak moved from backward of old.wide (mm) to what exists before the step\n" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count(" | ") for line in rows} == {3, 4}
     assert "| --- | ---: | ---: | ---: |" in rows
-    evil = shown(MarkdownReport(), a_comparison(renames=(Rename(before="a|b<i>`*", after="c\n# d", modules=2),)))
-    assert "a\\|b\\<i\\>\\`\\* → c \\# d" in evil
+
+
+MARKUP = [
+    *("@user", "#123", "owner/repo#1", "$x$", "&amp;", "https://evil.example", "www.evil.example", "me@evil.example"),
+    *("a|b<i>`*", "``` `", "|", "\\", "\\|", "_a_", "~~a~~", "[a](b)", "![a](b)", ":tada:", "$`x`$", "!1", "GH-1"),
+    *("a\x1b[31m\u202e", "(`a`)", "`", "Www.evil.example"),
+]
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_markdown_makes_nothing_of_a_name(name: str) -> None:
+    module = ModuleChange(path=name, was="", class_name=name, before_bytes=1, after_bytes=2, growth_bytes={})
+    found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),), modules=(module,))
+    stream = io.StringIO()
+    MarkdownReport().refused(f"no {name} here", stream)
+    page = shown(MarkdownReport(), replace(found, after=replace(found.after, model=name))) + stream.getvalue()
+    parsed = markdown_it.MarkdownIt("commonmark").enable("table").parse(page)
+    inlines = [token.children or [] for token in parsed if token.type == "inline"]
+    parts = [part for inline in inlines for part in inline]
+    assert {part.type for part in parts} <= {"text", "code_inline", "strong_open", "strong_close"}
+    links = r"[@#$&<>\[\]*_~\\|`!/]|www|:\S|\w-\w"
+    assert not any(re.search(links, part.content, re.IGNORECASE) for part in parts if part.type == "text")
+    texts = ["".join(part.content for part in inline) for inline in inlines]
+    seen = printable(name)
+    assert texts[0] == f"memopt: {seen}"
+    assert texts.count(seen) == 2
+    assert f"renamed: {seen} → b (1 module), which takes no memory" in texts
+    assert f"no {seen} here" in texts
+
+
+@pytest.mark.parametrize("report", [TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport()])
+def test_a_ci_system_obeys_no_name(report: Any) -> None:
+    evil = "\n::error::x\r::error::y ##vso[z] ##[w]"
+    found = a_comparison("peak:0", renames=(Rename(before=evil, after="b", modules=1),))
+    stream = io.StringIO(newline="")
+    report.compared(replace(found, after=replace(found.after, model=evil)), stream)
+    report.refused(evil, stream)
+    obeyed = [line for line in re.split("[\r\n]", stream.getvalue()) if line.lstrip().startswith("::")]
+    assert len(obeyed) == (2 if isinstance(report, GithubReport) else 0)
+    assert not re.search(r"##\w*\[", stream.getvalue())
 
 
 def test_github_annotations_are_one_line_each() -> None:
@@ -255,7 +298,7 @@ def test_junit_has_a_case_for_each_limit() -> None:
     assert "plan: 4 segments dropped" in (failure.text or "")
 
 
-@pytest.mark.parametrize("name", ["a<b>&\"'", "\x00\x1b[31m\ud800", "ünï\U0001f600"])
+@pytest.mark.parametrize("name", ["a<b>&\"'", "::error::x", "##vso[x] ##[x]", "\x00\x1b[31m\ud800", "ünï\U0001f600"])
 def test_junit_holds_any_name(name: str) -> None:
     found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),))
     suite = junit(replace(found, after=replace(found.after, model=name)))

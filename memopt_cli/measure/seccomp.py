@@ -1,0 +1,176 @@
+"""A filter of system calls: what Landlock leaves open to a confined process, refused without any privilege.
+
+Landlock does not look at sockets that have a path, at memory and queues that have a key, at limits and priorities of
+other processes, nor at modes, times and attributes of files.
+
+What is refused fails with ``EACCES``, as what Landlock refuses does.  Calls newer than this table, and those whose
+arguments lie in memory and have an older kin, do not exist: libraries then take the older ones.  A filter sees numbers
+alone; whose thread a number names, it cannot tell.
+
+Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux 6.18, in
+``arch/x86/entry/syscalls/syscall_64.tbl`` and, for aarch64, ``include/uapi/asm-generic/unistd.h``; the constants are in
+``include/uapi``: ``linux/{seccomp,filter,bpf_common,audit,sched,fcntl}.h``, ``asm-generic/{ioctls,fcntl}.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+_ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NEWEST: Final = 469
+"""Of the calls that are known.  The numbers of x32 lie far above."""
+
+_REFUSED: Final = """
+  # sockets: the one call to make a connection with
+    connect 42 203
+  # memory, semaphores, queues and secrets that have a key or a name
+    shmget 29 194  shmat 30 196  shmctl 31 195  shmdt 67 197  semget 64 190  semop 65 193  semctl 66 191
+    semtimedop 220 192  msgget 68 186  msgsnd 69 189  msgrcv 70 188  msgctl 71 187  mq_open 240 180  mq_unlink 241 181
+    keyctl 250 219  add_key 248 217  request_key 249 218
+  # other processes
+    ptrace 101 117  process_vm_readv 310 270  process_vm_writev 311 271  process_madvise 440 440
+    process_mrelease 448 448  kcmp 312 272  pidfd_open 434 434  pidfd_getfd 438 438  pidfd_send_signal 424 424
+    ioprio_set 251 30  move_pages 279 239  migrate_pages 256 238
+  # leaving the group that is killed as one
+    setsid 112 157  setpgid 109 154
+  # programs, and other ways into the kernel
+    execve 59 221  execveat 322 281  io_uring_setup 425 425  io_uring_enter 426 426  io_uring_register 427 427
+    bpf 321 280  userfaultfd 323 282  perf_event_open 298 241  init_module 175 105  finit_module 313 273
+    delete_module 176 106  kexec_load 246 104  kexec_file_load 320 294
+  # namespaces and mounts
+    unshare 272 97  setns 308 268  chroot 161 51  pivot_root 155 41  mount 165 40  umount2 166 39  open_tree 428 428
+    open_tree_attr 467 467  move_mount 429 429  fsopen 430 430  fsconfig 431 431  fsmount 432 432  fspick 433 433
+    mount_setattr 442 442
+  # files: modes, owners, times, attributes; and those that a number, or a path and no opening, gets hold of
+    chmod 90 -  fchmod 91 52  fchmodat 268 53  fchmodat2 452 452  chown 92 -  fchown 93 55  lchown 94 -
+    fchownat 260 54  utime 132 -  utimes 235 -  futimesat 261 -  utimensat 280 88  setxattr 188 5  lsetxattr 189 6
+    fsetxattr 190 7  setxattrat 463 463  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
+    removexattrat 466 466  file_setattr 469 469  open_by_handle_at 304 265  truncate 76 45
+"""
+"""Names, and numbers on x86_64 and aarch64."""
+_MISSING: Final = "clone3 435 435  openat2 437 437"
+_SOCKETS: Final = "socket 41 198  socketpair 53 199"
+_LISTENING: Final = "bind 49 200  listen 50 201"
+_SIGNALS: Final = "kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240"
+_SCHEDULING: Final = "sched_setscheduler 144 119  sched_setparam 142 118  sched_setattr 314 274"
+_BINDING: Final = "sched_setaffinity 203 122"
+_BINDS: Final = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+"""With which OpenMP binds its threads to processors, by their numbers, and gives up if it cannot."""
+
+_ALL: Final = 0xFFFFFFFF
+"""The kernel reads no more than these bits of any argument that is looked at."""
+_NAMESPACES: Final = 0x7E020000
+_TRUNCATE: Final = 0x200
+_UNIX, _STREAM_BITS, _STREAM = 1, 0b1011, 0b0001
+"""Types 1 and 5, whose messages go to whom they are connected with alone."""
+_ASKING: Final = (0x5401, 0x802C542A, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452)
+"""What a terminal is like, how much there is to read, whether to wait, and what a new program inherits."""
+_GPU: Final = (0x0000, 0x4600, 0x4B00, 0x6400)
+"""Kinds of requests of nvidia-uvm, nvidia, kfd and dri."""
+_HANDLING: Final = (*range(8), 9, 11, *range(36, 39), *range(1027, 1041))
+"""What ``fcntl`` does to a descriptor, but to say whom to signal and to lease the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Only:
+    """Calls of which an argument may have some values alone."""
+
+    calls: str
+    argument: int
+    allowed: tuple[tuple[int, int], ...]
+    """Bits that are looked at, and what they may be."""
+    otherwise: int = errno.EACCES
+    """The error."""
+
+
+def install(*, gpu: bool, signals: bool) -> str:
+    """Filter the system calls of this process and its children, for good; why that cannot be, or empty.
+
+    ``gpu``: what its drivers need stays open.  ``signals``: none may be sent but to this process itself.
+    """
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
+        return f"memopt has no filter of system calls for {machine}"
+    program = b"".join(_program(machine, _rules(gpu=gpu, signals=signals), gpu=gpu))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    set_filter, for_all_threads, no_mitigations = 1, 1, 4  # which would slow down what is measured, before Linux 5.16
+    call = (317, 277)[machine == "aarch64"]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges: without them, it is allowed to everyone
+    if libc.syscall(call, set_filter, for_all_threads | no_mitigations, header):
+        return f"the kernel takes no filter of system calls ({os.strerror(ctypes.get_errno())})"
+    return ""
+
+
+def _rules(*, gpu: bool, signals: bool) -> Iterator[_Only]:
+    this = _values(0, os.getpid())
+    yield _Only("prlimit64 302 261", 0, this)
+    yield _Only("setpriority 141 140", 0, _values(0))
+    yield _Only("setpriority 141 140", 1, this)
+    yield _Only(_SCHEDULING if _BINDS & os.environ.keys() else f"{_SCHEDULING} {_BINDING}", 0, this)
+    yield _Only("clone 56 220", 0, ((_NAMESPACES, 0),))
+    for call, flags in (("open 2 -", 1), ("openat 257 56", 2)):
+        # To truncate, it need not be opened for writing, and Landlock has not always looked.
+        yield _Only(call, flags, ((_TRUNCATE, 0), (_TRUNCATE | 3, _TRUNCATE | 1), (_TRUNCATE | 3, _TRUNCATE | 2)))
+    devices = tuple((0xFF00, kind) for kind in _GPU) if gpu else ()
+    yield _Only("ioctl 16 29", 1, (*_values(*_ASKING), *devices), otherwise=errno.ENOTTY)
+    yield _Only("fcntl 72 25", 1, _values(*_HANDLING))
+    if gpu:
+        yield _Only(_SOCKETS, 0, _values(_UNIX))
+        yield _Only(_SOCKETS, 1, ((_STREAM_BITS, _STREAM),))
+    if signals:
+        yield _Only(_SIGNALS, 0, _values(os.getpid()))
+
+
+def _values(*values: int) -> tuple[tuple[int, int], ...]:
+    return tuple((_ALL, value) for value in values)
+
+
+def _numbers(table: str, machine: str) -> Iterator[int]:
+    """Of the calls in a table."""
+    lines = (line for line in table.splitlines() if not line.lstrip().startswith("#"))
+    words = " ".join(lines).split()
+    column = 1 + tuple(_ARCHITECTURES).index(machine)
+    yield from (int(number) for number in words[column::3] if number != "-")
+
+
+_LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+_ERROR, _ALLOW = 0x00050000, 0x7FFF0000
+_NUMBER, _ARCHITECTURE = 0, 4
+"""Where the number of the call and that of the architecture are; arguments lie from 16 on, lower half first."""
+
+
+def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """An instruction; how many to leave out next, where it compares."""
+    return struct.pack("=HBBI", code, then, otherwise, value)
+
+
+def _program(machine: str, rules: Iterable[_Only], *, gpu: bool) -> Iterator[bytes]:
+    yield from (_do(_LOAD, _ARCHITECTURE), _do(_EQUAL, _ARCHITECTURES[machine], 1))
+    yield _do(_RETURN, _ERROR | errno.EACCES)  # a call of 32-bit code, whose numbers are others
+    yield from (_do(_LOAD, _NUMBER), _do(_GREATER, _NEWEST, 0, 1), _do(_RETURN, _ERROR | errno.ENOSYS))
+    for number in _numbers(_MISSING, machine):
+        yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | errno.ENOSYS))
+    for number in _numbers(_REFUSED if gpu else f"{_REFUSED} {_SOCKETS} {_LISTENING}", machine):
+        yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | errno.EACCES))
+    for rule in rules:
+        for number in _numbers(rule.calls, machine):
+            yield from _checked(number, rule)
+    yield _do(_RETURN, _ALLOW)
+
+
+def _checked(number: int, rule: _Only) -> Iterator[bytes]:
+    size = 3 * len(rule.allowed) + 1
+    yield from (_do(_LOAD, _NUMBER), _do(_EQUAL, number, 0, size))
+    for left, (mask, value) in zip(range(size, 0, -3), rule.allowed, strict=False):
+        yield from (_do(_LOAD, 16 + 8 * rule.argument), _do(_AND, mask), _do(_EQUAL, value, left - 3))
+    yield _do(_RETURN, _ERROR | rule.otherwise)

@@ -1,0 +1,150 @@
+"""What a subprocess answers is not believed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+
+from memopt_cli.measure import processes, runner
+from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.measure.wire import SIZE
+from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
+
+NONSENSE = Crashed(reason="what it answered makes no sense", output_tail="")
+FAILED: dict[str, Any] = {"kind": "StepFailed", "message": "x", "hint": "", "exit_code": 3, "wanted": []}
+PROBE = {"batch": 1, "allocated_peak_bytes": 1, "step_s": 1.0}
+PATIENCE_S = 20.0
+"""After which a session that believes everything is let go."""
+
+Answering = Callable[..., Session]
+
+
+class Made:
+    """In the place of a subprocess: one that lives and answers what it likes."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def answer(self, jobs: int, replies: int, pieces: Iterator[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            for piece in pieces:
+                if self.over.is_set():
+                    break
+                os.write(replies, piece)
+            self.over.wait(PATIENCE_S)
+        os.close(jobs)
+        os.close(replies)
+
+    def poll(self) -> int | None:
+        return 0 if self.over.is_set() else None
+
+    def wait(self, timeout_s: float) -> int:
+        if self.over.is_set():
+            return 0
+        raise subprocess.TimeoutExpired("made", timeout_s)
+
+    def end(self) -> None:
+        self.over.set()
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
+    made, threads, timers = Made(), [], []
+
+    def session(pieces: Iterator[bytes], timeout_s: float = 60.0) -> Session:
+        def start(jobs: int, replies: int, output: int, *, device: str) -> Made:
+            ends = os.dup(jobs), os.dup(replies)
+            threads.append(threading.Thread(target=made.answer, args=(*ends, pieces)))
+            timers.append(threading.Timer(PATIENCE_S, made.end))
+            for thread in (threads[-1], timers[-1]):
+                thread.start()
+            return made
+
+        monkeypatch.setattr(processes, "start", start)
+        return Session(Subject(source=ModelSource(location="a:b")), timeout_s)
+
+    yield session
+    made.end()
+    for timer in timers:
+        timer.cancel()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b'{"kind": ["x"]}',
+        b"{}",
+        b"null",
+        b"[" * 200_000,
+        b"[" * 900 + b"]" * 900,
+        b"\xff\xfe",
+        b"\0",
+        b"hello",
+        b'{"kind": "answer", "answer": ' + b"9" * 6000 + b"}",
+        b'{"kind": "answer", "answer": null}',
+        json.dumps({"kind": "answer", "answer": {**PROBE, "batch": 2**63}}).encode(),
+        json.dumps({"kind": "answer", "answer": {**PROBE, "batch": "1"}}).encode(),
+        json.dumps({"kind": "answer", "answer": {**PROBE, "step_s": 0.0}}).encode(),
+        json.dumps({"kind": "answer", "answer": {**PROBE, "step_s": float("nan")}}).encode(),
+        json.dumps({"kind": "answer", "answer": {**PROBE, "more": 1}}).encode(),
+        json.dumps({**FAILED, "message": 5}).encode(),
+        json.dumps({**FAILED, "exit_code": 0}).encode(),
+        json.dumps({**FAILED, "exit_code": 1000}).encode(),
+    ],
+    ids=range(19),
+)
+def test_nonsense_is_a_crash(line: bytes, answering: Answering) -> None:
+    with answering(iter([line + b"\n"])) as session:
+        assert session.probe(ORIGINAL, 1) == NONSENSE
+        assert session.ended
+
+
+def test_a_failure_is_believed(answering: Answering) -> None:
+    with answering(iter([json.dumps(FAILED).encode() + b"\n"])) as session:
+        assert session.probe(ORIGINAL, 1) == StepFailed(message="x")
+
+
+def test_a_line_without_an_end(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_LINE_BYTES", 1 << 20)
+    with answering(repeat(b"x" * 4096)) as session:
+        assert session.probe(ORIGINAL, 1) == NONSENSE
+
+
+def test_one_that_never_pauses_runs_out_of_time(answering: Answering) -> None:
+    with answering(repeat(b"x"), timeout_s=0.1) as session:
+        assert session.probe(ORIGINAL, 1) == TimedOut(limit_s=0.1)
+
+
+def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None:
+    """To more than a pipe holds."""
+    plan = Plan(level=1, segments=tuple(SegmentPlan(path=f"a.{i}") for i in range(10_000)))
+    with answering(iter([]), timeout_s=0.1) as session:
+        assert session.measure(plan) == TimedOut(limit_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [SIZE.pack(1 << 63)],
+        chain.from_iterable(repeat([SIZE.pack(4096), b"x" * 4096])),
+        [SIZE.pack(1), b"x", SIZE.pack(0), b'{"kind": "answer", "answer": {"size_bytes": 2}}\n'],
+        [SIZE.pack(0), b"[]\n"],
+    ],
+    ids=["larger than any", "without an end", "of another size", "and no answer"],
+)
+def test_a_file(pieces: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_FILE_BYTES", 1 << 20)
+    with open(os.devnull, "wb") as file, answering(iter(pieces)) as session:
+        assert session.save(ORIGINAL, file) == NONSENSE
