@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
     """Whatever is printed, by whom and where: a CI system takes no line of it for a command."""
-    nowhere = open(os.devnull, "w")  # for a stream that the caller has closed
-    out, err = (cast(TextIO, guarded(stream or nowhere)) for stream in (sys.stdout, sys.stderr))
-    with nowhere, redirect_stdout(out), redirect_stderr(err):
-        yield
+    with open(os.devnull, "w") as nowhere:  # for a stream that the caller has closed
+        out, err = (cast(TextIO, guarded(stream or nowhere)) for stream in (sys.stdout, sys.stderr))
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
 
 
 def _run(arguments: Sequence[str]) -> int:
