@@ -41,6 +41,8 @@ class Archive:
             self._entries = {entry.orig_filename.removeprefix(folder): entry for entry in file.infolist()}
         self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
         """Bytes of each record."""
+        if len({name.lower() for name in self.sizes}) != len(sizes):
+            raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_HINT)
 
     def view(self, name: str) -> memoryview:
         """The bytes of a record, without a copy where it is not compressed.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from memopt_cli.documents import printable
-from memopt_cli.loading.pickles.described import LARGEST, PickledTensor, tensor_of
+from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
@@ -20,7 +19,9 @@ _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 """A module that stayed TorchScript: what is in it is in an archive of its own."""
 _RECONSTRUCTORS: Final = (str(RESTORE_SEGMENT), "copyreg._reconstructor")
-_DEEPEST, _MOST_PLACES, _LONGEST_NAME = 100, 1_000_000, 200
+DEEPEST = 100
+"""Modules and containers within each other."""
+_MOST_PLACES, _LONGEST_NAME = 1_000_000, 200
 """Bounds against files made to exhaust whoever reads them."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """Called with a container and its type in TorchScript."""
@@ -80,7 +81,7 @@ class Contents:
 
 def count_items(tensor: StoredTensor) -> int:
     """Items of a tensor whose sizes are all known."""
-    return min(math.prod(size for size in tensor.shape if isinstance(size, int)), LARGEST)
+    return items_in(size for size in tensor.shape if isinstance(size, int))
 
 
 def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
@@ -114,8 +115,8 @@ class _Walk:
         pending, looked = [_Place("", root, self._loose, -1, 0)], 0
         while pending:
             place, looked = pending.pop(), looked + 1
-            if place.depth > _DEEPEST:
-                raise ValueError(f"it is nested deeper than {_DEEPEST} modules or containers")
+            if place.depth > DEEPEST:
+                raise ValueError(f"it is nested deeper than {DEEPEST} modules or containers")
             if looked > _MOST_PLACES:
                 raise ValueError(f"it names more than {_MOST_PLACES} modules and tensors")
             pending.extend(reversed(list(self._look(place))))

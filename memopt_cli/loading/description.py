@@ -123,14 +123,14 @@ def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
 
 def _script(file: ModelFile) -> _Found:
     archive = Archive(file.data, file.path)
-    registered = dict(_registered(archive))
-    inputs = "traced_inputs.pkl" in archive.sizes
-    traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
     try:
         check_script_file(file.data, file.path)
         note = "Every operator in its code is known to be harmless."
     except UnsafeFileError as err:
         note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes --trust-pickle."
+    registered = dict(_registered(archive))
+    inputs = "traced_inputs.pkl" in archive.sizes
+    traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
     return _Found(
         format=f"TorchScript ({'traced' if inputs else 'scripted'})",
         contents=contents_of(_unpickled(archive, "data.pkl"), registered=registered),

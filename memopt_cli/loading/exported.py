@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.exported_contents import checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     Builder,
@@ -30,6 +31,7 @@ from memopt_cli.loading.exported_graph import (
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.pickles.described import items_in
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES
@@ -41,6 +43,8 @@ _OLD_PROGRAM: Final = "serialized_exported_program.json"
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
+_MOST_NAMES: Final = 1000
+"""Of one tensor."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -136,24 +140,36 @@ class _Program:
             record = f"data/{folder}/model_{config}.json"
             entries = read_json(self._archive.read(record))["config"] if record in self._archive.sizes else {}
             shared: dict[str, Tensor] = {}
+            stored: dict[str, Any] = {}
             for name, entry in entries.items():
-                key = f"{entry['path_name']} {entry['tensor_meta']}"
+                record = entry["path_name"]
+                key = f"{record} {entry['tensor_meta']}"
+                if record not in stored:
+                    stored[record] = self._stored(f"data/{folder}/{record}", entry)
                 if key not in shared:
-                    data = self._archive.read(f"data/{folder}/{entry['path_name']}")
-                    shared[key] = self._tensor(data, entry)
+                    shared[key] = self._tensor(stored[record], entry)
                 read[name] = shared[key]
         return read
 
-    def _tensor(self, data: bytes, entry: Any) -> Tensor:
+    def _stored(self, record: str, entry: Any) -> Tensor | bytearray:
+        """A tensor that was pickled; of others the bytes."""
+        data = self._archive.read(record)
+        if not entry.get("use_pickle"):
+            return bytearray(data)
+        tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{entry['path_name']} is no tensor")
+        return tensor
+
+    def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
         meta = entry["tensor_meta"]
-        if entry.get("use_pickle"):
-            tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"{entry['path_name']} is no tensor")
+        if isinstance(stored, Tensor):
+            tensor = stored
         else:
             dtype = getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]])
-            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            flat = torch.frombuffer(stored, dtype=dtype) if stored else torch.empty(0, dtype=dtype)
             sizes, strides = ([int(size_text(s)) for s in meta[key]] for key in ("sizes", "strides"))
+            items_in(sizes)
             tensor = torch.as_strided(flat, sizes, strides, int(size_text(meta["storage_offset"])))
         if entry["is_param"]:
             return nn.Parameter(tensor, requires_grad=bool(meta["requires_grad"]))
@@ -161,12 +177,16 @@ class _Program:
 
     def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Name of an input of the graph -> every path that leads to its tensor, its own first."""
+        shared: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            shared.setdefault(id(tensor), []).append(name)
+        if max(map(len, shared.values()), default=0) > _MOST_NAMES:
+            raise ValueError(f"a tensor has more than {_MOST_NAMES} names")
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():
-            if kind == "tensor_constant":
-                continue
-            others = [n for n, t in self._tensors.items() if t is self._tensors[target] and n != target]
-            places[name] = tuple(tuple(n.split(".")) for n in (target, *others))
+            if kind != "tensor_constant":
+                others = [other for other in shared[id(self._tensors[target])] if other != target]
+                places[name] = tuple(tuple(n.split(".")) for n in (target, *others))
         return places
 
     # ------------------------------------------------------------------------------------------ modules
@@ -199,7 +219,7 @@ class _Program:
             if "buffer" in s
         }
         for name, tensor in self._tensors.items():
-            path = tuple(name.split("."))
+            path = tuple(checked_path(name).split("."))
             if not all(map(is_attribute, path)):
                 raise ValueError(f"a tensor is named {name}")
             if isinstance(tensor, nn.Parameter):
@@ -362,21 +382,21 @@ def _example_spec(
     metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
     symbols = _symbols(list(metas.values()))
     tensors, by_name = [], False
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         by_name = by_name or argument.keyword or argument.is_constant()
         if not argument.is_constant():
-            example = _example(examples, argument, arguments)
+            example = _example(examples, argument.name if argument.keyword else index)
             tensors.append(_tensor_spec(argument.name if by_name else None, metas[argument.name], symbols, example))
     dims = {symbols[text]: hint for meta in metas.values() for text, hint in _hints(meta) if text in symbols}
     spec = InputSpec(tensors=tuple(tensors), dims=dims, source="the example inputs in the file")
     return spec, () if dims else (_FIXED_SIZES,)
 
 
-def _example(examples: Any, argument: _Argument, arguments: Sequence[_Argument]) -> Tensor | None:
-    positional = [a for a in arguments if not a.keyword]
+def _example(examples: Any, place: str | int) -> Tensor | None:
+    """The example of an argument, by its name or position."""
     try:
         args, kwargs = examples
-        value = kwargs[argument.name] if argument.keyword else args[positional.index(argument)]
+        value = kwargs[place] if isinstance(place, str) else args[place]
     except (TypeError, ValueError, LookupError):
         return None
     return value if isinstance(value, Tensor) else None
@@ -405,14 +425,17 @@ def _values(dtype: str, example: Tensor | None) -> str:
     return "normal"
 
 
-def _hints(meta: Any) -> Iterator[tuple[str, int]]:
+def _hints(meta: Any) -> list[tuple[str, int]]:
     """The name of each dimension, or its size, and its size in the example."""
+    found = []
     for size in meta["sizes"]:
         if "as_int" in size:
-            yield "", int(size["as_int"])
+            found.append(("", size["as_int"]))
         else:
             symbol = _SYMBOL.fullmatch(size["as_expr"]["expr_str"])
-            yield symbol[1] if symbol else "", int(size["as_expr"]["hint"]["as_int"])
+            found.append((symbol[1] if symbol else "", size["as_expr"]["hint"]["as_int"]))
+    items_in(hint for _, hint in found)
+    return found
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:
@@ -422,6 +445,7 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
     time ``[T, B, C, H, W]`` the second is.
     """
     symbols: dict[str, str] = {}
+    taken = set[str]()
     for meta in metas:
         names = [text for text, _ in _hints(meta)]
         integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
@@ -431,8 +455,8 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
         else:
             usual = ("B", "B")
         for name, short in zip(names, usual, strict=False):
-            if name and short not in symbols.values():
-                symbols.setdefault(name, short)
+            if name and short not in taken:
+                taken.add(symbols.setdefault(name, short))
         for name in filter(None, names):
-            symbols.setdefault(name, name[0].upper() + name[1:])
+            taken.add(symbols.setdefault(name, name[0].upper() + name[1:]))
     return symbols

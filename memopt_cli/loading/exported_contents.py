@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from typing import Any, Final
 
 from memopt_cli.documents import printable, read_json
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.contents import Contents
-from memopt_cli.loading.pickles.described import LARGEST, item_bytes
+from memopt_cli.loading.contents import DEEPEST, Contents
+from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 
 _DTYPES: Final = {
@@ -84,7 +83,7 @@ def _contents(graph: Any, signature: Any, values: Any, records: dict[str, str]) 
     tensors = list(_tensors(signature, values))
     classes = _classes(graph["nodes"])
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
-        classes.setdefault(path, "?")  # a module whose tensors are used and whose forward is not called
+        classes.setdefault(checked_path(path), "?")  # a module whose tensors are used and whose forward is not called
     places: dict[str, int] = {}
     for path in sorted(_with_parents(classes), key=_natural):
         places[path] = len(places)
@@ -124,7 +123,7 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
         kind=kind,
         shape=tuple(shown for shown, _ in sizes),
         dtype=dtype,
-        size_bytes=min(math.prod(hint for _, hint in sizes) * item_bytes(dtype), LARGEST),
+        size_bytes=min(items_in(hint for _, hint in sizes) * item_bytes(dtype), LARGEST),
         trainable=kind == "parameter" and meta.get("requires_grad") is True,
     )
 
@@ -132,9 +131,9 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
 def _size(size: Any) -> tuple[int | str, int]:
     """How a size is shown, and what it was in the example."""
     if "as_int" in size:
-        return int(size["as_int"]), int(size["as_int"])
+        return size["as_int"], size["as_int"]
     expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
-    return _SYMBOL.sub(r"\1", expression).partition(",")[0], int(hint.get("as_int", 1))
+    return _SYMBOL.sub(r"\1", expression).partition(",")[0], hint.get("as_int", 1)
 
 
 def _classes(nodes: Any) -> dict[str, str]:
@@ -144,8 +143,15 @@ def _classes(nodes: Any) -> dict[str, str]:
         for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
             _, path, class_name = entry.split(",", 2)
             if path != NO_MODULE:
-                found.setdefault(path, class_name)
+                found.setdefault(checked_path(path), class_name)
     return found
+
+
+def checked_path(path: str) -> str:
+    """A path of modules, none deeper than any model's.  Raises :class:`ValueError`."""
+    if path.count(".") >= DEEPEST:
+        raise ValueError(f"a module is nested deeper than {DEEPEST}")
+    return path
 
 
 def _with_parents(paths: Any) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from memopt_cli.loading.exported_contents import NO_MODULE
+from memopt_cli.loading.exported_contents import NO_MODULE, checked_path
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
 from memopt_cli.runtime.lifted.program import VERSION, is_attribute, is_name, is_pure, without_unused
 
@@ -53,7 +53,7 @@ _CHECKS: Final = (
 ).split()
 """Operators that check what export assumed; the lifted module does not need them."""
 _HIGHER: Final = "torch.ops.higher_order."
-_FUNCTION = re.compile(r'File "([^"]*)", line (\d+), in \w+\n[^\n]*?(\w+)\.apply\([^\n]*\n[^\n]*, in forward\n')
+_FUNCTION = re.compile(r'File "([^"]*)", line (\d+), in \w+\n[^\n]*?\b(\w+)\.apply\([^\n]*\n[^\n]*, in forward\n')
 """In a stack: a call of an autograd function's ``apply``, and right below it that function's forward."""
 
 
@@ -165,7 +165,7 @@ class GraphReader:
             bound = rest[1:]
         elif kind == "cond":
             whole = Op(kind="if", detail=None, operands=(rest[0],))
-            bound = [operand for op in ops if op.outputs == tuple(rest[1:]) for operand in op.operands]
+            bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
             raise NotAllowed(f"the operator {kind} ({_where(node)})")
         blocks = []
@@ -275,7 +275,7 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
     calls: list[Call] = []
     for entry in filter(None, metadata.get("nn_module_stack", "").split(";")):
         key, path, class_name = [*entry.split(",", 2), "", ""][:3]
-        names = tuple(path.split(".")) if path else ()
+        names = tuple(checked_path(path).split(".")) if path else ()
         above = calls[-1].path if calls else ()
         if names and all(map(is_attribute, names)) and path != NO_MODULE:
             if names[: len(above)] != above or names == above:
@@ -303,6 +303,8 @@ class Scope:
     methods: list[tuple[Any, ...]] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     """Names of the graph's inputs."""
+    _names: dict[str, str] = field(default_factory=dict)
+    """What is in a method -> its name."""
 
     def program(self) -> tuple[Any, ...]:
         """The program of its class."""
@@ -311,12 +313,11 @@ class Scope:
 
     def add(self, parameters: Any, hints: Any, block: Any) -> str:
         """The name of a method; one that is there already is used again."""
-        for name, *known in self.methods:
-            if repr(known) == repr([parameters, hints, block]):
-                return str(name)
-        name = f"forward_{len(self.methods)}" if self.methods else "forward"
-        self.methods.append((name, parameters, hints, block))
-        return name
+        content = repr((parameters, hints, block))
+        if content not in self._names:
+            self._names[content] = f"forward_{len(self.methods)}" if self.methods else "forward"
+            self.methods.append((self._names[content], parameters, hints, block))
+        return self._names[content]
 
 
 class Builder:
@@ -388,11 +389,11 @@ class Method:
     def sequence(self, ops: Sequence[Op], depth: int, later: set[str]) -> None:
         """Add the operators; ``later``: values that are used when they have run."""
         groups = [(call, list(group)) for call, group in itertools.groupby(ops, lambda op: _call_at(op, depth))]
-        needed = [set(later)]
-        for _, group in reversed(groups):
-            needed.append(needed[-1] | free(group))
-        for (call, group), after in zip(groups, reversed(needed[:-1]), strict=True):
+        last = {name: index for index, (_, group) in enumerate(groups) for name in free(group)}
+        last |= dict.fromkeys(later, len(groups))
+        for index, (call, group) in enumerate(groups):
             if call is not None:
+                after = {name for op in group for name in op.outputs if last.get(name, -1) > index}
                 self._child(call, group, depth, after)
             else:
                 for op in group:
@@ -495,10 +496,14 @@ def _call_at(op: Op, depth: int) -> Call | None:
 
 def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
     """The operators, with those on sizes put where their neighbours ran: export does not say where they did."""
+    movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
+    following: list[tuple[Call, ...]] = [()]
+    """Where the next operator that stays ran, from the end."""
+    for op, moves in zip(reversed(ops), reversed(movable), strict=True):
+        following.append(following[-1] if moves else op.stack)
     placed: list[Op] = []
-    for index, op in enumerate(ops):
-        if not op.stack and is_pure(op.kind, op.detail):
-            following = next((o.stack for o in ops[index + 1 :] if o.stack or not is_pure(o.kind, o.detail)), ())
-            op = replace(op, stack=_common([placed[-1].stack if placed else (), following]))
+    for op, moves, after in zip(ops, movable, following[-2::-1], strict=True):
+        if moves:
+            op = replace(op, stack=_common([placed[-1].stack if placed else (), after]))
         placed.append(op)
     return tuple(placed)

@@ -5,7 +5,6 @@ The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtyp
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import Loaded, ModelFile, no_model
+from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.records import Trust
 
 _DTYPES = {
@@ -102,10 +102,10 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
 
 def _entry(item: Any, start: int) -> Entry:
     dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
-    if not all(type(size) is int and 0 <= size < 2**63 for size in (*shape, begin, end)):
-        raise ValueError("a size or a position in its header is no whole number")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{end - begin} bytes are not {shape} of {item['dtype']}")
+    if not all(type(place) is int and 0 <= place <= LARGEST for place in (begin, end)):
+        raise ValueError("a position in its header is no whole number")
+    if end - begin != items_in(shape) * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes are not a tensor of {len(shape)} sizes and {item['dtype']}")
     return Entry(dtype=dtype, shape=tuple(shape), start=start + begin, end=start + end)
 
 

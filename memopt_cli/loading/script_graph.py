@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ class _Functions:
     """Qualified name -> name in the program."""
     lifted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Start of a name in the program -> how many have it."""
 
     def name(self, qualified: str) -> str:
         """The name in the program.  Raises :class:`Unliftable`."""
@@ -126,10 +129,11 @@ class _Functions:
 
     def _free_name(self, qualified: str) -> str:
         base = "_".join(part.strip("_") for part in qualified.split(".")[-2:])
-        taken = set(self.names.values())
-        number = 0
-        while (name := f"{base}_{number}" if number else base) in taken:
-            number += 1
+        name = base
+        while name in self.counts:
+            name = f"{base}_{self.counts[base]}"
+            self.counts[base] += 1
+        self.counts[name] = 1
         return name
 
 
@@ -200,9 +204,11 @@ class _Graph:
         return tuple(stored)
 
     def _with(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
+        before = len(self._operands)
         inner = self._sequence(nodes, context)
         defined = {value for node in inner for value in node[3]}
-        names = [name for name, operand in self._operands.items() if type(operand) is int and operand in defined]
+        added = [*itertools.islice(reversed(self._operands.items()), len(self._operands) - before)][::-1]
+        names = [name for name, operand in added if type(operand) is int and operand in defined]
         needed = [name for name in names if any(use.user.isAfter(self._exit) for use in self._values[name].uses())]
         results = tuple(self._operands[name] for name in needed)
         outputs = tuple(self._value(self._values[name]) for name in needed)

@@ -58,7 +58,7 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     lifting = _Lifting(script, unit)
     lifted = lifting.convert(script, "")
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
-    owners = Counter(storage for part in (*leaves, lifted) for storage in _storages(part, leaves))
+    owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
         # Leaves are saved one by one: memory that one shares with another module would come apart.
         return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
@@ -68,12 +68,16 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
 _SHARED = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
 
 
-def _storages(part: nn.Module, leaves: list[ScriptLeaf]) -> set[int]:
-    """Addresses of the memory of a leaf, or of everything outside of all leaves."""
-    inside = {id(m) for leaf in leaves if leaf is not part for m in leaf.modules()}
-    tensors = (
-        t for m in part.modules() if id(m) not in inside for t in (*m._parameters.values(), *m._buffers.values())
-    )
+def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
+    """Addresses of memory -> how many leaves have it, and what is outside of all leaves is one more."""
+    parts = [list(leaf.modules()) for leaf in leaves]
+    inside = {id(module) for part in parts for module in part}
+    parts.append([module for module in lifted.modules() if id(module) not in inside])
+    return Counter(address for part in parts for address in _storages(part))
+
+
+def _storages(modules: list[nn.Module]) -> set[int]:
+    tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
     return {t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0}
 
 
@@ -86,7 +90,8 @@ class _Lifting:
         self._mutable = set_attributes(function.graph for function in unit.get_functions())
         self._classes: dict[str, ScriptClass] = {}
         self._reasons: dict[str, str] = {}
-        self._called = {("", "")}
+        self._called: dict[str, set[str]] = {}
+        """Class -> its methods that others call."""
         self._modules: dict[Any, nn.Module] = {}
         for module in root.modules():
             self._note_calls(module)
@@ -133,7 +138,7 @@ class _Lifting:
         for path, method in calls_of(self._class(script).program):
             owner = find_module(script, path)
             if owner is not None:
-                self._called.add((owner._c.qualified_name, method))
+                self._called.setdefault(owner._c.qualified_name, set()).add(method)
 
     def _reason(self, script: Any) -> str:
         """Why a script cannot be lifted; empty if it can."""
@@ -144,7 +149,7 @@ class _Lifting:
 
     def _obstacles(self, script: Any) -> Iterator[str]:
         lifted = self._class(script)
-        called = {method for owner, method in self._called if owner == script._c.qualified_name}
+        called = self._called.get(script._c.qualified_name, ())
         for method, failure in lifted.failures.items():
             if method == "forward" or method in called:
                 yield failure

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator, Mapping
+import tokenize
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 import torch
@@ -12,11 +14,12 @@ import torch
 from memopt_cli.runtime.lifted.allowed import is_allowed
 
 _PRIM: Final = frozenset(
-    "ConstantChunk EnumName EnumValue ModuleContainerIndex NumToTensor RaiseException StringIndex TupleIndex "
-    "TupleUnpack Uninitialized abs data device dtype id index is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn "
-    "is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max "
-    "min name nbytes rangelist requires_grad tolist type unchecked_cast unchecked_unwrap_optional isinstance".split()
+    "EnumName EnumValue ModuleContainerIndex NumToTensor RaiseException StringIndex TupleIndex abs data device dtype "
+    "index is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse "
+    "is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max min name nbytes rangelist requires_grad type "
+    "unchecked_cast unchecked_unwrap_optional isinstance".split()
 )
+"""Not those with a varying number of results, which the interpreter leaves on its stack uncounted."""
 
 _WORDS: Final = frozenset(
     "Any Device Dict Enum Final Future Generator Interface List Module NamedTuple NoneType Number Optional Scalar "
@@ -28,6 +31,17 @@ _WORDS: Final = frozenset(
 
 _ROOTS: Final = frozenset({"torch", "ops", "__torch__"})
 _NO_VARIABLES: Final = _ROOTS | {"rpc_async", "rpc_remote", "rpc_sync", "getattr", "hasattr"}
+_ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})
+"""Under another name they would not be recognized."""
+_TEXT: Final = re.compile(r"[ -~\n]*")
+"""What PyTorch writes into code; other characters its parser takes in another way than Python's."""
+_DEEPEST: Final = 300
+"""Expressions and blocks within each other: PyTorch compiles them by recursion."""
+_TYPE: Final = re.compile(r"[\w.,()\[\] ]+", re.ASCII)
+_LONGEST_TYPE: Final = 4096
+_TAGGED: Final = frozenset("Tensor int float bool str complex number Scalar NoneType Device".split())
+"""Types whose values PyTorch tells apart wherever it uses one; of what others consist, it takes from the type."""
+_CONTAINERS: Final = frozenset({"List", "Dict", "Optional"})
 _NATIVE_CLASS: Final = re.compile(rb"__torch__\.torch\.classes\.(?!quantized\.)([\w.]+)")
 
 _RESTORES: Final = "__setstate__"
@@ -36,15 +50,23 @@ _WHILE_RESTORING: Final = frozenset(
     "conv_transpose2d_prepack conv_transpose3d_prepack conv_prepack embedding_bag_prepack".split()
 )
 """Operators that restore a quantized layer, the only work that a script does while it is loaded."""
-_ON_VALUES: Final = frozenset("eq ne lt gt le ge add sub len __is__ __isnot__ __not__ __contains__ __getitem__".split())
-"""Operators on numbers and lists, which cost nothing."""
+_PRIM_WHILE_RESTORING: Final = frozenset({"RaiseException", "unchecked_unwrap_optional"})
+_ON_VALUES: Final = frozenset("eq ne lt gt le ge len __is__ __isnot__ __not__ __getitem__".split())
+"""Operators that compare and look up, which cost nothing and make nothing larger."""
+_TO_RESTORE: Final = (
+    *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.If, ast.Expr, ast.Return, ast.Pass, ast.expr_context),
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.UnaryOp, ast.USub),
+)
+"""What restoring a layer is written with: no loops, no arithmetic."""
+_MOST_TO_RESTORE: Final = 100
+"""Calls in a function that runs while the script is loaded."""
 
 Kind = Literal["code", "pickle", "data"]
 _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
-    "code": re.compile(r"code/(\w+/)*\w+\.py"),
-    "pickle": re.compile(r"(data|constants|traced_inputs)\.pkl|code/(\w+/)*\w+\.py\.debug_pkl"),
+    "code": re.compile(r"code/(\w+/)*\w+\.py", re.ASCII | re.IGNORECASE),
+    "pickle": re.compile(r"(data|constants|traced_inputs)\.pkl|code/(\w+/)*\w+\.py\.debug_pkl", re.ASCII),
     "data": re.compile(
-        r"(data|constants|traced_inputs)/\d+|version|byteorder|\.data/(version|serialization_id)|\.format_version"
+        r"(data|constants|traced_inputs)/[0-9]+|version|byteorder|\.data/(version|serialization_id)|\.format_version"
         r"|\.storage_alignment|extra/.+"
     ),
 }
@@ -55,12 +77,12 @@ class UnsafeScript(Exception):
 
 
 def kind_of(record: str) -> Kind:
-    """What a record of a TorchScript archive holds; PyTorch's reader does not tell case.
+    """What a record of a TorchScript archive holds, by its exact name: PyTorch's reader does not tell case.
 
-    Raises :class:`UnsafeScript` for one that is of no known kind.
+    Code is told in any case, to be read.  Raises :class:`UnsafeScript` for a record of no known kind.
     """
     for kind, names in _KINDS.items():
-        if names.fullmatch(record.lower()):
+        if names.fullmatch(record):
             return kind
     raise UnsafeScript(f"a record named {record}, which memopt does not know")
 
@@ -72,18 +94,64 @@ def check_classes(data: bytes) -> None:
         raise UnsafeScript(f"the class torch.classes.{found.group(1).decode().rstrip('.')}")
 
 
-def check_code(records: Mapping[str, str]) -> None:
-    """Check the text of every code record.  Raises :class:`UnsafeScript`, which names what is not allowed."""
-    trees = []
-    for text in records.values():
-        try:
-            trees.append(ast.parse(text))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-            raise UnsafeScript(f"code that cannot be read ({err})") from err
-    for tree in trees:
+def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
+    """Check the text of every code record, and return it parsed.
+
+    Raises :class:`UnsafeScript`, which names what is not allowed.
+    """
+    trees = {record: parsed_code(text) for record, text in records.items()}
+    for tree in trees.values():
         _check_names(tree)
         _check_calls(tree)
-    _check_restoring(trees)
+        _check_casts(tree)
+    _check_restoring(trees.values())
+    return trees
+
+
+def parsed_code(text: str) -> ast.Module:
+    """Code that PyTorch's parser reads as Python's does.  Raises :class:`UnsafeScript`."""
+    try:
+        if not _TEXT.fullmatch(text):
+            raise UnsafeScript("code with characters that PyTorch does not write")
+        if "#" in text and _has_comment(text):
+            raise UnsafeScript("a comment, which PyTorch may read as a type")
+        tree = ast.parse(text)
+    except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
+        raise UnsafeScript(f"code that cannot be read ({err})") from err
+    _check_depth(tree)
+    return tree
+
+
+def _chained(node: ast.AST) -> int:
+    """Operators that Python takes for one expression, and PyTorch for as many within each other."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values)
+    return len(node.ops) if isinstance(node, ast.Compare) else 0
+
+
+def _has_comment(text: str) -> bool:
+    return any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def parsed_type(text: str) -> ast.expr:
+    """A type as PyTorch writes it.  Raises :class:`UnsafeScript`."""
+    try:
+        if len(text) > _LONGEST_TYPE or not _TYPE.fullmatch(text):
+            raise UnsafeScript("a type that PyTorch does not write")
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+        raise UnsafeScript("a type that cannot be read") from err
+    _check_depth(tree)
+    return tree.body
+
+
+def _check_depth(tree: ast.AST) -> None:
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        if max(depth, *map(_chained, level)) > _DEEPEST:
+            raise UnsafeScript(f"code nested deeper than {_DEEPEST}")
+        level = [inner for node in level for inner in ast.iter_child_nodes(node)]
 
 
 def _check_names(tree: ast.AST) -> None:
@@ -94,10 +162,11 @@ def _check_names(tree: ast.AST) -> None:
     own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     if own & _NO_VARIABLES:
         raise UnsafeScript(f"a variable named {', '.join(sorted(own & _NO_VARIABLES))}")
+    known = own | _WORDS
     for name, attributes in chains:
         _check_chain([name.id, *(a.attr for a in attributes)])
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and id(node) not in roots and node.id not in own | _WORDS:
+        if isinstance(node, ast.Name) and id(node) not in roots and node.id not in known:
             raise UnsafeScript(f"the name {node.id}")
         if isinstance(node, ast.Import | ast.ImportFrom):
             raise UnsafeScript("an import")
@@ -105,9 +174,11 @@ def _check_names(tree: ast.AST) -> None:
 
 def _check_calls(tree: ast.AST) -> None:
     """``x.relu()`` is the operator, too: whatever is called as a method must not be one that is not allowed."""
+    called = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
+        called.add(id(node.func))
         if not isinstance(node.func, ast.Name | ast.Attribute):
             raise UnsafeScript("a call of something without a name")
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
@@ -116,16 +187,12 @@ def _check_calls(tree: ast.AST) -> None:
                     _check_method(attribute)
                 case _:
                     raise UnsafeScript(f"a computed {node.func.id}")
+    rooted = {id(attribute) for _, attributes in _chains(tree) for attribute in attributes}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not _is_rooted(node):
+        if isinstance(node, ast.Attribute) and id(node) not in rooted:
             _check_method(node.attr)
-
-
-def _is_rooted(node: ast.Attribute) -> bool:
-    at: ast.expr = node
-    while isinstance(at, ast.Attribute):
-        at = at.value
-    return isinstance(at, ast.Name) and at.id in _ROOTS
+        if isinstance(node, ast.Name) and node.id in _ONLY_CALLED and id(node) not in called:
+            raise UnsafeScript(f"{node.id} as a value")
 
 
 def _check_method(name: str) -> None:
@@ -141,10 +208,10 @@ def _chains(tree: ast.AST) -> Iterator[tuple[ast.Name, list[ast.Attribute]]]:
             attributes: list[ast.Attribute] = []
             at: ast.expr = node
             while isinstance(at, ast.Attribute):
-                attributes.insert(0, at)
+                attributes.append(at)
                 at = at.value
             if isinstance(at, ast.Name) and at.id in _ROOTS:
-                yield at, attributes
+                yield at, attributes[::-1]
 
 
 def _check_chain(names: list[str]) -> None:
@@ -158,36 +225,191 @@ def _check_chain(names: list[str]) -> None:
         raise UnsafeScript(f"the operator {dotted}")
 
 
+# ---------------------------------------------------------------------------------------------- casts
+
+
+def _check_casts(tree: ast.Module) -> None:
+    """``unchecked_cast(T, x)`` takes whatever ``x`` is for a ``T``: sound where ``x`` is declared ``Optional[T]``."""
+    casts = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_cast(node)}
+    owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    for owner in owners:
+        attributes = attribute_types(owner) if isinstance(owner, ast.ClassDef) else {}
+        for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+            variables = _Variables(function, attributes)
+            for node in ast.walk(function):
+                cast = casts.pop(id(node), None)
+                if cast is not None and not variables.allow(cast):
+                    raise UnsafeScript(f"the cast {ast.unparse(cast)[:80]}")
+    if casts:
+        raise UnsafeScript("a cast outside of functions")
+
+
+def _is_cast(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "unchecked_cast"
+
+
+def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:
+    """The attributes that a class of a script declares, and their types.  Constants are none."""
+    types: dict[str, ast.expr] = {}
+    for node in owner.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=None):
+                types[name] = kind
+            case ast.Assign(
+                targets=[ast.Subscript(value=ast.Name(id="__annotations__"), slice=ast.Constant(value=str(name)))],
+                value=kind,
+            ):
+                types[name] = kind
+    return types
+
+
+class _Variables:
+    """What the variables of a function are declared as."""
+
+    def __init__(self, function: ast.FunctionDef, attributes: Mapping[str, ast.expr]) -> None:
+        self._attributes = attributes
+        arguments = function.args.args
+        self._self = arguments[0].arg if arguments and attributes else ""
+        self._types: dict[str, list[ast.expr | None]] = {a.arg: [a.annotation] for a in arguments}
+        self._values: dict[str, list[ast.expr]] = {}
+        known = set()
+        for node in ast.walk(function):
+            for target, value in _assigned(node):
+                self._values.setdefault(target.id, []).append(value)
+                known.add(id(target))
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in known:
+                self._types.setdefault(node.id, []).append(None)
+
+    def allow(self, cast: ast.Call) -> bool:
+        """Whether a cast makes nothing of a value that it may not be."""
+        if len(cast.args) != 2 or cast.keywords:
+            return False
+        kind, source = cast.args
+        return _is_tagged(kind) or all(_is_optional(found, ast.dump(kind)) for found in self._declared(source))
+
+    def _declared(self, value: ast.expr) -> Iterator[ast.expr | None]:
+        """The type of each value that this may be, as far as the code says; else ``None``."""
+        pending, seen = [value], set[str]()
+        while pending:
+            match pending.pop():
+                case ast.Constant(value=None):
+                    pass
+                case ast.Name(id=name) if name in self._values or name in self._types:
+                    if name not in seen:
+                        seen.add(name)
+                        yield from self._types.get(name, ())
+                        pending.extend(self._values.get(name, ()))
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == self._self:
+                    yield self._attributes.get(attribute) if name not in self._values else None
+                case ast.Call(func=ast.Name(id="annotate" | "uninitialized" | "unchecked_cast"), args=[kind, *_]):
+                    yield kind
+                case _:
+                    yield None
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.Name, ast.expr]]:
+    """Each variable that a statement sets, with its value, where these are side by side."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as target], value=value):
+            yield target, value
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
+            pairs = zip(targets, values, strict=True)
+            yield from ((to, of) for to, of in pairs if isinstance(to, ast.Name))
+
+
+def _is_tagged(kind: ast.expr) -> bool:
+    match kind:
+        case ast.Name(id=name):
+            return name in _TAGGED
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _CONTAINERS:
+            return all(map(_is_tagged, inner.elts if isinstance(inner, ast.Tuple) else [inner]))
+    return False
+
+
+def _is_optional(kind: ast.expr | None, wanted: str) -> bool:
+    match kind:
+        case None:
+            return False
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return ast.dump(inner) == wanted
+    return ast.dump(kind) in (wanted, _NONE)
+
+
+_NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
+
+
 # ---------------------------------------------------------------------------------------------- while it is loaded
 
 
-def _check_restoring(trees: list[ast.Module]) -> None:
-    """A script's ``__setstate__`` runs while it is loaded: it, and what it calls, may restore quantized layers."""
+def _check_restoring(trees: Iterable[ast.Module]) -> None:
+    """A script's ``__setstate__`` runs while it is loaded: it may restore a quantized layer, by one other method."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 functions.setdefault(node.name, []).append(node)
-    pending, seen = [_RESTORES], set[str]()
-    while pending:
-        name = pending.pop()
-        if name not in seen:
-            seen.add(name)
-            for function in functions.get(name, ()):
-                pending.extend(_called_by(function, functions))
+    called = {name for function in functions.get(_RESTORES, ()) for name in _check_restorer(function, functions.keys())}
+    for function in (function for name in called for function in functions[name]):
+        if any(_check_restorer(function, functions.keys())):
+            raise UnsafeScript(f"a call of a call in {_RESTORES}, which runs while it is loaded")
 
 
-def _called_by(function: ast.FunctionDef, functions: Mapping[str, list[ast.FunctionDef]]) -> Iterator[str]:
-    """Names of the archive's functions that it calls.  Raises :class:`UnsafeScript` for what takes time or memory."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.While | ast.For | ast.ListComp | ast.DictComp | ast.BinOp):
-            raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
-        if isinstance(node, ast.Attribute) and node.attr in functions:
-            yield node.attr
+def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list[str]:
+    """Names of the archive's methods that it calls.  Raises :class:`UnsafeScript` for what takes time or memory."""
+    types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)
+    if other is not None or len(calls) > _MOST_TO_RESTORE:
+        raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
+    called = []
+    for call in calls:
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in methods:
+                called.append(name)
+            case ast.Name(id="annotate" | "uninitialized" | "unchecked_cast"):
+                pass
+            case _ if not _is_restoring(call.func):
+                raise UnsafeScript(f"{ast.unparse(call.func)[:80]} in {_RESTORES}, which runs while it is loaded")
+    _check_displays(function)
+    heads = {id(call.func) for call in calls}
     for root, attributes in _chains(function):
-        operator = attributes[-1].attr
-        quantizes = root.id == "ops" and operator in _WHILE_RESTORING
-        on_values = root.id == "torch" and operator in _ON_VALUES
-        on_types = root.id == "__torch__" or (root.id == "ops" and attributes[0].attr == "prim")
-        if not (quantizes or on_values or on_types):
-            raise UnsafeScript(f"the operator {operator} in {_RESTORES}, which runs while it is loaded")
+        if id(root) not in types and id(attributes[-1]) not in heads:
+            raise UnsafeScript(f"a function as a value in {_RESTORES}, which runs while it is loaded")
+    return called
+
+
+def _check_displays(function: ast.FunctionDef) -> None:
+    """Lists of lists of the same list are far larger than what is written."""
+    held = {
+        target.id
+        for node in ast.walk(function)
+        for target, value in _assigned(node)
+        if not isinstance(value, ast.Constant | ast.Subscript)
+    }
+    displays = (node for node in ast.walk(function) if isinstance(node, ast.List | ast.Tuple))
+    items = [item for node in displays if isinstance(node.ctx, ast.Load) for item in node.elts]
+    if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, held) for item in items):
+        raise UnsafeScript(f"a list of lists in {_RESTORES}, which runs while it is loaded")
+
+
+def _is_one_of(value: ast.expr, names: Collection[str]) -> bool:
+    return isinstance(value, ast.Name) and value.id in names
+
+
+def _annotations(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    yield from (kind for kind in (function.returns, *(a.annotation for a in function.args.args)) if kind is not None)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            yield node.args[0]
+
+
+def _is_restoring(function: ast.expr) -> bool:
+    match function:
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="ops"), attr="quantized"), attr=name):
+            return name in _WHILE_RESTORING
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="ops"), attr="prim"), attr=name):
+            return name in _PRIM_WHILE_RESTORING
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+            return name in _ON_VALUES
+    return False

@@ -79,6 +79,9 @@ HARMLESS_TO_READ = {
     "a script within a pickle",
     "a text decoded as punycode",
     "settings created of arguments",
+    "a property set as a slot",
+    "a tensor made wider",
+    "an array of nothing",
     *(f"getattr of a class, {form}" for form in ("zip", "legacy", "plain")),
 }
 """Nothing that is described imports what is not allowed: what is made of it fails, harmlessly, when it is built."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +34,9 @@ STORAGE_DTYPES = {
 
 LARGEST = 2**63 - 1
 """Items or bytes that any tensor has at most, whatever a file says."""
+_MOST_SIZES = 64
+"""Dimensions of a tensor: most of PyTorch's operators take no more."""
+_STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
 """A parameter of a subclass of a tensor …: nobody wraps deeper."""
 
@@ -65,7 +67,20 @@ class PickledTensor:
     @property
     def size_bytes(self) -> int:
         """Bytes of its items, were it dense."""
-        return min(math.prod(self.shape) * item_bytes(self.dtype), LARGEST)
+        return min(items_in(self.shape) * item_bytes(self.dtype), LARGEST)
+
+
+def items_in(sizes: Iterable[int]) -> int:
+    """How many items a tensor of these sizes has, at most :data:`LARGEST`.
+
+    Raises :class:`ValueError` for sizes that no tensor has.
+    """
+    count = 1
+    for dims, size in enumerate(sizes, 1):
+        if dims > _MOST_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
+            raise ValueError(f"a tensor has more than {_MOST_SIZES} sizes, or one that is no whole number of 63 bits")
+        count = min(count * size, LARGEST)
+    return count
 
 
 def item_bytes(dtype: str) -> int:
@@ -79,10 +94,15 @@ def storage_of(value: Any) -> PickledStorage | None:
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
-        case ("storage", Global(name=kind), str(key), _, int(count), *_) if kind in STORAGE_DTYPES and count >= 0:
-            dtype = STORAGE_DTYPES[kind]
+        case ("storage", Global() as kind, str(key), _, int(count), *_) if is_storage(kind) and 0 <= count <= LARGEST:
+            dtype = STORAGE_DTYPES[kind.name]
             return PickledStorage(key=key, dtype=dtype, size_bytes=count * item_bytes(dtype))
     return None
+
+
+def is_storage(kind: Global) -> bool:
+    """Whether a name is that of a class of storages."""
+    return kind.module in _STORAGE_MODULES and kind.name in STORAGE_DTYPES
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
@@ -123,9 +143,9 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
 
 def _check_view(tensor: PickledTensor, storage: PickledStorage) -> None:
     if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
-        raise ValueError(f"a tensor has the shape {tensor.shape}, strides {tensor.stride} and offset {tensor.offset}")
+        raise ValueError("a tensor has a size, stride or offset below 0, or not as many strides as sizes")
     last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-    if math.prod(tensor.shape) and (last + 1) * item_bytes(tensor.dtype) > storage.size_bytes:
+    if items_in(tensor.shape) and (last + 1) * item_bytes(tensor.dtype) > storage.size_bytes:
         raise ValueError(f"a tensor of the shape {tensor.shape} reaches beyond its storage")
 
 

@@ -1,0 +1,213 @@
+"""Objects in the pickles of a TorchScript archive, compared with what its code declares.
+
+PyTorch does not: its interpreter looks for an attribute where the declared class has it, and takes a tuple to be as
+long as its type says.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
+from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed_type
+
+NATIVE: Final = "__torch__.torch.classes."
+"""Classes of C++, which look at their state themselves."""
+_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
+_LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
+"""Makers of lists, which convert what they are given."""
+_LONGEST_SOURCE: Final = 64 << 20
+"""Bytes of a source: lines are stored once, and used again and again."""
+_RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
+TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
+_NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+    "NoneType": (type(None),),
+    "number": (int, float, bool),
+    "Scalar": (int, float, bool),
+}
+_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
+    "Tensor": TENSORS,
+    "Device": ("torch.device",),
+    "complex": ("builtins.complex",),
+    "number": ("builtins.complex",),
+}
+"""Types whose values are made by calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    base: str
+    attributes: Mapping[str, ast.expr]
+    restores: bool
+    """Whether its own code takes its state."""
+
+
+class ScriptObjects:
+    """The classes that an archive's code declares."""
+
+    def __init__(self, trees: Mapping[str, ast.Module]) -> None:
+        """``trees``: the parsed code by its record.  Raises :class:`UnsafeScript` for a class that is there twice."""
+        self._classes: dict[str, _Class] = {}
+        self._kinds: dict[int, str] = {}
+        """Each container that was looked at -> the type it has."""
+        for record, tree in trees.items():
+            module = record.removeprefix("code/").removesuffix(".py").replace("/", ".")
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    self._declare(f"{module}.{node.name}", node)
+
+    def _declare(self, name: str, node: ast.ClassDef) -> None:
+        if name in self._classes:
+            raise UnsafeScript(f"two classes named {name}")
+        methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        base = ast.unparse(node.bases[0]) if node.bases else ""
+        self._classes[name] = _Class(base, attribute_types(node), bool(methods & _RESTORING))
+
+    def check(self, node: Any) -> None:
+        """Raises :class:`ValueError` for an object that is not what the code declares, or of no declared class."""
+        if not isinstance(node, Built):
+            return
+        name = str(node.callee)
+        if (node.items or node.entries or node.has_state) and node.how in ("called", "stored"):
+            raise ValueError(f"it fills what {name} made")
+        if node.how == "created":
+            self._check_object(node, name)
+        elif node.how == "called" and name.startswith("__torch__."):
+            if name not in self._classes or self._classes[name].base != "Enum":
+                raise ValueError(f"it calls {name}")
+        elif node.how == "called" and name == _TYPE_TAG:
+            self._check_tag(node)
+
+    def _check_object(self, node: Built, name: str) -> None:
+        known = self._classes.get(name)
+        if not node.has_state or node.items or node.entries:
+            raise ValueError(f"an object of {name} is not made in one go")
+        if name.startswith(NATIVE):
+            return
+        if known is None or known.base in ("Enum", "NamedTuple", "Interface", "ModuleInterface"):
+            raise ValueError(f"its code has no class {name}")
+        state = _untagged(node.state)
+        if not _is_plain(state, DICT) and not known.restores:
+            raise ValueError(f"an object of {name} has no attributes")
+        for attribute, value in entries_of(state):
+            kind = known.attributes.get(attribute) if isinstance(attribute, str) else None
+            if kind is not None and not self._fits(value, kind):
+                raise ValueError(f"the attribute {attribute} of {name} is no {ast.unparse(kind)[:80]}")
+
+    def _check_tag(self, node: Built) -> None:
+        match node.given():
+            case (value, str(text)) if self._fits(value, parsed_type(text)):
+                return
+        raise ValueError("a container is not of the type that it is given")
+
+    def _fits(self, value: Any, kind: ast.expr) -> bool:
+        """Whether PyTorch may take a value for one of this type."""
+        match kind:
+            case ast.Name(id="Any"):
+                return True
+            case ast.Name(id=name):
+                return type(value) in _NUMBERS.get(name, ()) or _is_called(value, _CALLED.get(name, ()))
+            case ast.Constant(value=None):
+                return value is None
+            case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+                return value is None or self._fits(value, inner)
+            case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
+                return any(self._fits(value, inner) for inner in kinds)
+            case ast.Subscript(value=ast.Name(id=name), slice=inner):
+                return self._contains(_untagged(value), name, inner)
+            case ast.Attribute():
+                return self._is_object(value, ast.unparse(kind))
+        return False
+
+    def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
+        kind = f"{name} {ast.dump(inner)}"
+        if self._kinds.setdefault(id(value), kind) != kind:
+            return False  # under two types it could be filled as one of them, and read as the other
+        kinds = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        return self._holds(value, name, kinds)
+
+    def _holds(self, value: Any, name: str, kinds: list[ast.expr]) -> bool:
+        if name == "List" and len(kinds) == 1:
+            return _is_plain(value, LIST) and all(self._fits(item, kinds[0]) for item in value.items)
+        if name == "Dict" and len(kinds) == 2:
+            pairs = entries_of(value)
+            return _is_plain(value, DICT) and all(self._fits(k, kinds[0]) and self._fits(v, kinds[1]) for k, v in pairs)
+        return name == "Tuple" and self._are(value, kinds)
+
+    def _are(self, value: Any, kinds: list[ast.expr]) -> bool:
+        same = isinstance(value, Tuple) and len(value.items) == len(kinds)
+        return same and all(map(self._fits, value.items, kinds))
+
+    def _is_object(self, value: Any, name: str) -> bool:
+        known = self._classes.get(name)
+        if known is not None and known.base == "NamedTuple":
+            return self._are(value, list(known.attributes.values()))
+        how = "called" if known is not None and known.base == "Enum" else "created"
+        return isinstance(value, Built) and value.how == how and str(value.callee) == name
+
+
+def _is_plain(value: Any, kind: Global) -> bool:
+    return isinstance(value, Built) and value.how == "plain" and value.callee == kind
+
+
+def _is_called(value: Any, names: tuple[str, ...]) -> bool:
+    return isinstance(value, Built) and value.how == "called" and str(value.callee) in names
+
+
+def _untagged(value: Any) -> Any:
+    """The container that is given its type."""
+    match value:
+        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.given():
+            return value.given()[0]
+        case Built(how="called", callee=Global() as callee) if str(callee) in _LISTS and len(value.given()) == 1:
+            return value.given()[0]
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- source lines
+
+
+def check_lines(root: Any) -> None:
+    """Raises :class:`ValueError` unless this is a table of source lines, whose places PyTorch takes unchecked."""
+    sizes: list[int] | None = None
+    match root:
+        case Tuple(items=("FORMAT_WITH_STRING_TABLE", Tuple(items=texts), Tuple(items=rows))):
+            sizes = [len(text.encode("utf-8", "replace")) if isinstance(text, str) else -1 for text in texts]
+        case Tuple(items=rows):
+            pass
+        case _:
+            rows = (None,)
+    known: dict[int, int] = {}
+    if min(sizes or (), default=0) < 0 or not all(_is_row(row, sizes, known) for row in rows):
+        raise ValueError("its table of source lines is broken")
+
+
+def _is_row(row: Any, sizes: list[int] | None, known: dict[int, int]) -> bool:
+    """Where in the code, where in the source, and maybe a mark; ``known``: characters of each source."""
+    match row:
+        case Tuple(items=(int(at), Tuple(items=(Tuple() as source, int(start), int(end))), *_)):
+            if id(source) not in known:
+                known[id(source)] = _source_size(source, sizes)
+            size = known[id(source)]
+            return at >= 0 and size >= 0 and 0 <= start <= end <= max(size, 1)  # without a source it is 0 to 1
+    return False
+
+
+def _source_size(source: Tuple, sizes: list[int] | None) -> int:
+    """Bytes of a text, or of the lines of a table that it consists of; -1 if it is no source."""
+    match sizes, source.items:
+        case None, (str(text), None | str(), int(line)) if line >= 0:
+            return len(text.encode("utf-8", "replace"))
+        case list(), (lines, int(name), int(line)) if 0 <= name < len(sizes) and line >= 0:
+            found = _untagged(lines)
+            if _is_plain(found, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in found.items):
+                size = sum(sizes[i] for i in found.items)
+                return size if size <= _LONGEST_SOURCE else -1
+    return -1
