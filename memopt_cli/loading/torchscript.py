@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.errors import FileFormatError, first_line
+from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
@@ -18,7 +18,9 @@ from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, calls_of, find_module, lift_class, set_attributes
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
+from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.script_code import UnsafeScript
 
 
 class TorchScript:
@@ -43,7 +45,13 @@ class TorchScript:
                 f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}",
                 hint="It may be truncated: download it or save it again.",
             ) from err
-        return lift_script(script, unit)
+        try:
+            return lift_script(script, unit)
+        except (UnsafeScript, BadProgram) as err:
+            raise UnsafeFileError(
+                f"{file.path} was not loaded: its TorchScript code uses {err}",
+                hint="If you trust where it came from, add --trust-pickle.",
+            ) from err
 
 
 # ---------------------------------------------------------------------------------------------- lifting

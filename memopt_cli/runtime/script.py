@@ -6,6 +6,7 @@ TorchScript is code, also while it is loaded: :func:`check_script` reads it firs
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.runtime.script_code import check_classes, check_code, kind_of
+from memopt_cli.runtime.lifted.arguments import codes_in, is_checked, is_code
+from memopt_cli.runtime.lifted.operators import may_write_elsewhere
+from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 
 def check_script(archive: bytes) -> None:
@@ -39,6 +42,101 @@ def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
     """Check, then load a TorchScript archive; raises as :func:`check_script` does."""
     check_script(archive)
     return torch.jit.load(io.BytesIO(archive), map_location=device)  # type: ignore[no-untyped-call,no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- its operators
+
+
+def check_operators(script: ScriptModule) -> None:
+    """Raises :class:`UnsafeScript` for an operator that trusts its arguments.
+
+    In lifted programs a check stands before it (:mod:`memopt_cli.runtime.lifted.arguments`), here nothing can.
+    """
+    for graph in _graphs(script):
+        for node in graph.nodes():
+            _check_node(node)
+
+
+def _check_node(node: Any) -> None:
+    kind = node.kind()
+    if kind in _CALLS:  # all others were inlined
+        raise UnsafeScript("a call of what cannot be told")
+    if not node.schema().startswith("("):  # "(no schema)"
+        schema = _schema(node.schema())
+        if is_checked(schema):
+            raise UnsafeScript(f"the operator {kind}, whose arguments are checked only where its module can be lifted")
+        if not may_write_elsewhere(schema):
+            raise UnsafeScript(f"the operator {kind} with an argument for its result")
+        for position, what in codes_in(schema):
+            if not _is_known_code(node.inputsAt(position), what):
+                raise UnsafeScript(f"the operator {kind} with a {what} that is computed, or means nothing")
+
+
+@functools.cache
+def _schema(text: str) -> Any:
+    return torch._C.parse_schema(text)
+
+
+def _graphs(script: ScriptModule) -> Iterator[Any]:
+    """Blocks of code of all methods and hooks, functions inlined, and of what they fork."""
+    pending: list[Any] = [_inlined(graph) for module in script.modules() for graph in _own_graphs(module)]
+    kept = list(pending)  # nodes do not keep their graph
+    while pending:
+        block = pending.pop()
+        yield block
+        for node in block.nodes():
+            pending.extend(node.blocks())
+            inner = [_inlined(node.g(name)) for name in node.attributeNames() if node.kindOf(name) == "g"]
+            pending += inner
+            kept += inner
+
+
+def _inlined(graph: Any) -> Any:
+    copy = graph.copy()
+    for _ in range(_DEEPEST):  # one time inlines one level of what was run unoptimized
+        torch._C._jit_pass_inline(copy)
+        if not any(copy.findAllNodes(kind) for kind in _CALLS):
+            break
+    return copy
+
+
+_CALLS = ("prim::CallMethod", "prim::CallFunction")
+_DEEPEST = 64
+"""Most calls within one another."""
+
+
+def _own_graphs(module: Any) -> Iterator[Any]:
+    for name in module._c._method_names():
+        yield module._c._get_method(name).graph
+    for hook in (*module._c._get_forward_hooks(), *module._c._get_forward_pre_hooks()):
+        yield hook.graph
+
+
+def _is_known_code(value: Any, kind: str) -> bool:
+    """Whether a value is a number of a dtype, layout or memory format, or one that a tensor has."""
+    pending, seen = [value], set[str]()
+    while pending:
+        at = pending.pop()
+        if at.debugName() in seen:
+            continue
+        seen.add(at.debugName())
+        node = at.node()
+        if node.kind() in _RENAMING:
+            pending.append(node.inputsAt(0))
+        elif node.kind() == "prim::If":
+            index = [output.debugName() for output in node.outputs()].index(at.debugName())
+            pending += [list(block.outputs())[index] for block in node.blocks()]
+        elif not (_OF_TENSORS.get(node.kind()) == kind or _is_constant_code(at, kind)):
+            return False
+    return True
+
+
+_RENAMING = ("prim::unchecked_cast", "prim::unchecked_unwrap_optional", "aten::_unwrap_optional")
+_OF_TENSORS = {"prim::dtype": "ScalarType", "prim::layout": "Layout"}
+
+
+def _is_constant_code(value: Any, kind: str) -> bool:
+    return bool(value.node().kind() == "prim::Constant" and is_code(value.toIValue(), kind))
 
 
 # ---------------------------------------------------------------------------------------------- a script as a module
@@ -96,6 +194,7 @@ class ScriptLeaf(nn.Module):
         self._attach(script)
 
     def _attach(self, script: ScriptModule) -> None:
+        check_operators(script)
         vars(self)["script"] = script  # not a child: its parameters have their names here
         _mirror(self, script)
 

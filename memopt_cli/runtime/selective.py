@@ -54,6 +54,8 @@ def _unfit(name: str) -> str:
             "aten::convolution#2 for the second call"
         )
     overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel(overload.name()):
+        return "it is TorchScript's alone"
     if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
         return "it consists of other operators; name those"
     if overload._schema.is_mutable:

@@ -322,7 +322,7 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "bytes behind the archive", Hostile(archive(good) + b"more", NO_MODEL, "damaged")
     yield "a long comment", Hostile(archive(good)[:-2] + b"\x04\x00more", NO_MODEL, "damaged")
     yield "shared bytes", Hostile(_sharing(good), REFUSED, "overlap")
-    yield "a storage larger than its record", Hostile(_edited(good, b"K\x0ct", b"M\xff\xfft"), NO_MODEL, "storage 0")
+    yield "a storage larger than its record", Hostile(_edited(good, b"K\x0ct", b"M\xff\xfft"), NO_MODEL, "storage '0'")
     yield (
         "a tensor larger than its storage",
         Hostile(_edited(good, b"K\x04K\x03\x86", b"M\xff\xffK\x03\x86"), NO_MODEL, "beyond"),
@@ -368,7 +368,7 @@ def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
         Hostile(archive({**linear, "data.pkl": larger}), NO_MODEL, "beyond"),
     )
     short = {name: b"" if name == "data/0" else record for name, record in linear.items()}
-    yield "a script's storage without its bytes", Hostile(archive(short), NO_MODEL, "storage 0")
+    yield "a script's storage without its bytes", Hostile(archive(short), NO_MODEL, "storage '0'")
     place = data[:2] + b"Nr\x80\xd1\xf0\x080" + data[2:]
     yield "a script with a large place in the memo", Hostile(archive({**linear, "data.pkl": place}), NO_MODEL, "work")
     twice = io.BytesIO()

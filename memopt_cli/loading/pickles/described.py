@@ -134,7 +134,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
         if storage is not None:
             storages[storage.key] = storage.size_bytes
             if sizes is not None and sizes.get(storage.key) != storage.size_bytes:
-                raise ValueError(f"its storage {storage.key} has not the size that the pickle says")
+                raise ValueError(f"its storage {storage.key!r} has not the size that the pickle says")
         if tensor is not None and tensor.storage is not None:
             _check_view(tensor, tensor.storage)
     if sizes is None and sum(storages.values()) > total_bytes:

@@ -6,7 +6,10 @@ What is not here is refused, a new operator too.  Left out are operators that
 - take a tensor apart or put one together unchecked (``_reshape_alias``, ``set_``, ``resize_``, ``*_unsafe``, those that
   make sparse and nested tensors), or give an address (``mkldnn::data_ptr``);
 - trust indices in their arguments, or arguments that only PyTorch itself prepares (``segment_reduce``, ``lu_solve`` and
-  others of LAPACK that take pivots, ``fractional_max_pool2d``, everything ``backward``, the kernels of one library).
+  others of LAPACK that take pivots, ``fractional_max_pool2d``, everything ``backward``, the kernels of one library);
+- are PyTorch's own inner parts (``_stack``), but for those that exporting makes of ordinary models.
+
+Those that trust the shapes of their arguments have a check in :mod:`memopt_cli.runtime.lifted.arguments`.
 
 ``name_`` is allowed where ``name`` is.
 """
@@ -21,47 +24,41 @@ _NAMES: Final[Mapping[str, str]] = {
         Bool Complex ComplexImplicit Delete Float FloatImplicit Generator Int IntImplicit ScalarImplicit Size __and__
         __contains__ __derive_index __getitem__ __iand__ __ilshift__ __interpolate __ior__ __irshift__ __is__ __isnot__
         __ixor__ __lshift__ __not__ __or__ __range_length __round_to_zero_floordiv __rshift__ __upsample
-        __upsample_bilinear __upsample_nearest __xor__ _adaptive_avg_pool2d _adaptive_avg_pool3d _addmm_activation
-        _aminmax _assert_async _assert_scalar _assert_tensor_metadata _autocast_to_full_precision
-        _autocast_to_reduced_precision _batch_norm_impl_index _batch_norm_no_update _batch_norm_with_update
-        _batch_norm_with_update_functional _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int
-        _cast_Long _cast_Short _cdist_forward _choose_qparams_per_tensor _conj _conj_copy _conj_physical _convolution
-        _convolution_mode _dim_arange _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r
+        __upsample_bilinear __upsample_nearest __xor__ _adaptive_avg_pool2d _adaptive_avg_pool3d _assert_async
+        _assert_scalar _assert_tensor_metadata _cdist_forward _choose_qparams_per_tensor _conj _conj_physical
+        _convolution _convolution_mode _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r
         _fft_r2c _functional_assert_async _functional_assert_scalar _functional_sym_constrain_range
-        _functional_sym_constrain_range_for_size _fused_dropout _fused_rms_norm _fw_primal _get_tracing_state
-        _infer_size _int_mm _is_all_true _is_any_true _is_zerotensor _linalg_check_errors _linalg_det _linalg_eigh
-        _linalg_slogdet _linalg_solve_ex _linalg_svd _list_to_tensor _local_scalar_dense _log_softmax _logcumsumexp
-        _masked_softmax _native_batch_norm_legit _native_batch_norm_legit_functional
-        _native_batch_norm_legit_no_training _native_multi_head_attention _ncf_unsqueeze _ncf_view _neg_view
-        _nested_tensor_from_mask _nested_tensor_from_mask_left_aligned _no_grad_embedding_renorm_ _no_grad_fill_
-        _no_grad_normal_ _no_grad_uniform_ _no_grad_zero_ _pack_padded_sequence _pack_sequence _pad_circular _pad_enum
-        _pad_packed_sequence _pdist_forward _prelu_kernel _print _reshape_copy _reshape_from_tensor _safe_softmax
-        _sample_dirichlet _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention
-        _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
-        _scaled_dot_product_flash_attention_for_cpu _set_item _shape_as_tensor _size_if_not_equal _softmax _stack
-        _standard_gamma _tensor_to_list _thnn_fused_gru_cell _thnn_fused_lstm_cell _to_copy _to_cpu
-        _transform_bias_rescale_qkv _transformer_encoder_layer_fwd _trilinear _unique _unique2 _unsafe_index
-        _unsafe_view _unwrap_optional _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa
-        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm
-        _weight_norm_interface abs absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d add addbmm addcdiv addcmul addmm addmv addr adjoint
-        affine_grid_generator alias alias_copy all allclose alpha_dropout amax amin aminmax angle any append arange
-        arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere as_strided as_strided_copy
-        as_strided_scatter as_tensor asin asinh atan atan2 atanh atleast_1d atleast_2d atleast_3d avg_pool1d avg_pool2d
-        avg_pool3d baddbmm bartlett_window batch_norm bernoulli bilinear bin binary_cross_entropy
-        binary_cross_entropy_with_logits bincount binomial bitwise_and bitwise_left_shift bitwise_not bitwise_or
-        bitwise_right_shift bitwise_xor blackman_window block_diag bmm broadcast_shapes broadcast_tensors broadcast_to
-        bucketize can_cast capitalize cartesian_prod cat cauchy cdist ceil celu center chain_matmul chalf
-        channel_shuffle cholesky cholesky_inverse cholesky_solve chr chunk clamp clamp_max clamp_min clear clip clone
-        col2im column_stack combinations complex concat concatenate conj conj_physical constant_pad_nd contiguous conv1d
-        conv2d conv3d conv_depthwise3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution copy
-        copysign corrcoef cos cosh cosine_embedding_loss cosine_similarity count count_nonzero cov cpu cross
-        cross_entropy_loss ctc_loss cuda cummax cummin cumprod cumsum cumulative_trapezoid data deg2rad degrees
-        dequantize det detach detach_copy device diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter dict
-        diff digamma dim dist div divide divmod dot dropout dsplit dstack einsum element_size elu embedding
-        embedding_bag embedding_renorm empty empty_like empty_permuted empty_quantized empty_strided endswith eq equal
-        erf erfc erfinv exp exp2 expand expand_as expand_copy expandtabs expm1 exponential extend eye fabs factorial
-        fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine
+        _functional_sym_constrain_range_for_size _fused_rms_norm _get_tracing_state _infer_size _int_mm _is_all_true
+        _is_any_true _linalg_check_errors _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd
+        _list_to_tensor _local_scalar_dense _log_softmax _native_batch_norm_legit _native_batch_norm_legit_functional
+        _native_batch_norm_legit_no_training _native_multi_head_attention _neg_view _nested_tensor_from_mask
+        _nested_tensor_from_mask_left_aligned _no_grad_embedding_renorm_ _no_grad_fill_ _no_grad_normal_
+        _no_grad_uniform_ _no_grad_zero_ _pack_padded_sequence _pack_sequence _pad_circular _pad_packed_sequence
+        _pdist_forward _prelu_kernel _reshape_copy _safe_softmax _sample_dirichlet _scaled_dot_product_attention_math
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+        _scaled_dot_product_flash_attention_for_cpu _set_item _shape_as_tensor _softmax _standard_gamma _tensor_to_list
+        _to_copy _transformer_encoder_layer_fwd _trilinear _unique _unique2 _unsafe_index _unsafe_view _unwrap_optional
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface abs absolute acos acosh
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+        adaptive_max_pool3d add addbmm addcdiv addcmul addmm addmv addr adjoint affine_grid_generator alias alias_copy
+        all allclose alpha_dropout amax amin aminmax angle any append arange arccos arccosh arcsin arcsinh arctan
+        arctan2 arctanh argmax argmin argsort argwhere as_strided as_strided_copy as_strided_scatter as_tensor asin
+        asinh atan atan2 atanh atleast_1d atleast_2d atleast_3d avg_pool1d avg_pool2d avg_pool3d baddbmm bartlett_window
+        batch_norm bernoulli bilinear bin binary_cross_entropy binary_cross_entropy_with_logits bincount binomial
+        bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor blackman_window block_diag
+        bmm broadcast_shapes broadcast_tensors broadcast_to bucketize can_cast capitalize cartesian_prod cat cauchy
+        cdist ceil celu center chain_matmul chalf channel_shuffle cholesky cholesky_inverse cholesky_solve chr chunk
+        clamp clamp_max clamp_min clear clip clone col2im column_stack combinations complex concat concatenate conj
+        conj_physical constant_pad_nd contiguous conv1d conv2d conv3d conv_depthwise3d conv_tbc conv_transpose1d
+        conv_transpose2d conv_transpose3d convolution copy copysign corrcoef cos cosh cosine_embedding_loss
+        cosine_similarity count count_nonzero cov cpu cross cross_entropy_loss ctc_loss cuda cummax cummin cumprod
+        cumsum cumulative_trapezoid data deg2rad degrees dequantize det detach detach_copy device diag diag_embed
+        diagflat diagonal diagonal_copy diagonal_scatter dict diff digamma dim dist div divide divmod dot dropout dsplit
+        dstack einsum element_size elu embedding embedding_bag embedding_renorm empty empty_like empty_permuted
+        empty_quantized empty_strided endswith eq equal erf erfc erfinv exp exp2 expand expand_as expand_copy expandtabs
+        expm1 exponential extend eye fabs factorial fake_quantize_per_channel_affine
+        fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine
         fake_quantize_per_tensor_affine_cachemask feature_alpha_dropout feature_dropout fft_fft fft_fft2 fft_fftfreq
         fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft
         fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn fill

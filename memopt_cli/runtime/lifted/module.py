@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.lifted.operators import FUNCTIONS
-from memopt_cli.runtime.lifted.program import BadProgram, check_program, is_further_call, nodes_of
+from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
+from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
-_CONSTANTS = "_constants"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -57,6 +56,7 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
     Raises :class:`BadProgram` before any code is made of data that is no program.
     """
+    check_size(program)
     key = repr(program)  # 1, 1.0 and True are equal, but not the same program
     if key not in _CLASSES:
         check_program(program)
@@ -74,15 +74,25 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
     Raises :class:`BadProgram` unless both are data that such a module can have.
     """
     kind = lifted_class(program)
-    _check_state(program, state)
-    module = nn.Module.__new__(kind)
+    if type(state) is not dict or not all(type(name) is str for name in state):
+        raise BadProgram("its state is not that of a module")
+    module: LiftedModule = nn.Module.__new__(kind)
     vars(module).update(state)
+    check_lifted(module)
     return module
 
 
 def check_lifted(module: LiftedModule) -> None:
-    """Raises :class:`BadProgram` unless its attributes, as they are now, are data that its program can have."""
-    _check_state(module._program, vars(module))
+    """Raises :class:`BadProgram` unless its attributes, as they are now, are data that its program can have.
+
+    What a program calls must be modules, and what it reads and sets data: then it can reach nothing but operators.
+    No program can change what was found here, for it sets only data, and only what is no module.
+    """
+    _check_state(module)
+    _, _, methods, functions = type(module)._program
+    for method in (*methods, *functions):
+        for node in nodes_of(method[3]):
+            _check_node(node, module)
 
 
 def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
@@ -110,7 +120,11 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         **FUNCTIONS,
         **names,
     }
-    exec(compile(text, file, "exec"), namespace)
+    try:
+        code = compile(text, file, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+        raise BadProgram(f"Python cannot compile it ({err})") from err
+    exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
     if any(map(is_further_call, body)):
@@ -128,9 +142,12 @@ def _running_further_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_state(program: tuple[Any, ...], state: Any) -> None:
-    """What a program calls must be modules, and what it reads data: then it can reach nothing but operators."""
-    if type(state) is not dict or not state.keys() >= _OF_EVERY_MODULE:
+# ---------------------------------------------------------------------------------------------- what a program reaches
+
+
+def _check_state(module: LiftedModule) -> None:
+    state = vars(module)
+    if not state.keys() >= _OF_EVERY_MODULE:
         raise BadProgram("its state is not that of a module")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
@@ -139,38 +156,62 @@ def _check_state(program: tuple[Any, ...], state: Any) -> None:
     if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
         raise BadProgram("a parameter or buffer is no tensor")
     shadowed = state.keys() & {*children, *state["_parameters"], *state["_buffers"]}
+    shadowed |= {name for name in state if _is_of_class(module, name)}
     if shadowed:
-        raise BadProgram(f"the attribute {', '.join(shadowed)} hides another one")
-    for method in (*program[2], *program[3]):
-        for node in nodes_of(method[3]):
-            _check_path(node, state)
+        raise BadProgram(f"the attribute {', '.join(sorted(shadowed))} hides another one")
+    constants = state.get("_constants", ())
+    if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
+        raise BadProgram("a constant tensor is no tensor")
+    if not isinstance(state.get("_device"), torch.device | None):
+        raise BadProgram("its device is no device")
 
 
-def _is_data(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_data, value))
-    if isinstance(value, dict):
-        return _is_data([*value, *value.values()])
-    return value is None or isinstance(value, bool | int | float | str | Tensor | torch.dtype | torch.device)
+def _is_of_class(module: nn.Module, name: str) -> bool:
+    """Whether a module's class has such a method, property or other attribute."""
+    return any(name in vars(kind) for kind in type(module).__mro__)
 
 
-def _check_path(node: tuple[Any, ...], state: dict[str, Any]) -> None:
+def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
     """A program reaches into lifted modules only; of others it may call no method but forward."""
     kind, detail = node[0], node[1]
-    if kind == "tensor" and detail >= len(state.get(_CONSTANTS, ())):
+    if kind == "tensor" and detail >= len(vars(module).get("_constants", ())):
         raise BadProgram("a constant tensor is missing")
-    if kind not in ("call", "get", "parameter", "set"):
-        return
-    path = detail[0] if kind == "call" else detail[:-1]
-    module: nn.Module | None = None
-    modules = state["_modules"]
+    if kind == "call":
+        _check_call(_owner(module, detail[0]), *detail)
+    elif kind in ("get", "parameter", "set"):
+        owner, name = _owner(module, detail[:-1]), detail[-1]
+        if not isinstance(owner, LiftedModule | ScriptLeaf | ScriptPart):
+            raise BadProgram(f"{'.'.join(detail[:-1])} is not lifted, and more than its forward is used")
+        if not (_can_set(owner, name) if kind == "set" else _can_get(owner, name)):
+            raise BadProgram(f"the attribute {'.'.join(detail)} is something other than data")
+
+
+def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    """The module at a path, which is also what Python finds there."""
     for name in path:
-        module = modules.get(name)
-        if module is None:
+        child = module._modules.get(name)
+        if child is None or name in vars(module) or _is_of_class(module, name):
             raise BadProgram(f"there is no module {'.'.join(path)}")
-        modules = module._modules
-    if kind in ("get", "parameter") and not _is_data((vars(module) if module else state).get(detail[-1])):
-        raise BadProgram(f"the attribute {'.'.join(detail)} holds something other than data")
-    forward = kind == "call" and detail[1] == "forward"
-    if not forward and not isinstance(module, LiftedModule | ScriptLeaf | ScriptPart | None):
+        module = child
+    return module
+
+
+def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
+    if isinstance(owner, LiftedModule):
+        if all(method != own[0] for own in type(owner)._program[2]) or method in vars(owner):
+            raise BadProgram(f"{'.'.join(path)} has no method {method}")
+    elif method != "forward":
         raise BadProgram(f"{'.'.join(path)} is not lifted, and more than its forward is used")
+
+
+def _can_get(owner: nn.Module, name: str) -> bool:
+    """Whether an attribute is there, and data."""
+    if name in owner._parameters or name in owner._buffers:
+        return not _is_of_class(owner, name)
+    return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
+
+
+def _can_set(owner: nn.Module, name: str) -> bool:
+    """Whether a program may set it: data that is there, or, on a module that is its own, a new name."""
+    is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), owner._modules))
+    return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,10 @@ class Expression:
     """It depends on nothing that can change: it may move to where its result is used."""
     alias: bool = False
     """A statement that changes its first operand, which is also its result."""
+
+    def operands(self) -> int:
+        """How many operands it needs."""
+        return max((int(slot) + 1 for slot in re.findall(r"\{(\d+)\}", self.template)), default=0)
 
 
 def _overloads(name: str, overloads: str) -> list[str]:
@@ -220,7 +225,20 @@ def find_operator(key: str) -> torch._ops.OpOverload | None:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return None
     found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, torch._ops.OpOverload) and _on_tensors(found) else None
+    if not isinstance(found, torch._ops.OpOverload) or not may_write_elsewhere(found._schema):
+        return None
+    return found if _on_tensors(found) else None
+
+
+_WRITING: Final = ("aten::add", "aten::sub", "aten::mul", "aten::div")
+
+
+def may_write_elsewhere(schema: Any) -> bool:
+    """Whether an operator gives a new result, or is one that may write it where ``out=`` says, as a spectral norm asks.
+
+    Others may not: they resize what they are given.
+    """
+    return schema.name in _WRITING or not any(argument.is_out for argument in schema.arguments)
 
 
 @functools.cache
@@ -285,9 +303,34 @@ class ScriptError(RuntimeError):
     """A lifted program raised an exception."""
 
 
+def is_data(value: Any) -> bool:
+    """Whether a module's attribute of that value is data: a tensor, a number, a text, or containers of these."""
+    pending, seen = [value], set[int]()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list | tuple | dict):
+            if id(item) not in seen:
+                seen.add(id(item))
+                pending.extend((*item, *item.values()) if isinstance(item, dict) else item)
+        elif item is not None and not isinstance(item, _DATA):
+            return False
+    return True
+
+
+_DATA: Final = (bool, int, float, str, Tensor, torch.dtype, torch.device)
+
+
+def checked_data(value: Any) -> Any:
+    """What a program sets as an attribute.  Raises :class:`ScriptError` for what is no data, a module above all."""
+    if not is_data(value):
+        raise ScriptError(f"the program sets an attribute to a {type(value).__name__}, which is no data")
+    return value
+
+
 FUNCTIONS: Final[Mapping[str, Any]] = {
     **{f.__name__: f for f in (abs, all, any, bool, float, int, len, list, max, min, print, range, str, sum)},
-    **{f.__name__: f for f in (dtype_code, layout_code, number_tensor, make_tensor, format_text, parameter_of)},
+    **{f.__name__: f for f in (dtype_code, layout_code, number_tensor, make_tensor, format_text)},
+    **{f.__name__: f for f in (parameter_of, checked_data)},
     "math": types.SimpleNamespace(
         **{name: getattr(math, name) for name in "sqrt exp log sin cos tanh ceil floor isnan isinf gcd inf nan".split()}
     ),

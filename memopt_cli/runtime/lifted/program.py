@@ -23,6 +23,7 @@ values carried) and ``grad`` (whether gradients are recorded; one block).
 
 from __future__ import annotations
 
+import graphlib
 import keyword
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from memopt_cli.runtime.lifted.allowed import LIBRARIES
+from memopt_cli.runtime.lifted.arguments import codes_of, is_code
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_operator
 
 VERSION: Final = 1
@@ -39,8 +42,20 @@ VERSION: Final = 1
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"
 """The keyword by which a module is told to run another method as its forward."""
-_OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "training"}
-"""Names that mean something else on every module."""
+_OF_MODULES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
+_OF_LIFTED: Final = frozenset({"_constants", "_device", "_home", "_program"})
+_RESERVED: Final = _OF_MODULES | _OF_LIFTED
+"""Names that mean something else on every module, or on every lifted one."""
+
+_LARGEST: Final = 2**22
+"""Most items and characters of one program; those of large models take a tenth of it."""
+_DEEPEST: Final = 400
+"""Most tuples within one another."""
+_WIDEST: Final = 1024
+"""Most bits of a number."""
+_BLOCKS: Final = 48
+_LOOPS: Final = 16
+"""Most blocks within one another, and loops among them: Python's compiler knows 100 and 20."""
 
 
 class BadProgram(ValueError):
@@ -62,14 +77,14 @@ def is_attribute(text: Any) -> bool:
 
     That of a child or a parameter need not be an identifier: it is looked up by its name.
     """
-    if not isinstance(text, str) or text in _OF_MODULES or text.startswith("__"):
+    if not isinstance(text, str) or text in _RESERVED or text.startswith("__"):
         return False
     return is_name(text) or (bool(text) and text.isprintable() and "." not in text and not text.isidentifier())
 
 
 def is_method(text: Any) -> bool:
     """Whether a program may use a text as the name of a method or a function."""
-    return is_name(text) and text not in _OF_MODULES
+    return is_name(text) and text not in _RESERVED
 
 
 def is_further_call(method: str) -> bool:
@@ -89,16 +104,48 @@ def is_constant(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
+def tuple_name(name: str) -> str:
+    """What generated code calls a named tuple."""
+    return f"{name}Tuple"
+
+
+def check_size(program: Any) -> None:
+    """Raise :class:`BadProgram` unless it is plain data and small enough that going through it takes little time.
+
+    What the same tuple holds counts wherever it stands.
+    """
+    size, level = 0, (program,)
+    for _ in range(_DEEPEST):
+        containers = [item for item in level if type(item) is tuple]
+        size += sum(map(len, containers)) + sum(len(item) for item in level if type(item) is str)
+        _require(size <= _LARGEST, "it is too large")
+        _require(all(map(_is_plain, level)), "it holds what is no data, or too long a number")
+        if not containers:
+            return
+        level = tuple(item for container in containers for item in container)
+    raise BadProgram("it is nested too deeply")
+
+
+def _is_plain(item: Any) -> bool:
+    if type(item) is int:
+        return item.bit_length() <= _WIDEST
+    return item is None or type(item) in (tuple, str, bool, float)
+
+
 def check_program(program: Any) -> None:
-    """Raise :class:`BadProgram` unless it has the form above and names only operators on the list."""
+    """Raise :class:`BadProgram` unless it has the form above and names only operators on the list.
+
+    It is one that :func:`check_size` let pass.
+    """
     _require(_is_tuple(program, 4), "it is no program")
     version, name, methods, functions = program
     _require(version == VERSION, f"it has version {version!r}; this memopt reads version {VERSION}")
     _require(is_name(name), f"{name!r} is no name of a class")
     checker = _Checker(_names(methods), _names(functions))
-    _require(not checker.functions & FUNCTIONS.keys(), "a function has the name of a built-in")
     for method in (*methods, *functions):
         checker.check(*method)
+    checker.check_names()
+    _check_recursion((*methods, *functions))
 
 
 def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -175,7 +222,7 @@ def _is_data_path(path: Any) -> bool:
 
 
 def _is_settable(path: Any) -> bool:
-    return _is_data_path(path) and is_name(path[-1])
+    return _is_data_path(path) and is_name(path[-1]) and path[-1] != "training"
 
 
 def _is_operator(key: Any) -> bool:
@@ -228,29 +275,46 @@ class _Checker:
     def __init__(self, methods: frozenset[str], functions: frozenset[str]) -> None:
         self.methods = methods
         self.functions = functions
+        self._arguments: set[str] = set()
+        self._tuples: set[str] = set()
+        """Names of named tuples in generated code."""
         self._values = 0
+        self._defined: set[int] = set()
+        self._visible: dict[int, None] = {}
+        self._kinds: list[str] = []
+        """Of the nodes whose blocks are being checked."""
 
     def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
         """One method or function."""
         _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")
         _require(all(_is_tuple(h, 2) and type(h[0]) is str and type(h[1]) is bool for h in hints), "a malformed hint")
-        self._values = len(hints)
+        self._values, self._defined, self._visible = len(hints), set(), {}
         _require(_is_tuple(parameters, kind=tuple) and all(len(p) == 3 for p in parameters), "malformed parameters")
         _require(all(is_name(p[1]) and type(p[2]) is tuple and is_constant(p[2]) for p in parameters), "a parameter")
         _require(all(is_parameter(p[1]) for p in parameters), f"{name} has a parameter whose name is taken")
         _require(len({p[1] for p in parameters}) == len(parameters), f"{name} has two parameters of one name")
-        self._check_values(tuple(p[0] for p in parameters))
+        self._arguments.update(p[1] for p in parameters)
+        self._define(tuple(p[0] for p in parameters))
         self._check_block(block, 0, None)
         _require(len(block[2]) <= 1, f"{name} has several results")
 
+    def check_names(self) -> None:
+        """Names in the generated module are of one thing each: what is called there is what was checked."""
+        taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
+        clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
+        _require(not clashes, f"{', '.join(sorted(clashes))} is the name of two things, or of a built-in")
+
     def _check_block(self, block: Any, parameters: int, results: int | None) -> None:
         _require(_is_tuple(block, 3) and _is_tuple(block[1], kind=tuple), "a block is malformed")
-        self._check_values(block[0], parameters)
-        self._check_operands(block[2])
+        before = len(self._visible)
+        self._define(block[0], parameters)
         _require(results in (None, len(block[2])), "a block has the wrong number of results")
         for node in block[1]:
             _require(len(node) == 5 and type(node[0]) is str, "a node is malformed")
             self._check_node(*node)
+        self._check_operands(block[2])
+        while len(self._visible) > before:
+            self._visible.popitem()
 
     def _check_node(self, kind: str, detail: Any, operands: Any, outputs: Any, blocks: Any) -> None:
         expected = _KINDS.get(kind)
@@ -259,29 +323,70 @@ class _Checker:
         allowed = f"the operator {detail} is not allowed" if kind == "operator" else f"{detail!r} in a node of {kind}"
         _require(expected.detail(detail), allowed)
         self._check_operands(operands)
-        self._check_values(outputs, expected.outputs)
+        _require(_is_tuple(outputs, expected.outputs, int), "values are malformed")
         _require(expected.operands in (None, len(operands)), f"{kind} has the wrong number of operands")
         _require(_is_tuple(blocks, expected.blocks), f"{kind} has the wrong number of blocks")
-        self._check_name(kind, detail)
+        self._check_detail(kind, detail, operands)
         looping = int(kind == "loop")
         _require(kind not in ("operator", "call", "function") or len(outputs) <= 1, f"{kind} has several outputs")
         _require(kind != "dict" or len(operands) % 2 == 0, "a dict is malformed")
         _require(not looping or len(operands) == len(outputs) + 2, "a loop is malformed")
+        self._kinds.append(kind)
+        loops = len(self._kinds) - self._kinds.count("if")
+        _require(not blocks or (len(self._kinds) <= _BLOCKS and loops <= _LOOPS), "blocks are nested too deeply")
         for block in blocks:
             self._check_block(block, (1 + len(outputs)) * looping, len(outputs) + looping)
+        self._kinds.pop()
+        self._define(outputs)
 
-    def _check_name(self, kind: str, detail: Any) -> None:
+    def _check_detail(self, kind: str, detail: Any, operands: tuple[Any, ...]) -> None:
+        if kind == "operator":
+            _check_operator(detail, operands)
+        if kind == "named":
+            _require(len(operands) == len(detail[1]), "a named tuple is malformed")
+            self._tuples.add(tuple_name(detail[0]))
         if kind == "function":
             _require(detail in self.functions, f"there is no function {detail}")
         if kind == "call" and not detail[0]:
             _require(detail[1] in self.methods, f"there is no method {detail[1]}")
 
-    def _check_values(self, values: Any, count: int | None = None) -> None:
+    def _define(self, values: Any, count: int | None = None) -> None:
+        """Values that are made here, and nowhere else."""
         _require(_is_tuple(values, count, int), "values are malformed")
         _require(all(0 <= v < self._values for v in values), "a value has no hint")
+        _require(len(set(values)) == len(values) and self._defined.isdisjoint(values), "a value is made twice")
+        self._defined.update(values)
+        self._visible.update(dict.fromkeys(values))
 
     def _check_operands(self, operands: Any) -> None:
         _require(_is_tuple(operands), "operands are malformed")
         constants = [operand for operand in operands if type(operand) is tuple]
         _require(all(len(c) == 1 and is_constant(c) for c in constants), "a constant is malformed")
-        self._check_values(tuple(operand for operand in operands if type(operand) is not tuple))
+        values = [operand for operand in operands if type(operand) is not tuple]
+        _require(all(type(v) is int and v in self._visible for v in values), "a value is used before it is made")
+
+
+def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
+    """As many operands as it takes, and no dtype, layout or memory format whose number means nothing."""
+    if key in EXPRESSIONS:
+        _require(len(operands) >= EXPRESSIONS[key].operands(), f"the operator {key} has too few operands")
+        return
+    operator = find_operator(key)
+    assert operator is not None, "it is on the list"
+    _require(len(operands) == len(operator._schema.arguments), f"the operator {key} has too few or too many operands")
+    for position, kind in codes_of(operator):
+        operand = operands[position]
+        _require(type(operand) is int or is_code(operand[0], kind), f"{operand} is no {kind} of the operator {key}")
+
+
+def _check_recursion(methods: Sequence[tuple[Any, ...]]) -> None:
+    """TorchScript has none; that of modules that hold each other ends as Python's does."""
+    calls: dict[str, set[str]] = {name: set() for name, *_ in methods}
+    for name, _, _, block in methods:
+        for kind, detail, *_ in nodes_of(block):
+            if kind == "function" or (kind == "call" and not detail[0]):
+                calls[name].add(detail if kind == "function" else detail[1])
+    try:
+        graphlib.TopologicalSorter(calls).prepare()
+    except graphlib.CycleError as err:
+        raise BadProgram(f"{', '.join(dict.fromkeys(err.args[1]))} call each other without end") from None

@@ -11,23 +11,25 @@ import collections
 import keyword
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.allowed import LIBRARIES
-from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, READING, find_operator
-from memopt_cli.runtime.lifted.program import FURTHER_CALL, free_values, is_further_call, is_name, used_values
+from memopt_cli.runtime.lifted.arguments import codes_of, guarded
+from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
+from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
+from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, nodes_of, tuple_name
+from memopt_cli.runtime.lifted.variables import Variables
 
-Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
-Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
 Names = dict[str, Any]
 """What generated code names besides its own variables and :data:`FUNCTIONS`."""
 
 FOREVER: Final = 2**63 - 1
 """The most rounds of a ``while`` loop."""
-_ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
-"""Kinds that are written where they are used, however often."""
 _SIMPLE: Final = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
+_METHODS: Final = ("prim::type", "prim::index")
+"""Attributes of a device; those of other objects are methods."""
 
 
 def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
@@ -35,55 +37,10 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
-    taken = frozenset({*known, "self", *(f[0] for f in functions)})
+    named = {tuple_name(n[1][0]) for m in (*methods, *functions) for n in nodes_of(m[3]) if n[0] == "named"}
+    taken = frozenset({*known, *named, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
-
-
-# ---------------------------------------------------------------------------------------------- what moves where
-
-
-def _places(block: Block, *, tail: bool = False) -> list[int]:
-    """For each node, the index of the node into whose statement it is written: its own, or that of its only user.
-
-    The number of nodes stands for the block's end; in a ``tail`` that is a ``return``.
-    """
-    nodes, end = block[1], len(block[1])
-    uses: dict[int, list[int]] = {}
-    for index, node in enumerate((*nodes, ("end", None, block[2], (), ()))):
-        for value in (v for v in node[2] if type(v) is int):
-            uses.setdefault(value, []).append(index)
-        for value in free_values(node[4]):
-            uses.setdefault(value, []).extend((index, index))  # never moved into a block of its own
-    places = [*range(end + 1)]
-    for index in range(end - 1, -1, -1):
-        users = uses.get(nodes[index][3][0], []) if len(nodes[index][3]) == 1 else []
-        if len(users) == 1:
-            target = places[users[0]]
-            adjacent = all(nodes[i][0] in _ATOMS or places[i] != i for i in range(index + 1, target))
-            moves = _moves(nodes[index], adjacent) or (tail and adjacent and users[0] == end and not nodes[index][4])
-            places[index] = target if moves else index
-    return places
-
-
-def _is_expression(node: Node) -> bool:
-    """Whether a node with blocks is a choice between two expressions."""
-    if node[0] != "if" or len(node[3]) != 1:
-        return False
-    return all(
-        inner[0] in _ATOMS or place == len(block[1])
-        for block in node[4]
-        for inner, place in zip(block[1], _places(block), strict=False)
-    )
-
-
-def _moves(node: Node, adjacent: bool) -> bool:
-    kind, detail = node[0], node[1]
-    if kind == "if":
-        return adjacent and _is_expression(node)
-    if kind != "operator":
-        return kind in ("tuple", "list", "named") or (kind in ("item", "slice", "get", "dict") and adjacent)
-    return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (detail in READING and adjacent))
 
 
 def _raises(block: Block) -> bool:
@@ -99,12 +56,14 @@ class _Writer:
     def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self._hints, self._block = method
         self._names = names
-        self._taken = taken
         self._owner = owner
+        self._layout = Layout()
+        self._arguments = {parameter[1] for parameter in self._parameters}
+        self._data = _known_data(self._block, set())
         self._lines: list[str] = []
         self._indent = 1
-        self._held: dict[str, int] = {}
-        """Variable -> the value that it holds and that is still needed."""
+        self._variables = Variables(taken)
+        """They hold the values that are still needed."""
         self._inline: dict[int, Callable[[], str]] = {}
         """Values that have no variable: how they are written where they are used."""
         self._wishes: dict[int, str] = {}
@@ -113,12 +72,12 @@ class _Writer:
     def write(self) -> str:
         """The function's text."""
         declared = [self._owner] * bool(self._owner)
+        used = self._layout.uses(self._block)
         for value, name, default in self._parameters:
-            self._held[name] = value
             declared.append(f"{name}={_literal(default[0])}" if default else name)
-        unused = {value for value, _, _ in self._parameters} - free_values([self._block])
-        self._held = {name: value for name, value in self._held.items() if value not in unused}
-        self._emit(self._block, set(), tail=True)
+            if value in used:
+                self._variables.bind(name, value)
+        self._emit(self._block, (), (), tail=True)
         return "\n".join([f"def {self._name}({', '.join(declared)}):", *self._lines])
 
     def _line(self, text: str) -> None:
@@ -126,51 +85,67 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------ blocks
 
-    def _emit(self, block: Block, outer: set[int], *, tail: bool) -> None:
-        """Write a block's statements; ``outer``: values needed when it has ended, besides its results.
+    def _emit(self, block: Block, outer: Container[int], ending: Iterable[int], *, tail: bool) -> Iterable[int]:
+        """Write a block's statements, and return the values that only its results still need.
 
-        A ``tail`` ends by returning its result: no variable needs to be deleted then.
+        ``outer``: values needed when it has ended, besides its results; ``ending``: those that may not be needed even
+        in it.  A ``tail`` ends by returning its result: no variable needs to be deleted then.
         """
         nodes, results = block[1], block[2]
-        places = _places(block, tail=tail)
-        last = max((i for i, n in enumerate(nodes) if places[i] == i and n[0] not in _ATOMS), default=-1)
-        used = [set[int]() for _ in places]
-        for node, place in zip((*nodes, ("end", None, results, (), ())), places, strict=True):
-            used[place] |= used_values(node)
-        needed, after = set(outer), [set[int]() for _ in places]
-        for place in reversed(range(len(places))):
-            after[place] = set(needed)
-            needed |= used[place]
-        self._forget(needed)
+        places = self._layout.places(block, tail=tail)
+        last = max((i for i, n in enumerate(nodes) if places[i] == i and n[0] not in ATOMS), default=-1)
+        needed = self._needed(block, places, outer)
+        self._forget(ending, needed[-1])
         for index, node in enumerate(nodes):
-            if node[0] in _ATOMS or places[index] != index:
+            if node[0] in ATOMS or places[index] != index:
                 self._inline[node[3][0]] = _expression(self, node)
             elif tail and index == last and node[0] == "if" and node[3] == results:
-                self._branches(node, {}, set(), tail=True)
-                return
+                self._branches(node, {}, Needed({}, 0, (), needed[index].ending), tail=True)
+                return ()
             else:
-                self._statement(node, after[index])
+                self._statement(node, needed[index])
                 if not (index == last and (tail or node[0] == "raise")):
-                    self._forget(after[index])
+                    self._forget((*needed[index].ending, *node[3]), needed[index])
         if tail and (results or not nodes) and not _raises(block):
             self._line(f"return {self._text(results[0]) if results else None}")
+        return needed[len(nodes)].ending
 
-    def _statement(self, node: Node, after: set[int]) -> None:
-        if _is_expression(node):
+    def _needed(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
+        """The values needed after the statement at each place, and, at the very end of the list, before the first."""
+        last: dict[int, int] = {}
+        for place, node in zip(places, (*block[1], ("end", None, block[2], (), ())), strict=True):
+            for value in self._layout.used_by(node):
+                last[value] = max(place, last.get(value, -1))
+        ending: list[list[int]] = [[] for _ in places]
+        for value, place in last.items():
+            ending[place].append(value)
+        return [*(Needed(last, i, outer, values) for i, values in enumerate(ending)), Needed(last, -1, outer)]
+
+    def _statement(self, node: Node, after: Needed) -> None:
+        if self._layout.is_expression(node):
             self._write_expression(node, after)
         else:
             _STATEMENTS.get(node[0], _Writer._write_expression)(self, node, after)
 
-    def _inner(self, block: Block, outer: set[int], targets: dict[str, Any], *, tail: bool = False) -> list[str]:
+    def _inner(
+        self,
+        block: Block,
+        outer: Container[int],
+        ending: Iterable[int],
+        targets: dict[str, Any],
+        *,
+        tail: bool = False,
+    ) -> list[str]:
         """The lines of a block that ends by assigning operands to variables, one level further in."""
         lines, self._lines = self._lines, []
         self._indent += 1
         self._wishes |= {operand: name for name, operand in targets.items() if type(operand) is int}
-        self._emit(block, outer, tail=tail)
+        ending = self._emit(block, outer, ending, tail=tail)
         if not (tail or _raises(block)):
             self._assign(targets)
-            self._held = {name: value for name, value in self._held.items() if name not in targets}
-            self._forget(outer)
+            for name in targets:
+                self._variables.release(name)
+            self._forget(ending, outer)
         self._indent -= 1
         inner, self._lines = self._lines, lines
         return inner
@@ -180,45 +155,53 @@ class _Writer:
         if pairs:
             self._line(f"{', '.join(p[0] for p in pairs)} = {', '.join(p[1] for p in pairs)}")
 
-    def _forget(self, needed: set[int]) -> None:
-        """Let go of what is not needed any more."""
-        dead = [name for name, value in self._held.items() if value not in needed]
-        heavy = [name for name in dead if self._hints[self._held[name]][1]]
-        for name in dead:
-            del self._held[name]
-        if heavy:
+    def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
+        """Let go of those of the values that are not needed any more."""
+        dead = self._variables.held(value for value in values if value not in needed)
+        names = [(self._variables.name(value), self._hints[value][1]) for value in dead]
+        for name, _ in names:
+            self._variables.release(str(name))
+        if heavy := [str(name) for name, is_heavy in names if is_heavy]:
             self._line(f"del {', '.join(heavy)}")
 
     # ------------------------------------------------------------------------------------------ variables
 
-    def _define(self, value: int, after: set[int], avoid: Iterable[str] = ()) -> str:
-        """A variable for a value that a statement gives, after which the values in ``after`` are still needed."""
+    def _define(self, values: Iterable[int], after: Needed) -> list[str]:
+        """Variables for values that a statement gives, after which those in ``after`` are still needed."""
+        for value in after.ending:
+            if value not in after and (ended := self._variables.name(value)):
+                self._variables.offer(ended)
+        names: dict[str, None] = {}
 
-        def isfree_values(name: str) -> bool:
-            return name not in avoid and (name not in self._held or self._held[name] not in after)
+        def is_free(name: str) -> bool:
+            return name not in names and self._variables.is_free(name, after)
 
-        base = _variable(self._hints[value][0])
-        name = self._wishes.get(value, base)
-        number = 0
-        while name in self._taken or not isfree_values(name):
-            name = f"{base}_{number}" if number else base
-            number += 1
-        return name
+        for value in values:
+            wish = self._wishes.get(value, "")
+            base = _variable(self._hints[value][0])
+            names[wish if wish and is_free(wish) else self._variables.pick(base, is_free)] = None
+        for name in names:
+            self._variables.offer(name)
+        return list(names)
 
     def _global(self, name: str) -> str:
         """One of :data:`FUNCTIONS` or a library of operators, also where an argument has its name."""
         known = FUNCTIONS.get(name, self._names.get(name))
-        if known is None or all(name != parameter[1] for parameter in self._parameters):
+        if known is None or name not in self._arguments:
             return name
-        self._names[f"{name}_"] = known
-        return f"{name}_"
+        while name in self._arguments:
+            name = f"{name}_"
+        self._names[name] = known
+        return name
 
     def _text(self, operand: Any) -> str:
         if type(operand) is tuple:
-            return _literal(operand[0])
+            return _literal(operand[0], self._global("math"))
         if operand in self._inline:
             return self._inline[operand]()
-        return next(name for name, value in self._held.items() if value == operand)
+        name = self._variables.name(operand)
+        assert name is not None, "the program was checked"
+        return name
 
     def _operand(self, operand: Any) -> str:
         """As part of a larger expression."""
@@ -227,42 +210,47 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------ statements
 
-    def _write_expression(self, node: Node, after: set[int]) -> None:
+    def _write_expression(self, node: Node, after: Needed) -> None:
         text = _expression(self, node)()
         needed = [value for value in node[3] if value in after or node[0] == "unpack"]
-        names: list[str] = []
-        for value in needed:
-            names.append(self._define(value, after, names))
-        self._held |= dict(zip(names, needed, strict=True))
+        names = self._define(needed, after)
+        for name, value in zip(names, needed, strict=True):
+            self._variables.bind(name, value)
         target = f"({names[0]},)" if node[0] == "unpack" and len(names) == 1 else ", ".join(names)
         self._line(f"{target} = {text}" if names else text)
 
-    def _write_set(self, node: Node, after: set[int]) -> None:
-        self._line(f"{_attribute(node[1])} = {self._text(node[2][0])}")
+    def _write_set(self, node: Node, after: Needed) -> None:
+        (operand,) = node[2]
+        is_data = type(operand) is tuple or operand in self._data
+        value = self._text(operand) if is_data else f"{self._global('checked_data')}({self._text(operand)})"
+        self._line(f"{self._attribute(node[1])} = {value}")
 
-    def _write_raise(self, node: Node, after: set[int]) -> None:
-        self._line(f"raise ScriptError({self._text(node[2][0])})")
+    def _write_raise(self, node: Node, after: Needed) -> None:
+        self._line(f"raise {self._global('ScriptError')}({self._text(node[2][0])})")
 
-    def _outputs(self, node: Node, after: set[int]) -> dict[str, int]:
+    def _outputs(self, node: Node, after: Needed) -> dict[str, int]:
         """Variables of those outputs of a node with blocks that are needed, and their positions."""
-        names: dict[str, int] = {}
-        for position, value in enumerate(node[3]):
-            if value in after:
-                names[self._define(value, after, names)] = position
-        return names
+        positions = [position for position, value in enumerate(node[3]) if value in after]
+        return dict(zip(self._define([node[3][i] for i in positions], after), positions, strict=True))
 
-    def _write_if(self, node: Node, after: set[int]) -> None:
-        outputs, before = self._outputs(node, after), self._held
-        self._branches(node, outputs, after - set(node[3]), tail=False)
-        held = {name: value for name, value in before.items() if value in after}
-        self._held = held | {name: node[3][position] for name, position in outputs.items()}
+    def _write_if(self, node: Node, after: Needed) -> None:
+        outputs = self._outputs(node, after)
+        self._branches(node, outputs, after, tail=False)
+        for value in self._variables.held(value for value in after.ending if value not in after):
+            self._variables.release(str(self._variables.name(value)))
+        self._bind_outputs(node, outputs)
 
-    def _branches(self, node: Node, outputs: dict[str, int], outer: set[int], *, tail: bool) -> None:
-        condition, before = self._text(node[2][0]), self._held
-        branches = []
+    def _bind_outputs(self, node: Node, outputs: dict[str, int]) -> None:
+        for name, position in outputs.items():
+            self._variables.bind(name, node[3][position])
+
+    def _branches(self, node: Node, outputs: dict[str, int], after: Needed, *, tail: bool) -> None:
+        condition, branches = self._text(node[2][0]), []
         for block in node[4]:
-            self._held = dict(before)
-            branches.append(self._inner(block, outer, {n: block[2][i] for n, i in outputs.items()}, tail=tail))
+            mark = self._variables.mark()
+            targets = {name: block[2][position] for name, position in outputs.items()}
+            branches.append(self._inner(block, after, after.ending, targets, tail=tail))
+            self._variables.back(mark)
         then, otherwise = branches
         if then or not otherwise:
             self._line(f"if {condition}:")
@@ -271,31 +259,36 @@ class _Writer:
             self._line("else:" if then else f"if not ({condition}):")
             self._lines += otherwise
 
-    def _write_grad(self, node: Node, after: set[int]) -> None:
+    def _write_grad(self, node: Node, after: Needed) -> None:
         (block,), outputs = node[4], self._outputs(node, after)
-        inner = self._inner(block, after - set(node[3]), {n: block[2][i] for n, i in outputs.items()})
-        self._held |= {name: node[3][position] for name, position in outputs.items()}
-        self._line(f"with set_grad_enabled({node[1]}):")
+        inner = self._inner(block, after, after.ending, {n: block[2][i] for n, i in outputs.items()})
+        self._bind_outputs(node, outputs)
+        self._line(f"with {self._global('set_grad_enabled')}({node[1]}):")
         self._lines += inner or [f"{'    ' * (self._indent + 1)}pass"]
 
-    def _write_loop(self, node: Node, after: set[int]) -> None:
+    def _write_loop(self, node: Node, after: Needed) -> None:
         (rounds, condition, *starts), ((parameters, _, results),) = node[2], node[4]
         count, first = self._text(rounds), self._text(condition)
         carried = self._carried(node, after)
         self._assign(dict(zip(carried, starts, strict=True)))
-        self._held |= dict(zip(carried, parameters[1:], strict=True))
-        outer = (set(self._held.values()) | after) - set(parameters) - set(node[3])
+        for name, value in zip(carried, parameters[1:], strict=True):
+            self._variables.bind(name, value)
+        mark = self._variables.mark()
+        outer = _NeededInLoop(self._variables, mark, frozenset(parameters), after)
         targets = dict(zip(carried, results[1:], strict=True))
-        before, conditional = dict(self._held), (condition, results[0]) != ((True,), (True,))
+        conditional = (condition, results[0]) != ((True,), (True,))
         keep = self._fresh("keep") if conditional else ""
         if conditional:
             self._line(f"{keep} = {first}")
             targets[keep] = results[0]
-        counted = parameters[0] in free_values([((), node[4][0][1], results)])
+        counted = parameters[0] in self._layout.uses(node[4][0])
         index = self._fresh(_variable(self._hints[parameters[0]][0])) if counted else "_"
-        self._held |= {index: parameters[0]} if counted else {}
-        inner = self._inner(node[4][0], outer, targets)
-        self._held = before | dict(zip(carried, node[3], strict=True))
+        if counted:
+            self._variables.bind(index, parameters[0])
+        inner = self._inner(node[4][0], outer, parameters, targets)
+        self._variables.back(mark)
+        for name, value in zip(carried, node[3], strict=True):
+            self._variables.bind(name, value)
         if rounds == (FOREVER,) and not counted:
             self._line(f"while {keep or True}:")
         else:
@@ -304,21 +297,21 @@ class _Writer:
                 self._lines += [f"{'    ' * (self._indent + 1)}if not {keep}:", f"{'    ' * (self._indent + 2)}break"]
         self._lines += inner or [f"{'    ' * (self._indent + 1)}pass"]
 
-    def _carried(self, node: Node, after: set[int]) -> list[str]:
+    def _carried(self, node: Node, after: Needed) -> list[str]:
         """The variables that go through a loop: those of the values that they start with, if these end here."""
-        starts, live = node[2][2:], after | free_values(node[4])
-        names: list[str] = []
+        starts, inside = node[2][2:], self._layout.used_inside(node)
+        times = collections.Counter(start for start in starts if type(start) is int)
+        names: dict[str, None] = {}
         for start, value in zip(starts, node[3], strict=True):
-            ending = type(start) is int and start not in live and start not in self._inline and starts.count(start) == 1
-            names.append(self._text(start) if ending else self._fresh(_variable(self._hints[value][0]), names))
-        return names
+            ending = times[start] == 1 and start not in after and start not in inside and start not in self._inline
+            name = self._text(start) if ending else self._fresh(_variable(self._hints[value][0]), names)
+            names[name] = None
+        for name in names:
+            self._variables.offer(name)
+        return list(names)
 
-    def _fresh(self, base: str, avoid: Iterable[str] = ()) -> str:
-        name, number = base, 0
-        while name in self._taken or name in self._held or name in avoid:
-            number += 1
-            name = f"{base}_{number}"
-        return name
+    def _fresh(self, base: str, avoid: Container[str] = ()) -> str:
+        return self._variables.pick(base, lambda name: name not in avoid and self._variables.is_free(name))
 
     # ------------------------------------------------------------------------------------------ expressions
 
@@ -341,7 +334,7 @@ class _Writer:
         assert operator is not None, "the program was checked"
         namespace, _, name = key.partition("::")
         name = name.replace(".", "_")
-        setattr(self._names.setdefault(namespace, types.SimpleNamespace()), name, operator)
+        self._name_operator(namespace, name, operator, operands)
         arguments = list(zip(operator._schema.arguments, operands, strict=True))
         while arguments and not arguments[-1][0].kwarg_only and _is_default(*arguments[-1]):
             arguments.pop()
@@ -351,6 +344,13 @@ class _Writer:
             if not (a.kwarg_only and _is_default(a, o))
         ]
         return f"{self._global(namespace)}.{name}({', '.join(texts)})"
+
+    def _name_operator(self, namespace: str, name: str, operator: Any, operands: tuple[Any, ...]) -> None:
+        """Let generated code name an operator, behind a check if any of the calls needs one."""
+        with_codes = any(type(operands[position]) is not tuple for position, _ in codes_of(operator))
+        library = self._names.setdefault(namespace, types.SimpleNamespace())
+        if with_codes or not hasattr(library, name):
+            setattr(library, name, guarded(operator, with_codes=with_codes))
 
     def _argument(self, argument: Any, operand: Any) -> str:
         if type(operand) is tuple and type(operand[0]) is int and argument.name == "dtype" and operand[0] < len(DTYPES):
@@ -378,11 +378,48 @@ class _Writer:
 
     def _named(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
         name, fields = detail
-        self._names[f"{name}Tuple"] = collections.namedtuple(name, fields)
-        return f"{name}Tuple({', '.join(map(self._text, operands))})"
+        self._names[tuple_name(name)] = collections.namedtuple(name, fields)
+        return f"{tuple_name(name)}({', '.join(map(self._text, operands))})"
+
+    def _attribute(self, path: tuple[str, ...]) -> str:
+        owner, name = _path(path[:-1]), path[-1]
+        return f"{owner}.{name}" if is_name(name) else f"{self._global('parameter_of')}({owner}, {name!r})"
 
 
-_STATEMENTS: Final[dict[str, Callable[[_Writer, Node, set[int]], None]]] = {
+@dataclass(frozen=True, slots=True)
+class _NeededInLoop:
+    """What is needed when a round of a loop has ended: all that was there before the loop, for the next one."""
+
+    variables: Variables
+    mark: int
+    own: frozenset[int]
+    """The values that the block's parameters are."""
+    after: Needed
+
+    def __contains__(self, value: object) -> bool:
+        if value in self.own or not isinstance(value, int):
+            return False
+        return self.variables.holds_since(value, self.mark) or value in self.after
+
+
+def _known_data(block: Block, known: set[int]) -> set[int]:
+    """The values that can be nothing but data: what operators and attributes give.
+
+    An argument, or what a module returns, may be anything, and so may what is found in a container.
+    """
+    for kind, detail, operands, outputs, blocks in block[1]:
+        for inner in blocks:
+            _known_data(inner, known)
+        if kind == "operator" and detail in EXPRESSIONS:
+            is_known = EXPRESSIONS[detail].pure and detail not in _METHODS
+            is_known = is_known and all(type(operand) is tuple or operand in known for operand in operands)
+        else:
+            is_known = kind in ("operator", "get", "parameter", "tensor", "device", "home", "none")
+        known.update(outputs if is_known else ())
+    return known
+
+
+_STATEMENTS: Final[dict[str, Callable[[_Writer, Node, Needed], None]]] = {
     "set": _Writer._write_set,
     "raise": _Writer._write_raise,
     "if": _Writer._write_if,
@@ -406,8 +443,8 @@ def _expression(writer: _Writer, node: Node) -> Callable[[], str]:
         "operator": lambda: writer._operator(detail, operands),
         "call": lambda: writer._call(detail[0], detail[1], operands),
         "function": lambda: f"{detail}({listed()})",
-        "get": lambda: _attribute(detail),
-        "parameter": lambda: _attribute(detail),
+        "get": lambda: writer._attribute(detail),
+        "parameter": lambda: writer._attribute(detail),
         "tensor": lambda: f"self._constants[{detail}]",
         "device": lambda: f"{writer._global('device')}({detail!r})",
         "home": lambda: f"self._home({detail!r})",
@@ -429,11 +466,6 @@ def _path(path: tuple[str, ...]) -> str:
     return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
 
 
-def _attribute(path: tuple[str, ...]) -> str:
-    owner, name = _path(path[:-1]), path[-1]
-    return f"{owner}.{name}" if is_name(name) else f"parameter_of({owner}, {name!r})"
-
-
 def _variable(hint: str) -> str:
     name = re.sub(r"\W+", "_", hint, flags=re.ASCII).strip("_")
     name = re.sub(r"(?<=[a-z])_?\d+$", "", name)
@@ -442,11 +474,11 @@ def _variable(hint: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _literal(value: Any) -> str:
+def _literal(value: Any, math: str = "math") -> str:
     if type(value) is tuple:
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(_literal(item, math) for item in value)}]"
     if type(value) is float and (value != value or value in (float("inf"), -float("inf"))):
-        return str(value).replace("inf", "math.inf").replace("nan", "math.nan")
+        return str(value).replace("inf", f"{math}.inf").replace("nan", f"{math}.nan")
     return repr(value)
 
 

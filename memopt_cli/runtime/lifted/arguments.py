@@ -1,0 +1,373 @@
+"""What some of PyTorch's operators trust their arguments to be, checked before they run.
+
+Most operators look at what they are given.  Those of :data:`_CHECKS` read or write outside of their tensors where a
+shape, an index or a length is wrong, and every operator does so for a dtype, layout or memory format whose number means
+nothing.  Shapes are compared on all tensors, those of a dry run too; numbers are read only where there are some.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Arguments = Mapping[str, Any]
+"""Those of one call by their names, defaults too."""
+Check = Callable[[Arguments], bool]
+"""Whether an operator may run on its arguments."""
+
+
+class ArgumentError(RuntimeError):
+    """A program gave an operator arguments that it must not run on."""
+
+
+def guarded(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..., Any]:
+    """The operator behind its check; as it is if it needs none.
+
+    ``with_codes``: numbers of dtypes, layouts and memory formats are computed and must be looked at too.  What is
+    returned raises :class:`ArgumentError`.
+    """
+    check = _check_of(operator._schema)
+    codes = codes_of(operator) if with_codes else ()
+    if check is None and not codes:
+        return operator
+    names = [argument.name for argument in operator._schema.arguments]
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        for position, kind in codes:
+            if not is_code(given[names[position]], kind):
+                raise ArgumentError(f"{operator} was given {given[names[position]]!r} as its {names[position]}")
+        if check is not None and not check(given):
+            raise ArgumentError(f"{operator} was given arguments that do not fit each other: {_shapes(given)}")
+        return operator(*args, **kwargs)
+
+    return call
+
+
+def is_checked(schema: Any) -> bool:
+    """Whether a check stands before the operator of a schema in lifted programs.
+
+    Scripts that could not be lifted have no checks, and must not use it.
+    """
+    return _check_of(schema) not in (None, _groups)  # scripts of quantized layers need the latter's: it only divides
+
+
+def _check_of(schema: Any) -> Check | None:
+    return _CHECKS.get(f"{schema.name}.{schema.overload_name}", _CHECKS.get(schema.name))
+
+
+def _shapes(given: Arguments) -> str:
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
+
+
+# ---------------------------------------------------------------------------------------------- numbers that are names
+
+_CODES: Final[Mapping[str, frozenset[int]]] = {
+    "ScalarType": frozenset({*range(16), *range(23, 30), 44}),  # without those of less than a byte
+    "Layout": frozenset({0}),
+    "MemoryFormat": frozenset(range(4)),
+}
+"""TorchScript's numbers of dtypes, layouts and memory formats; of layouts the plain one."""
+
+
+@functools.cache
+def codes_of(operator: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and kind of each argument that is the number of a dtype, layout or memory format."""
+    return codes_in(operator._schema)
+
+
+def codes_in(schema: Any) -> tuple[tuple[int, str], ...]:
+    """The same, of an operator's schema."""
+    return tuple((position, kind) for position, kind in enumerate(map(_kind, schema.arguments)) if kind in _CODES)
+
+
+def _kind(argument: Any) -> str:
+    kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+    return "ScalarType" if argument.name == "dtype" and kind == "int" else kind
+
+
+def is_code(value: Any, kind: str) -> bool:
+    """Whether a value is none, such a number, or Python's own object in its place."""
+    if value is None or isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return True
+    return type(value) is int and value in _CODES[kind]
+
+
+# ---------------------------------------------------------------------------------------------- reading tensors
+
+
+def _readable(tensor: Tensor) -> Tensor | None:
+    """The tensor with numbers in it; none in a dry run, which computes shapes alone."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return None if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor
+
+
+def _holds(condition: Callable[..., Any], *tensors: Tensor) -> bool:
+    """Whether a condition on the numbers of small tensors holds, unseen by whoever watches the operators."""
+    readable = [_readable(tensor) for tensor in tensors]
+    if any(tensor is None for tensor in readable):
+        return True
+    with _disable_current_modes(), torch.no_grad():
+        return bool(condition(*readable))
+
+
+def _count(numbers: Any) -> int:
+    return numbers.numel() if isinstance(numbers, Tensor) else len(numbers)
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
+
+
+def _has_size(tensor: Tensor | None, *sizes: int) -> bool:
+    return tensor is not None and tuple(tensor.shape) == sizes
+
+
+# ---------------------------------------------------------------------------------------------- normalization
+
+
+def _weight_norm(given: Arguments) -> bool:
+    """Magnitudes, one for each slice of the direction; with a ``dim`` of -1 one for all, which is not fused."""
+    v, g, dim = given["v"], given["g"], given["dim"]
+    return bool(v.dim() > 0 and v.numel() > 0 and -1 <= dim < v.dim() and (dim == -1 or g.numel() == v.shape[dim]))
+
+
+def _fused_weight_norm(given: Arguments) -> bool:
+    v, g, dim = given["v"], given["g"], given["dim"]
+    fits = _weight_norm(given) and dim in (0, v.dim() - 1) and v.dtype == g.dtype
+    return bool(fits and v.is_contiguous() and g.is_contiguous())
+
+
+def _batch_norm(given: Arguments) -> bool:
+    """Weights and statistics, one for each channel; without statistics it must be training."""
+    x, mean, variance = given["input"], given.get("running_mean"), given.get("running_var")
+    if x.dim() < 2 or not x.is_floating_point() or (mean is None) != (variance is None):
+        return False
+    tensors = (given["weight"], given["bias"], mean, variance)
+    fit = all(tensor is None or _has_size(tensor, x.shape[1]) for tensor in tensors)
+    return fit and (mean is not None or given.get("training", False) is True)
+
+
+def _group_norm(given: Arguments) -> bool:
+    x, groups, channels = given["input"], given["group"], given["C"]
+    fits = all(t is None or _has_size(t, channels) for t in (given["weight"], given["bias"]))
+    sizes = given["N"] * channels * given["HxW"] == x.numel()
+    return fits and x.is_floating_point() and groups > 0 and channels % groups == 0 and sizes
+
+
+# ---------------------------------------------------------------------------------------------- recurrent layers
+
+
+def _lstm(given: Arguments) -> bool:
+    x, batch_first = given["input"], given["batch_first"]
+    return x.dim() == 3 and _lstm_states(given, x.shape[-1], x.shape[0 if batch_first else 1])
+
+
+def _packed_lstm(given: Arguments) -> bool:
+    """The sequences of a batch, longest first: ``batch_sizes`` says how many are left at each step."""
+    x, sizes = given["data"], given["batch_sizes"]
+    if x.dim() != 2 or sizes.dim() != 1 or sizes.dtype != torch.int64 or not sizes.numel():
+        return False
+    batch = given["hx"][0].shape[1] if given["hx"] and given["hx"][0].dim() == 3 else -1
+
+    def is_packing(sizes: Tensor) -> bool:
+        numbers = sizes.tolist()
+        return numbers[0] == batch and numbers[-1] > 0 and sum(numbers) == x.shape[0] and _falls(numbers)
+
+    return _holds(is_packing, sizes) and _lstm_states(given, x.shape[-1], batch)
+
+
+def _falls(numbers: Sequence[int]) -> bool:
+    return all(first >= second for first, second in itertools.pairwise(numbers))
+
+
+def _lstm_states(given: Arguments, width: int, batch: int) -> bool:
+    """Two states and, for each layer and direction, weights, biases and a projection, in the sizes that go together."""
+    states, layers, biased = given["hx"], given["num_layers"], given["has_biases"]
+    directions = 2 if given["bidirectional"] else 1
+    if not (_is_list(states, 2) and all(state.dim() == 3 for state in states) and layers > 0):
+        return False
+    output, hidden = (state.shape[-1] for state in states)
+    cells = layers * directions
+    if not (_has_size(states[0], cells, batch, output) and _has_size(states[1], cells, batch, hidden)):
+        return False
+    each = [(4 * hidden, width), (4 * hidden, output)] + [(4 * hidden,)] * (2 if biased else 0)
+    each += [(output, hidden)] if output != hidden else []
+    params = given["params"]
+    if not _is_list(params, cells * len(each)):
+        return False
+    for index, parameter in enumerate(params):
+        cell, position = divmod(index, len(each))
+        later = position == 0 and cell >= directions
+        if not _has_size(parameter, *((4 * hidden, directions * output) if later else each[position])):
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def _attention(given: Arguments) -> bool:
+    """Batch, heads, positions and features; several heads of the query may share one of the key."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if any(t.dim() != 4 or not t.is_floating_point() for t in (query, key, value)):
+        return False
+    batch, heads, length, features = query.shape
+    of_keys = key.shape[1]
+    fits = key.shape[0] == value.shape[0] == batch and key.shape[3] == features
+    fits = fits and tuple(value.shape[1:3]) == tuple(key.shape[1:3]) and of_keys > 0 and heads % of_keys == 0
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return fits and (mask is None or _broadcasts(mask, (batch, heads, length, key.shape[2])))
+
+
+def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    pairs = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return tensor.dim() in (2, len(shape)) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+# ---------------------------------------------------------------------------------------------- indices and lengths
+
+
+def _ctc_loss(given: Arguments) -> bool:
+    """Targets that are classes, as far as their lengths say, and lengths within the tensors."""
+    scores, targets = given["log_probs"], given["targets"]
+    if scores.dim() not in (2, 3) or targets.dim() not in (1, 2) or targets.is_floating_point():
+        return False
+    lengths = [given["input_lengths"], given["target_lengths"]]
+    batch = scores.shape[1] if scores.dim() == 3 else 1
+    if any(_count(numbers) != batch for numbers in lengths) or (targets.dim() == 2 and targets.shape[0] != batch):
+        return False
+    steps, classes = scores.shape[0], scores.shape[-1]
+
+    def fit(targets: Tensor, *tensors: Tensor) -> bool:
+        given_as = tensors or tuple(map(torch.tensor, lengths))
+        inputs, sizes = (numbers.reshape(-1).to("cpu", torch.int64) for numbers in given_as)
+        if not (_is_within(inputs, 0, steps) and _is_within(sizes, 0, targets.shape[-1])):
+            return False
+        if targets.dim() == 1:
+            total = int(sizes.sum())
+            return total <= targets.numel() and _is_within(targets[:total], 0, classes - 1)
+        read = torch.arange(targets.shape[1]) < sizes[:, None]
+        return _is_within(targets[read.to(targets.device)], 0, classes - 1)
+
+    tensors = [numbers for numbers in lengths if isinstance(numbers, Tensor)]
+    return 0 <= given["blank"] < classes and _holds(fit, targets, *tensors)
+
+
+def _is_within(tensor: Tensor, low: int, high: int) -> bool:
+    return not tensor.numel() or bool((tensor.min() >= low) & (tensor.max() <= high))
+
+
+def _embedding_bag(given: Arguments) -> bool:
+    return given["weight"].dim() == 2 and given["offsets"] is not None and _bags(given)
+
+
+def _quantized_embedding_bag(given: Arguments) -> bool:
+    """As the others; rows that were pruned away are looked up unchecked."""
+    pruned = given["pruned_weights"] or given["compressed_indices_mapping"] is not None
+    return not pruned and (given["offsets"] is not None or given["indices"].dim() == 2) and _bags(given)
+
+
+def _bags(given: Arguments) -> bool:
+    """Where each bag begins in the list of indices: one after another, and not beyond its end."""
+    indices, offsets, weights = given["indices"], given["offsets"], given["per_sample_weights"]
+    if weights is not None and weights.shape != indices.shape:
+        return False
+    if offsets is None:
+        return True
+    if indices.dim() != 1 or offsets.dim() != 1 or offsets.is_floating_point():
+        return False
+    if not offsets.numel():
+        return not given["include_last_offset"]
+    count = indices.numel()
+
+    def ascend(offsets: Tensor) -> bool:
+        return _is_within(offsets, 0, count) and bool((offsets[1:] >= offsets[:-1]).all())
+
+    return _holds(ascend, offsets)
+
+
+# ---------------------------------------------------------------------------------------------- Fourier transforms
+
+
+def _fourier(given: Arguments) -> bool:
+    """Dimensions that are there, each once."""
+    dims, rank = given["dim"], given["self"].dim()
+    return len(dims) > 0 and len(set(dims)) == len(dims) and all(0 <= dim < rank for dim in dims)
+
+
+def _real_fourier(given: Arguments) -> bool:
+    size = given["last_dim_size"]
+    return _fourier(given) and size > 0 and given["self"].shape[given["dim"][-1]] == size // 2 + 1
+
+
+# ---------------------------------------------------------------------------------------------- others
+
+
+def _view(given: Arguments) -> bool:
+    return not given["self"].is_quantized
+
+
+def _to(given: Arguments) -> bool:
+    """A copy goes somewhere, or becomes something."""
+    return given.get("device") is not None or given.get("dtype") is not None or not given["copy"]
+
+
+def _pool(rank: int) -> Check:
+    return lambda given: _is_list(given["output_size"], rank)
+
+
+def _groups(given: Arguments) -> bool:
+    return bool(given["groups"] > 0)
+
+
+def _prepacked(given: Arguments) -> bool:
+    lists = (given["stride"], given["padding"], given["dilation"])
+    return all(_is_list(numbers, 2) for numbers in lists) and _is_list(given["input_size"], 4) and given["groups"] > 0
+
+
+_QUANTIZED: Final = ("quantized", "_quantized")
+_CONVOLUTIONS: Final = ("", "1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
+
+_CHECKS: Final[Mapping[str, Check]] = {
+    "aten::_weight_norm": _weight_norm,
+    "aten::_weight_norm_interface": _fused_weight_norm,
+    "aten::native_batch_norm": _batch_norm,
+    "aten::_native_batch_norm_legit": _batch_norm,
+    "aten::_native_batch_norm_legit_functional": _batch_norm,
+    "aten::_native_batch_norm_legit_no_training": _batch_norm,
+    "aten::native_group_norm": _group_norm,
+    "aten::lstm.input": _lstm,
+    "aten::lstm.data": _packed_lstm,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::ctc_loss": _ctc_loss,
+    "aten::embedding_bag": _embedding_bag,
+    "aten::_embedding_bag": _embedding_bag,
+    "aten::_embedding_bag_forward_only": _embedding_bag,
+    "quantized::embedding_bag_byte": _quantized_embedding_bag,
+    "quantized::embedding_bag_4bit": _quantized_embedding_bag,
+    "aten::_fft_r2c": _fourier,
+    "aten::_fft_c2c": _fourier,
+    "aten::_fft_c2r": _real_fourier,
+    "aten::view_copy.dtype": _view,
+    "aten::to.prim_Device": _to,
+    "aten::to.prim_dtype": _to,
+    "aten::to.prim_other": _to,
+    "aten::_adaptive_avg_pool2d": _pool(2),
+    "aten::_adaptive_avg_pool3d": _pool(3),
+    "mkldnn_prepacked::conv2d_prepack": _prepacked,
+    **{f"{library}::conv{kind}_prepack": _groups for library in _QUANTIZED for kind in _CONVOLUTIONS},
+}
+"""By an operator's name; with its overload where another overload needs another check, or none."""

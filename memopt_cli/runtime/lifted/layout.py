@@ -1,0 +1,133 @@
+"""Which nodes of a program are written into one statement, and until when each value is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Final
+
+from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
+from memopt_cli.runtime.lifted.program import values_of
+
+Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
+Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
+
+ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
+"""Kinds that are written where they are used, however often."""
+_HIGHEST: Final = 32
+"""Expressions within one another: Python's parser has an end."""
+
+
+class Layout:
+    """Of one method.  Each question about a block is answered once."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, frozenset[int]] = {}
+        self._places: dict[tuple[int, bool], list[int]] = {}
+        self._heights: dict[int, int] = {}
+
+    def uses(self, block: Block) -> frozenset[int]:
+        """The values that a block uses and does not compute; its parameters may be among them."""
+        if id(block) not in self._uses:
+            _, nodes, results = block
+            used = values_of(results).union(*map(self.used_by, nodes))
+            self._uses[id(block)] = frozenset(used.difference(*(node[3] for node in nodes)))
+        return self._uses[id(block)]
+
+    def used_inside(self, node: Node) -> set[int]:
+        """The values that the blocks of a node use, of those computed before it."""
+        return set().union(*(self.uses(block) - set(block[0]) for block in node[4]))
+
+    def used_by(self, node: Node) -> set[int]:
+        """The values that a node uses, in its blocks too."""
+        return values_of(node[2]) | self.used_inside(node) if node[4] else values_of(node[2])
+
+    def places(self, block: Block, *, tail: bool = False) -> list[int]:
+        """For each node, the index of the node into whose statement it is written: its own, or that of its only user.
+
+        The number of nodes stands for the block's end; in a ``tail`` that is a ``return``.
+        """
+        key = id(block), tail
+        if key not in self._places:
+            self._places[key] = self._place(block, tail)
+        return self._places[key]
+
+    def is_expression(self, node: Node) -> bool:
+        """Whether a node with blocks is a choice between two expressions."""
+        if node[0] != "if" or len(node[3]) != 1:
+            return False
+        return all(
+            inner[0] in ATOMS or place == len(block[1])
+            for block in node[4]
+            for inner, place in zip(block[1], self.places(block), strict=False)
+        )
+
+    def _place(self, block: Block, tail: bool) -> list[int]:
+        nodes, end = block[1], len(block[1])
+        users = self._users(block)
+        heights = self._measure(block, users)
+        places = [*range(end + 1)]
+        barrier = end
+        for index in range(end - 1, -1, -1):
+            node = nodes[index]
+            user = _only(users.get(node[3][0], ())) if len(node[3]) == 1 else None
+            if user is not None and heights[index] < _HIGHEST:
+                adjacent = barrier >= places[user]
+                moves = self._moves(node, adjacent) or (tail and adjacent and user == end and not node[4])
+                places[index] = places[user] if moves else index
+            if node[0] not in ATOMS and places[index] == index:
+                barrier = index
+        return places
+
+    def _users(self, block: Block) -> dict[int, list[int]]:
+        """The indices of the nodes that use each value; the block's end is one, too."""
+        users: dict[int, list[int]] = {}
+        for index, node in enumerate((*block[1], ("end", None, block[2], (), ()))):
+            for value in (v for v in node[2] if type(v) is int):
+                users.setdefault(value, []).append(index)
+            for value in self.used_inside(node) if node[4] else ():
+                users.setdefault(value, []).extend((index, index))  # never moved into a block of its own
+        return users
+
+    def _measure(self, block: Block, users: dict[int, list[int]]) -> list[int]:
+        """How many expressions would stand in each node's, one within another, if all moved that can."""
+        heights: list[int] = []
+        of_value: dict[int, int] = {}
+        for node in block[1]:
+            inner = max((self._height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
+            height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
+            heights.append(height)
+            moves = len(node[3]) == 1 and _only(users.get(node[3][0], ())) is not None and self._moves(node, True)
+            if moves and height < _HIGHEST:
+                of_value[node[3][0]] = height
+        self._heights[id(block)] = max(heights, default=0)
+        return heights
+
+    def _height(self, block: Block) -> int:
+        self.places(block)
+        return self._heights[id(block)]
+
+    def _moves(self, node: Node, adjacent: bool) -> bool:
+        kind, detail = node[0], node[1]
+        if kind == "if":
+            return adjacent and self.is_expression(node)
+        if kind != "operator":
+            return kind in ("tuple", "list", "named") or (kind in ("item", "slice", "get", "dict") and adjacent)
+        return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (detail in READING and adjacent))
+
+
+def _only(users: Sequence[int]) -> int | None:
+    return users[0] if len(users) == 1 else None
+
+
+class Needed:
+    """The values that are needed after a statement: by later ones of its block, or outside when that has ended."""
+
+    def __init__(self, last: dict[int, int], index: int, outer: Container[int], ending: Iterable[int] = ()) -> None:
+        self._last = last
+        self._index = index
+        self._outer = outer
+        self.ending = ending
+        """Values whose last use in the block is in the statement."""
+
+    def __contains__(self, value: object) -> bool:
+        return self._last.get(value, -1) > self._index or value in self._outer  # type: ignore[call-overload]

@@ -1,0 +1,116 @@
+"""Which variable of generated code holds which value."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Collection, Container, Iterable
+
+_NUMBERED = re.compile(r"(.+)_([1-9][0-9]*)")
+
+
+class Variables:
+    """The variables of one function, while it is written.
+
+    A variable that is let go is free for the next value.  Everything takes constant time, but for a logarithm.
+    """
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self._taken = taken
+        self._values: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._since: dict[str, int] = {}
+        """Variable -> when it came to hold something."""
+        self._bound: dict[int, int] = {}
+        """Value -> when a variable came to hold it."""
+        self._trail: list[tuple[str, int | None, int]] = []
+        """What each change replaced."""
+        self._next: dict[str, int] = {}
+        """Base of names -> the number that was never looked at; of those below, the free ones are in the heap."""
+        self._free: dict[str, list[int]] = {}
+
+    # ------------------------------------------------------------------------------------------ what they hold
+
+    def name(self, value: int) -> str | None:
+        """The variable that holds a value."""
+        return self._names.get(value)
+
+    def held(self, values: Iterable[int]) -> list[int]:
+        """Those of the values that a variable holds, in the order of their variables."""
+        found = [value for value in values if value in self._names]
+        return sorted(found, key=lambda value: self._since[self._names[value]])
+
+    def holds_since(self, value: int, mark: int) -> bool:
+        """Whether a variable held a value at a mark, and still does."""
+        return value in self._names and self._bound[value] < mark
+
+    def bind(self, name: str, value: int) -> None:
+        """From now on the variable holds the value, and no other."""
+        self._change(name, value, self._since.get(name, len(self._trail)))
+        self._bound[value] = len(self._trail)
+
+    def release(self, name: str) -> None:
+        """From now on the variable holds nothing."""
+        if name in self._values:
+            self._change(name, None, 0)
+
+    def mark(self) -> int:
+        """A moment to go back to."""
+        self._trail.append(("", None, 0))  # so that what is bound from now on is later
+        return len(self._trail)
+
+    def back(self, mark: int) -> None:
+        """Make every variable hold what it held at a mark."""
+        while len(self._trail) > mark:
+            name, value, since = self._trail.pop()
+            if name:
+                self._put(name, value, since)
+
+    def _change(self, name: str, value: int | None, since: int) -> None:
+        self._trail.append((name, self._values.get(name), self._since.get(name, 0)))
+        self._put(name, value, since)
+
+    def _put(self, name: str, value: int | None, since: int) -> None:
+        before = self._values.pop(name, None)
+        if before is not None and self._names.get(before) == name:
+            del self._names[before]
+        self._since.pop(name, None)
+        if value is None:
+            self.offer(name)
+        else:
+            self._values[name], self._names[value], self._since[name] = value, name, since
+
+    # ------------------------------------------------------------------------------------------ new names
+
+    def is_free(self, name: str, needed: Container[int] | None = None) -> bool:
+        """Whether a variable is nobody's, or holds a value that is not needed."""
+        if name in self._taken:
+            return False
+        value = self._values.get(name)
+        return value is None or (needed is not None and value not in needed)
+
+    def pick(self, base: str, is_free: Callable[[str], bool]) -> str:
+        """The first of ``base``, ``base_1``, ``base_2`` … that is free."""
+        heap = self._free.setdefault(base, [])
+        while heap:
+            if is_free(name := _numbered(base, heap[0])):
+                return name
+            heapq.heappop(heap)  # it is offered again when it is let go
+        number = self._next.get(base, 0)
+        while not is_free(name := _numbered(base, number)):
+            number += 1
+        self._next[base] = number
+        return name
+
+    def offer(self, name: str) -> None:
+        """A variable that was not free may be so now."""
+        places = [(name, 0)]
+        if numbered := _NUMBERED.fullmatch(name):
+            places.append((numbered[1], int(numbered[2])))
+        for base, number in places:
+            if number < self._next.get(base, 0):
+                heapq.heappush(self._free[base], number)
+
+
+def _numbered(base: str, number: int) -> str:
+    return f"{base}_{number}" if number else base

@@ -1,0 +1,298 @@
+"""What a lifted program can reach, between its check and its end: data, operators and the methods that were checked."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.lifted import module as lifted
+from memopt_cli.runtime.lifted.module import LiftedModule
+from memopt_cli.runtime.lifted.operators import ScriptError, checked_data
+from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.source import generate
+from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.script_code import UnsafeScript
+from tests.runtime.test_lifted import RELU, operator, program, state_of
+
+X = ((0, "x", ()),)
+
+
+def method(name: str, nodes: Any = (), result: Any = 0, hints: int = 6, parameters: Any = X) -> tuple[Any, ...]:
+    return name, parameters, tuple(("y", True) for _ in range(hints)), ((), tuple(nodes), (result,))
+
+
+def program_of(*methods: Any, functions: Any = ()) -> tuple[Any, ...]:
+    return 1, "Model", methods, tuple(functions)
+
+
+def restored(made: tuple[Any, ...], **children: nn.Module) -> LiftedModule:
+    state = state_of(nn.Module(), note="a text")
+    state["_modules"].update(children)
+    return lifted.restore_lifted(made, state)
+
+
+def get(*path: str, output: int = 1) -> tuple[Any, ...]:
+    return "get", path, (), (output,), ()
+
+
+def put(*path: str, value: Any = 0) -> tuple[Any, ...]:
+    return "set", path, (value,), (), ()
+
+
+def call(path: tuple[str, ...], name: str, output: int = 2) -> tuple[Any, ...]:
+    return "call", (path, name), (0,), (output,), ()
+
+
+class Library(nn.Module):
+    """Stands for a library's module, with methods that write files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.width = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def save_pretrained(self, path: Any) -> None:
+        raise AssertionError("it was called")
+
+
+WITH_METHOD = program_of(method("save_pretrained"))
+
+REACHING = {
+    "a child": [get("library")],
+    "a child of a child": [get("inner", "library")],
+    "a method": [get("save_pretrained")],
+    "a method of a child": [get("inner", "save_pretrained")],
+    "an attribute that is not there": [get("other")],
+    "the children": [get("_modules")],
+    "the hooks": [get("_forward_hooks")],
+    "the constants": [get("_constants")],
+    "a child replaced": [put("inner")],
+    "a child of a child replaced": [put("inner", "library")],
+    "the children replaced": [put("_modules")],
+    "the hooks replaced": [put("_forward_hooks")],
+    "the mode": [put("training")],
+    "the home": [put("_home")],
+    "the program": [put("_program")],
+    "the device": [put("_device")],
+    "a method replaced": [put("inner", "save_pretrained")],
+    "a library's attribute": [get("library", "width")],
+    "a library's attribute replaced": [put("library", "width")],
+    "a library's method": [call(("library",), "save_pretrained")],
+    "a method that is not there": [call(("inner",), "encode")],
+    "the base's method": [call(("inner",), "_home")],
+    "a script's own method": [call(("leaf",), "_push")],
+    "a script": [get("leaf", "script")],
+    "a script replaced": [put("leaf", "script")],
+}
+
+
+def leaf() -> ScriptLeaf:
+    return ScriptLeaf(torch.jit.script(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("nodes", REACHING.values(), ids=REACHING)
+def test_what_is_no_data_is_out_of_reach(nodes: list[Any]) -> None:
+    inner = restored(WITH_METHOD, library=Library())
+    with pytest.raises(BadProgram):
+        restored(program_of(method("forward", nodes)), library=Library(), inner=inner, leaf=leaf())
+
+
+def test_data_is_in_reach() -> None:
+    inner = restored(WITH_METHOD)
+    inner.register_buffer("scale", torch.ones(1))
+    nodes = [get("note"), put("fresh", value=1), get("inner", "scale", output=3), call(("library",), "forward")]
+    nodes += [call(("inner",), "save_pretrained", output=4), get("leaf", "weight", output=5)]
+    module = restored(program_of(method("forward", nodes, 4)), library=Library(), inner=inner, leaf=leaf())
+    assert module(torch.ones(1)) == torch.ones(1)
+    assert module.fresh == "a text"
+
+
+def test_a_program_sets_no_module_that_it_was_given() -> None:
+    module = restored(program_of(method("forward", [put("kept")])), library=Library())
+    for value in (Library(), [Library()], {"a": (print,)}):
+        with pytest.raises(ScriptError, match="which is no data"):
+            module(value)
+    module({"a": [torch.ones(1), None, 1.0]})
+    assert module.kept["a"][1] is None
+
+
+def test_what_an_operator_gives_is_set_unchecked() -> None:
+    text, _ = generate(program((operator("aten::relu", 0), put("kept", value=1), put("given")), 1))
+    assert text.splitlines()[2:4] == ["    self.kept = y", "    self.given = checked_data(x)"]
+
+
+def test_data_may_hold_itself() -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert checked_data(endless) is endless
+
+
+def test_an_attribute_in_the_place_of_a_method_is_refused() -> None:
+    for name in ("forward", "_home", "_program", "state_dict"):
+        with pytest.raises(BadProgram, match="hides another"):
+            lifted.restore_lifted(RELU, state_of(nn.Module(), **{name: torch.relu}))
+
+
+def test_an_attribute_in_the_place_of_a_child_is_refused() -> None:
+    library = Library()
+    vars(library)["linear"] = restored(WITH_METHOD)
+    with pytest.raises(BadProgram, match="there is no module"):
+        restored(program_of(method("forward", [call(("library", "linear"), "forward")])), library=library)
+
+
+@pytest.mark.parametrize("state", [{"_constants": [print]}, {"_constants": (print,)}, {"_device": "cpu"}])
+def test_constants_are_tensors(state: dict[str, Any]) -> None:
+    with pytest.raises(BadProgram):
+        lifted.restore_lifted(RELU, state_of(nn.Module(), **state))
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+CLASHES = {
+    "a function and a method": program_of(method("forward"), functions=[method("forward")]),
+    "a function and a library": program_of(method("forward"), functions=[method("aten")]),
+    "a function and a built-in": program_of(method("forward"), functions=[method("range")]),
+    "a function and an argument": program_of(method("forward"), functions=[method("x")]),
+    "an argument and a tuple": program_of(
+        method("forward", [("named", ("P", ("a",)), (0,), (1,), ())], parameters=((0, "PTuple", ()),))
+    ),
+}
+
+
+@pytest.mark.parametrize("clash", CLASHES.values(), ids=CLASHES)
+def test_what_is_called_has_a_name_of_its_own(clash: Any) -> None:
+    with pytest.raises(BadProgram, match="is the name of two things"):
+        lifted.lifted_class(clash)
+
+
+def test_an_argument_never_stands_for_what_is_called() -> None:
+    arguments = tuple((i, name, ()) for i, name in enumerate(("math", "math_", "ScriptError", "set_grad_enabled")))
+    grad = ("grad", False, (), (5,), (((), (operator("aten::relu", 3, output=4),), (4,)),))
+    raising = ("if", None, ((False,),), (), (((), (("raise", None, ((float("inf"),),), (), ()),), ()), ((), (), ())))
+    text, names = generate(program_of(method("forward", [grad, raising], 5, parameters=arguments)))
+    assert "with set_grad_enabled_(False):" in text
+    assert "raise ScriptError_(math__.inf)" in text
+    assert {"set_grad_enabled_", "ScriptError_", "math__"} <= names.keys()
+
+
+# ---------------------------------------------------------------------------------------------- form
+
+MALFORMED = {
+    "a value made twice": program([operator("aten::relu", 0), operator("aten::relu", 0)], 1),
+    "a value before it is made": program([operator("aten::relu", 2), operator("aten::relu", 0, output=2)], 1),
+    "a value of another block": program(
+        [("if", None, (0,), (), (((), (operator("aten::relu", 0),), ()), ((), (), ())))], 1
+    ),
+    "too few operands": program([operator("aten::linear", 0)], 1),
+    "too few numbers": program([operator("aten::add.int", 0)], 1),
+    "a dtype": program([operator("aten::to.dtype", 0, (99,), (False,), (False,), (None,))], 1),
+    "a layout": program([operator("aten::zeros_like", 0, (None,), (1,), (None,), (None,), (None,))], 1),
+    "a memory format": program([operator("aten::clone", 0, (4,))], 1),
+    "a long number": program((), (1 << 5000,)),
+}
+
+
+@pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_program_is_refused(bad: Any) -> None:
+    with pytest.raises(BadProgram):
+        lifted.lifted_class((bad[0], bad[1], tuple((*m[:3], (m[3][0], tuple(m[3][1]), m[3][2])) for m in bad[2]), ()))
+
+
+def test_a_computed_dtype_is_looked_at_when_it_is_used() -> None:
+    module = restored(
+        program(
+            (operator("aten::to.dtype", 0, 1, (False,), (False,), (None,), output=2),),
+            2,
+            parameters=((0, "x", ()), (1, "dtype", ())),
+        )
+    )
+    assert module(torch.ones(1), 7).dtype == torch.float64
+    with pytest.raises(RuntimeError, match="99999 as its dtype"):
+        module(torch.ones(1), 99999)
+
+
+def test_a_checked_operator_is_checked_in_a_program() -> None:
+    module = restored(
+        program((operator("aten::_weight_norm", 0, 1, (0,), output=2),), 2, parameters=((0, "v", ()), (1, "g", ())))
+    )
+    assert module(torch.ones(4, 2), torch.ones(4, 1)).shape == (4, 2)
+    with pytest.raises(RuntimeError, match="do not fit each other"):
+        module(torch.ones(4096, 2), torch.ones(1, 1))
+
+
+# ---------------------------------------------------------------------------------------------- recursion
+
+
+def test_methods_and_functions_do_not_call_each_other_without_end() -> None:
+    own = program_of(method("forward", [call((), "again")], 2), method("again", [call((), "forward")], 2))
+    function = ("function", "again", (0,), (1,), ())
+    for endless in (own, program_of(method("forward", [function]), functions=[method("again", [function], 1)])):
+        with pytest.raises(BadProgram, match="without end"):
+            lifted.lifted_class(endless)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a crash must not end the tests")
+def test_modules_that_hold_each_other_end_in_an_error() -> None:
+    module = restored(program_of(method("forward", [call(("inner",), "forward")], 2)), inner=restored(RELU))
+    module._modules["inner"] = module
+    lifted.check_lifted(module)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            module(torch.ones(1))
+        except RecursionError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+# ---------------------------------------------------------------------------------------------- scripts
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Copying(nn.Module):
+    def __init__(self, memory_format: int = 0) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(x.dtype).clone(memory_format=self.memory_format)
+
+
+def scale(x: Tensor) -> Tensor:
+    return torch.embedding_bag(x, torch.tensor([0]), torch.tensor([0]))[0]
+
+
+class Forking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(scale, x))
+
+
+@pytest.mark.parametrize("module", [Recurrent(), Copying(4), Forking()], ids=lambda m: type(m).__name__)
+def test_a_script_that_is_not_lifted_uses_only_operators_that_need_no_check(module: nn.Module) -> None:
+    with pytest.raises(UnsafeScript, match="the operator aten::"):
+        ScriptLeaf(torch.jit.script(module))
+
+
+def test_a_script_may_copy_and_convert() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(2), nn.GRU(2, 2)))
+    assert not ScriptLeaf(torch.jit.script(nn.BatchNorm1d(2)))(torch.ones(2, 2)).isnan().any()
+    with torch.jit.optimized_execution(False):
+        scripted[0](torch.ones(2, 2))
+    ScriptLeaf(scripted)
