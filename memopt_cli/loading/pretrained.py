@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,8 @@ _WEIGHTS: Final = (
 )
 _CODE: Final = {
     "auto_map": "names code of its own",
+    **dict.fromkeys(("use_kernels", "_use_kernels", "kernel_config"), "asks for kernels of a hub"),
+    "attribute_map": "gives attributes other names",
     "custom_pipelines": "names code of its own",
     **dict.fromkeys(
         ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
@@ -68,6 +71,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
         )
     digest = hashlib.sha256()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    tempfile.gettempdir()  # it tries by writing, and is asked for on import
     with guarded(location):
         model = _with_adapter(folder, digest) if (folder / _ADAPTER).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization.fx.graph_module import ObservedGraphModule
 from transformers import BertConfig, BertModel
 
 from memopt_cli.loading.interface import ModelFile
@@ -186,12 +187,17 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     alias = types.GenericAlias(BertConfig, (int,))
     yield "a type that makes settings, as a method", _of(_linear(forward=alias), "GenericAlias")
     yield "settings as something to call", _of(_linear(act=BertConfig), "kept as something to call")
-    composed = functools.partial(max, key=nn.functional.gelu)
+    composed = functools.partial(round, ndigits=nn.functional.gelu)
     yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
     asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
     yield "a defaultdict of an object", _of(_linear(extra=asked), "defaultdict")
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
     yield "a type named by an expression", _of(_linear(extra=compiled), "a text that names none")
+    program = Created(ObservedGraphModule, state=vars(nn.Linear(1, 1)))
+    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "makes its code anew")
+    renamed = Created(BertConfig, state={"attribute_map": {"unflatten": "to_json_file"}})
+    yield "settings with other names", _of(_linear(extra=renamed), "attribute_map")
+    yield "an item of something", _of(_linear(act=functools.partial(operator.getitem, [1])), "getitem")
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
     yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
     rebuild, (*_, order) = np.ones(1).__reduce_ex__(5)

@@ -51,9 +51,9 @@ _MATH: Final = frozenset(
     "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "
     "radians remainder sin sinh sqrt tan tanh trunc".split()
 )
-_BUILTINS: Final = frozenset("abs all any divmod isinstance len max min pow round sum".split())
+_BUILTINS: Final = frozenset("abs all any divmod isinstance len pow round sum".split())
 _OPERATOR: Final = frozenset(
-    "abs add and_ contains eq floordiv ge getitem gt inv invert is_ is_not le lt matmul mod mul ne neg not_ or_ pos "
+    "abs add and_ contains eq floordiv ge gt inv invert is_ is_not le lt matmul mod mul ne neg not_ or_ pos "
     "pow sub truediv truth xor".split()
 )
 

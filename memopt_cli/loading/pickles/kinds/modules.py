@@ -128,7 +128,9 @@ _NOT: Final = {
 }
 
 
-def _created(found: type) -> Recipe | None:
+def _created(found: type) -> Recipe | Denied | None:
+    if issubclass(found, _PROGRAMS):
+        return Denied("makes its code anew from its attributes, when it is copied or saved")
     if issubclass(found, nn.Module):
         return module_recipe(found)
     if found.__name__ in _HOOKS.get(found.__module__, ()):
@@ -141,6 +143,9 @@ def _created(found: type) -> Recipe | None:
     if _is_named_tuple(found):
         return Recipe(make=lambda *items: _named_tuple(found, items), kind=found)
     return None
+
+
+_PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 
 
 def _called(found: type) -> Recipe | None:
@@ -209,7 +214,10 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
         return ""
     entries, kind = plain_entries(node.state), graph.class_of(node)
     assert kind is not None
-    return "has a state of another kind" if entries is None else shadowing(kind, entries, graph)
+    if entries is None:
+        return "has a state of another kind"
+    renaming = [name for name, _ in entries if name in ("attribute_map", "_use_kernels", "kernel_config")]
+    return f"has {renaming[0]} among its attributes" if renaming else shadowing(kind, entries, graph)
 
 
 def _check_hook(node: Built | None, graph: Graph) -> str:
