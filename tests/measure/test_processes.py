@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -257,7 +258,10 @@ def test_the_end_of_the_terminal_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(temporary)
     subprocess.run([sys.executable, "-c", make], cwd=tmp_path, env=environment, check=True)
     command = [sys.executable, "-m", "memopt_cli", "profile", str(tmp_path / "model.pt"), "-i", "2x3"]
-    with subprocess.Popen([*command, "--allow-package", "fell_asleep"], env=environment, stderr=-1) as process:
+    heeded = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    with subprocess.Popen(
+        [*command, "--allow-package", "fell_asleep"], env=environment, stderr=-1, preexec_fn=heeded
+    ) as process:
         assert wait_for(lambda: any(temporary.glob("memopt-*/file")))
         process.send_signal(signal.SIGHUP)
         _, said = process.communicate()
