@@ -26,6 +26,9 @@ _FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64")
 DTYPES = (*_FLOATING, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
+MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
+"""What a folder of ``save_pretrained`` holds."""
+
 _SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
 _BOUNDS = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
@@ -128,6 +131,11 @@ def parse_factory(text: str) -> tuple[str, str] | None:
 def is_factory(location: str) -> bool:
     """Whether a location names code rather than a file."""
     return parse_factory(location) is not None and not Path(location).exists()
+
+
+def is_pretrained(location: str) -> bool:
+    """Whether a folder holds the settings of a model, or of an adapter."""
+    return any(Path(location, name).is_file() for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
 
 
 def parse_shape(text: str) -> tuple[int | str, ...]:

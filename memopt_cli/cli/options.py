@@ -13,7 +13,7 @@ import typer
 from memopt_cli.cli.config import read_config
 from memopt_cli.errors import UsageError
 from memopt_cli.records import OptimizerName, Precision
-from memopt_cli.spec_text import parse_factory
+from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
 from memopt_cli.units import parse_bytes, parse_percent
 
 _LOG = logging.getLogger("memopt_cli")
@@ -75,13 +75,9 @@ def seconds(low: float) -> Callable[[str], float]:
     return parse
 
 
-_SETTINGS = ("config.json", "adapter_config.json")
-"""What a folder of ``save_pretrained`` holds."""
-
-
 def _check_model(location: str) -> str:
-    if os.path.isdir(location) and not any(os.path.exists(os.path.join(location, name)) for name in _SETTINGS):
-        raise typer.BadParameter(f"'{location}' is a folder without {_SETTINGS[0]}, not a model")
+    if os.path.isdir(location) and not is_pretrained(location):
+        raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")
     if os.path.exists(location):
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")

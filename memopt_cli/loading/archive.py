@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
+from memopt_cli.loading.interface import TRUNCATED
 from memopt_cli.units import format_bytes
 
 _END = struct.Struct("<4s4H2LH")
@@ -93,9 +94,7 @@ def check_archive(data: bytes, path: str) -> dict[str, int]:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # the directory is whatever the file says
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
-        raise FileFormatError(
-            f"{path} cannot be read: {reason}", hint="It may be truncated: download it or save it again."
-        ) from err
+        raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
 
 
 def _records(data: bytes) -> dict[str, int]:

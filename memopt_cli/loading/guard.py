@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from memopt_cli.errors import UnsafeFileError
+from memopt_cli.loading.interface import UNCHECKED
 
 _REFUSED: Final = frozenset(
     "pickle.find_class subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty pty.spawn "
@@ -46,7 +47,7 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
     if _watched and (event in _REFUSED or (event == "open" and _writes(*details))):
         raise UnsafeFileError(
             f"{_watched[-1]} was not loaded: a library that makes its objects wanted to do something else ({event})",
-            hint="If you saved it yourself, --trust-pickle loads it without any check.",
+            hint=UNCHECKED,
         )
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import nn
 
 from memopt_cli.errors import FileFormatError
 from memopt_cli.records import InputSpec, Trust
+
+TRUNCATED: Final = "It may be truncated: download it or save it again."
+UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
+UNCHECKED_SCRIPT: Final = "If you trust where it came from, add --trust-pickle."
+"""Hints on damaged files, and on those that want more than is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +55,9 @@ class Format(Protocol):
         """
 
 
-def no_model(file: ModelFile, tensors: int) -> FileFormatError:
+def no_model(path: str, tensors: int) -> FileFormatError:
     """The error for a file of weights alone; ``tensors``: how many there are."""
     return FileFormatError(
-        f"{file.path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
-        hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(file.path)}",
+        f"{path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
+        hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
     )

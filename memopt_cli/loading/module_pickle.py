@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.guard import guarded
-from memopt_cli.loading.interface import Loaded, ModelFile
+from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.entries import module_in
@@ -43,7 +43,6 @@ from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
 
-_UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint are for all."""
 
@@ -173,7 +172,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
     except (BadProgram, UnsafeScript) as err:
         part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
-        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=_UNCHECKED) from err
+        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
 _DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
@@ -185,7 +184,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
     if found and (saver := stores_code(scan.wanted)):
         raise Unvouched(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
-            hint="Save the model with torch.save(model, path) alone, or its weights. " + _UNCHECKED,
+            hint="Save the model with torch.save(model, path) alone, or its weights. " + UNCHECKED,
             remedy=Trust(),
             denied={name: attack(name) for name in found},
         )
@@ -196,7 +195,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             f"{file.path} was not loaded: {_listed(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off)."
             if is_run
-            else f"Remove {names} from the model and save it again. {_UNCHECKED}",
+            else f"Remove {names} from the model and save it again. {UNCHECKED}",
             remedy=Trust(),
             denied=reasons,
         )
@@ -219,7 +218,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
     remedies = [verdict.remedy for verdict in denied.values()]
     helps = None not in remedies
     remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
-    hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else _UNCHECKED
+    hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else UNCHECKED
     told = denied if helps else {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {_listed(told)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)

@@ -22,10 +22,9 @@ from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
+from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, is_pretrained
 from memopt_cli.step import is_out_of_memory
 
-_CONFIG: Final = "config.json"
-_ADAPTER: Final = "adapter_config.json"
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
     "model.safetensors",
@@ -53,11 +52,6 @@ _SHOWN: Final = 3
 _SAVE: Final = "Save it again with model.save_pretrained(folder)."
 
 
-def is_pretrained(location: str) -> bool:
-    """Whether a folder holds the settings of a model, or of an adapter."""
-    return any(Path(location, name).is_file() for name in (_CONFIG, _ADAPTER))
-
-
 def load_pretrained(location: str) -> tuple[Loaded, str]:
     """The model, in training mode on the CPU, and a hash of the files that make it.
 
@@ -67,18 +61,18 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     folder = Path(location)
     if not is_pretrained(location):
         raise UsageError(
-            f"{location} is a folder without {_CONFIG}, not a model", hint="Give a file, or such a folder."
+            f"{location} is a folder without {MODEL_SETTINGS}, not a model", hint="Give a file, or such a folder."
         )
     digest = hashlib.sha256()
     os.environ["HF_HUB_OFFLINE"] = "1"
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
     with guarded(location):
-        model = _with_adapter(folder, digest) if (folder / _ADAPTER).is_file() else _model(folder, digest)
+        model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
 
 
 def _model(folder: Path, digest: Any) -> nn.Module:
-    settings = _settings(folder / _CONFIG, digest)
+    settings = _settings(folder / MODEL_SETTINGS, digest)
     if "_diffusers_version" in settings:
         raise FileFormatError(
             f"{folder} is a folder of diffusers, which memopt does not read",
@@ -87,7 +81,9 @@ def _model(folder: Path, digest: Any) -> nn.Module:
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or not name.isidentifier():
-        raise FileFormatError(f"{folder / _CONFIG} names no class of a model (architectures: {names!r})", hint=_SAVE)
+        raise FileFormatError(
+            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {names!r})", hint=_SAVE
+        )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)
     if not _is_class(kind, transformers.PreTrainedModel):
@@ -129,14 +125,15 @@ def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
 
 
 def _with_adapter(folder: Path, digest: Any) -> nn.Module:
-    settings = _settings(folder / _ADAPTER, digest)
+    settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
     bases = [Path(named), folder / named] if isinstance(named, str) else []
-    base = next((base for base in bases if (base / _CONFIG).is_file()), None)
+    base = next((base for base in bases if (base / MODEL_SETTINGS).is_file()), None)
     if base is None:
         raise FileFormatError(
             f"{folder} is an adapter of {named!r}, which is no folder here",
-            hint=f"Save the base with save_pretrained, and put its folder into {_ADAPTER}: base_model_name_or_path.",
+            hint="Save the base with save_pretrained, and put its folder into "
+            f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)

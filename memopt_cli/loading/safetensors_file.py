@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError
-from memopt_cli.loading.interface import Loaded, ModelFile, no_model
+from memopt_cli.loading.interface import TRUNCATED, Loaded, ModelFile, no_model
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.records import Trust
 
@@ -58,7 +58,7 @@ class SafeTensors:
         return is_safetensors(file.data)
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
-        raise no_model(file, len(read_header(file.data, file.path)[0]))
+        raise no_model(file.path, len(read_header(file.data, file.path)[0]))
 
 
 def is_safetensors(data: bytes) -> bool:
@@ -96,7 +96,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         reason = str(err) if type(err) is ValueError else "its header is broken"
         raise FileFormatError(
             f"{path} is no complete safetensors file: {reason}",
-            hint="It may be truncated: download it or save it again.",
+            hint=TRUNCATED,
         ) from err
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT
 from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, storage_of, tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
 from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
@@ -48,12 +49,10 @@ def check_script_file(data: bytes, path: str) -> None:
     except UnsafeScript as err:
         raise UnsafeFileError(
             f"{path} was not loaded: its TorchScript code uses {err}, which is not known to be harmless",
-            hint="If you trust where it came from, add --trust-pickle.",
+            hint=UNCHECKED_SCRIPT,
         ) from err
     except ValueError as err:
-        raise FileFormatError(
-            f"{path} is a damaged TorchScript archive: {err}", hint="It may be truncated: download it or save it again."
-        ) from err
+        raise FileFormatError(f"{path} is a damaged TorchScript archive: {err}", hint=TRUNCATED) from err
 
 
 def check_script_archive(data: bytes, path: str) -> None:
@@ -67,7 +66,6 @@ def check_script_archive(data: bytes, path: str) -> None:
         raise UnsafeScript(f"a record named {capitals[0]}, which memopt does not know")
     objects, scan = ScriptObjects(trees), PickleScan(size=len(data))
     for name in (name for name in kinds if kinds[name] == "pickle"):
-        check_classes(archive.read(name))
         check_pickle(archive, name, scan, objects)
 
 
@@ -77,8 +75,10 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     Raises :class:`UnsafeScript` for a name without a meaning there, and :class:`ValueError` where reading it would take
     too much, an object is not what the code declares, or a tensor or storage is not within its record.
     """
-    pickle = scan_pickle(io.BytesIO(archive.view(record)), scan)
-    _check_opcodes(archive.read(record))
+    data = archive.read(record)
+    check_classes(data)
+    pickle = scan_pickle(io.BytesIO(data), scan)
+    _check_opcodes(data)
     made = [step.node for step in pickle.steps if step.action == "make"]
     for wanted in scan.wanted:
         if not _NAMES.fullmatch(str(wanted)):

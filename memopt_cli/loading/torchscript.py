@@ -13,7 +13,7 @@ from torch.jit import ScriptModule
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.fixed_mode import mode_notes
-from memopt_cli.loading.interface import Loaded, ModelFile
+from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, ModelFile
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, calls_of, find_module, lift_class, set_attributes
 from memopt_cli.records import Trust
@@ -43,14 +43,14 @@ class TorchScript:
         except Exception as err:  # a damaged archive can make the compiler raise anything
             raise FileFormatError(
                 f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}",
-                hint="It may be truncated: download it or save it again.",
+                hint=TRUNCATED,
             ) from err
         try:
             return lift_script(script, unit)
         except (UnsafeScript, BadProgram) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
-                hint="If you trust where it came from, add --trust-pickle.",
+                hint=UNCHECKED_SCRIPT,
             ) from err
 
 

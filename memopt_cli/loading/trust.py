@@ -97,9 +97,9 @@ def together(trusts: Iterable[Trust]) -> Trust:
 def is_attack(wanted: Global) -> bool:
     """No model needs it, and no trust in it but ``Trust(pickle=True)`` helps."""
     parts = f"{wanted.module}.{wanted.name}".split(".")
-    if wanted.package not in sys.builtin_module_names and _is_here(wanted.package):
-        return False  # a package of the user's, by the name of one of Python's
-    return wanted == COMPUTED or any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1))
+    if not any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1)):
+        return wanted == COMPUTED
+    return wanted.package in sys.builtin_module_names or not _is_here(wanted.package)  # else one of the user's own
 
 
 def stores_code(wanted: Iterable[Global]) -> str:

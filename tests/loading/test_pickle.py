@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
-from tests.loading.hostile import archive
+from tests.loading.hostile import Call, archive
 
 
 def small_model() -> nn.Module:
@@ -39,16 +39,6 @@ def small_model() -> nn.Module:
 
 def source(path: Path, **trust: Any) -> ModelSource:
     return ModelSource(location=str(path), trust=Trust(**trust))
-
-
-class Payload:
-    """Pickles as a call of ``function(*arguments)``."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -96,7 +86,7 @@ def test_neurons_that_keep_their_own_methods_load(tmp_path: Path) -> None:
 def calling(name: str, path: Path) -> nn.Module:
     """Its file puts a method of a module on an object, where reading the file would call it."""
     module = nn.ReLU()
-    method = Payload(functools.partial, Payload(getattr, nn.Linear(2, 2), name), str(path))
+    method = Call(functools.partial, Call(getattr, nn.Linear(2, 2), name), str(path))
     vars(module).update({"__setstate__": method, "extra_repr": method})
     return module
 
@@ -106,7 +96,7 @@ NO_METHODS = ["weight", "__class__", "__dict__", "nothing", "load_state_dict", "
 
 @pytest.mark.parametrize("name", NO_METHODS)
 def test_of_a_module_getattr_reaches_nothing(tmp_path: Path, name: str) -> None:
-    for number, value in enumerate([Payload(getattr, nn.Linear(2, 2), name), calling(name, tmp_path)]):
+    for number, value in enumerate([Call(getattr, nn.Linear(2, 2), name), calling(name, tmp_path)]):
         torch.save(value, tmp_path / f"{number}.pt")
         with pytest.raises(UnsafeFileError, match=f"'{name}' of Linear"):
             load_model(source(tmp_path / f"{number}.pt"))
@@ -121,7 +111,7 @@ def test_a_forward_in_the_place_of_another_method_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["fire", "__class__", "state_function"])
 def test_of_a_neuron_getattr_reaches_only_what_it_keeps(tmp_path: Path, name: str) -> None:
     neuron = pytest.importorskip("snntorch").Leaky(0.9, spike_grad=torch.relu)
-    torch.save(Payload(getattr, neuron, name), tmp_path / "model.pt")
+    torch.save(Call(getattr, neuron, name), tmp_path / "model.pt")
     with pytest.raises(UnsafeFileError, match=f"'{name}' of Leaky"):
         load_model(source(tmp_path / "model.pt"))
 
@@ -151,16 +141,16 @@ def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> No
 def hostile(sentinel: Path) -> dict[str, Any]:
     touch = f"open({str(sentinel)!r}, 'w').close()"
     return {
-        "os.system": Payload(os.system, f"touch {sentinel}"),
-        "eval": Payload(eval, touch),
-        "exec": Payload(exec, touch),
-        "nested": OrderedDict(a=[Payload(dict, [("k", Payload(builtins.eval, touch))])]),
+        "os.system": Call(os.system, f"touch {sentinel}"),
+        "eval": Call(eval, touch),
+        "exec": Call(exec, touch),
+        "nested": OrderedDict(a=[Call(dict, [("k", Call(builtins.eval, touch))])]),
         "in a module": nn.Sequential(nn.Linear(1, 1)),
-        "getattr": Payload(getattr, Payload(getattr, nn.Linear, "forward"), "__globals__"),
-        "subprocess": Payload(subprocess.call, ["touch", str(sentinel)]),
-        "torch function": Payload(torch.save, {}, str(sentinel)),
-        "a class's constructor": Payload(nn.Linear, 10**6, 1),
-        "a rebuilt tensor": Payload(torch._tensor._rebuild_from_type_v2, eval, torch.Tensor, (touch,), None),
+        "getattr": Call(getattr, Call(getattr, nn.Linear, "forward"), "__globals__"),
+        "subprocess": Call(subprocess.call, ["touch", str(sentinel)]),
+        "torch function": Call(torch.save, {}, str(sentinel)),
+        "a class's constructor": Call(nn.Linear, 10**6, 1),
+        "a rebuilt tensor": Call(torch._tensor._rebuild_from_type_v2, eval, torch.Tensor, (touch,), None),
     }
 
 
@@ -170,7 +160,7 @@ def test_hostile_pickles_never_run(tmp_path: Path, case: str, form: str) -> None
     sentinel, path = tmp_path / "ran", tmp_path / "model.pt"
     value = hostile(sentinel)[case]
     if case == "in a module":
-        value.extra = Payload(os.system, f"touch {sentinel}")
+        value.extra = Call(os.system, f"touch {sentinel}")
     if form in ("zip", "legacy"):
         torch.save(value, path, _use_new_zipfile_serialization=form == "zip")
     else:
@@ -203,7 +193,7 @@ def test_names_computed_while_reading_are_refused(tmp_path: Path) -> None:
 
 
 def test_of_os_system_nobody_is_asked(tmp_path: Path) -> None:
-    torch.save(Payload(os.system, f"touch {tmp_path / 'ran'}"), tmp_path / "model.pt")
+    torch.save(Call(os.system, f"touch {tmp_path / 'ran'}"), tmp_path / "model.pt")
     with pytest.raises(Unvouched, match="system") as refusal:
         load_model(source(tmp_path / "model.pt", globals=("posix.system",)))
     assert refusal.value.requests == ()
@@ -280,7 +270,7 @@ def test_a_vouched_library_s_constructors_are_not_called(library: str, tmp_path:
     """Those of SymPy, which comes with PyTorch, run text."""
     sympy = pytest.importorskip("sympy")
     sentinel, path = tmp_path / "ran", tmp_path / "model.pt"
-    torch.save(Payload(sympy.sin, f"open({str(sentinel)!r}, 'w').close()"), path)
+    torch.save(Call(sympy.sin, f"open({str(sentinel)!r}, 'w').close()"), path)
     sentinel.unlink(missing_ok=True)
     with pytest.raises(UnsafeFileError, match="sin"):
         load_model(source(path, libraries=(library,)))

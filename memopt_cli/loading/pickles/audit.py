@@ -54,7 +54,7 @@ class Audit:
         """For every object, and every name that is held."""
         self.denied: dict[Use, Denied] = {}
         self.missing: dict[Use, Missing] = {}
-        self._root = root
+        self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
         self._take_in(known)
 
@@ -106,7 +106,7 @@ class Audit:
         """Why walking what can be reached would never end; empty if it would."""
         modules = Walk(self._children_of_module, _MOST_MODULES, 2**63)
         containers = Walk(self._items, _MOST_CONTAINERS, _MOST_ITEMS)
-        for value in reachable(self._root):
+        for value in self._nodes:
             if reason := modules.endless(value):
                 return f"its modules {reason}"
             if reason := containers.endless(value):
@@ -115,9 +115,9 @@ class Audit:
 
     def _misplaced(self) -> Iterator[tuple[Global, str]]:
         """Classes of whole models that are held for anything else than their segments."""
-        nodes = list(reachable(self._root))
-        segments = {id(node.arguments) for node in nodes if isinstance(node, Built) and node.callee == RESTORE_SEGMENT}
-        for node in nodes:
+        built = (node for node in self._nodes if isinstance(node, Built))
+        segments = {id(node.arguments) for node in built if node.callee == RESTORE_SEGMENT}
+        for node in self._nodes:
             if id(node) not in segments:
                 for part in held_in(node):
                     if isinstance(part, Global) and self.role_of(part) == "named":
@@ -125,9 +125,8 @@ class Audit:
 
     def _shared(self) -> Iterator[tuple[Global, str]]:
         """Attributes that two objects share: what is done to the one would be done to the other."""
-        nodes = list(reachable(self._root))
-        held = Counter(id(part) for node in nodes for part in held_in(node))
-        for node in nodes:
+        held = Counter(id(part) for node in self._nodes for part in held_in(node))
+        for node in self._nodes:
             if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
                 yield node.name, "shares its attributes with something else"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ LARGEST = 2**63 - 1
 """Items or bytes that any tensor has at most, whatever a file says."""
 _MOST_SIZES = 64
 """Dimensions of a tensor: most of PyTorch's operators take no more."""
-_STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
+STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
 """A parameter of a subclass of a tensor …: nobody wraps deeper."""
 
@@ -83,6 +83,11 @@ def items_in(sizes: Iterable[int]) -> int:
     return count
 
 
+def view_end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    """Items of a storage up to the last one of a view that has any."""
+    return offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes of one item of a dtype, 0 if it is not known here."""
     known = getattr(torch, dtype, None)
@@ -102,7 +107,7 @@ def storage_of(value: Any) -> PickledStorage | None:
 
 def is_storage(kind: Global) -> bool:
     """Whether a name is that of a class of storages."""
-    return kind.module in _STORAGE_MODULES and kind.name in STORAGE_DTYPES
+    return kind.module in STORAGE_MODULES and kind.name in STORAGE_DTYPES
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
@@ -144,8 +149,8 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
 def _check_view(tensor: PickledTensor, storage: PickledStorage) -> None:
     if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
         raise ValueError("a tensor has a size, stride or offset below 0, or not as many strides as sizes")
-    last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-    if items_in(tensor.shape) and (last + 1) * item_bytes(tensor.dtype) > storage.size_bytes:
+    end = view_end(tensor.shape, tensor.stride, tensor.offset)
+    if items_in(tensor.shape) and end * item_bytes(tensor.dtype) > storage.size_bytes:
         raise ValueError(f"a tensor of the shape {tensor.shape} reaches beyond its storage")
 
 

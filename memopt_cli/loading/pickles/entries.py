@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError
+from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT, RUNTIME
@@ -88,7 +89,7 @@ def _is_container(value: Built) -> bool:
 
 
 def _is_state_dict(value: Any) -> bool:
-    entries = value.entries if isinstance(value, Built) else []
+    entries = entries_of(value)
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
 
 
@@ -111,10 +112,7 @@ def _wrapped_in(root: Built, path: str) -> Any:
 def _without_model(root: Any, path: str) -> FileFormatError:
     tensors = tensors_in(root)
     if tensors:
-        return FileFormatError(
-            f"{path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
-            hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
-        )
+        return no_model(path, tensors)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(
         f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",

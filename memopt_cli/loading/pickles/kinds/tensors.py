@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import STORAGE_DTYPES
+from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, view_end
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
 
-_LARGEST = 2**63 - 1
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
 """A tensor may be 64 times its storage and 64 MiB, as expanded ones are: whoever copies it needs that much."""
 
@@ -82,7 +81,7 @@ class Stored:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= _LARGEST for size in value):
+    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
         raise Broken(f"a tensor has the shape, strides or offset {value!r}")
     return tuple(value)
 
@@ -95,8 +94,7 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
     if len(sizes) != len(strides):
         raise Broken(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
     items, held = math.prod(sizes), storage.data.nbytes()
-    last = start + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    if items and (last + 1) * dtype.itemsize > held:
+    if items and view_end(sizes, strides, start) * dtype.itemsize > held:
         raise Broken(f"a tensor of the shape {sizes} reaches beyond its storage")
     if items * dtype.itemsize > _EXPANSION * held + _ALLOWANCE:
         raise Broken(f"a tensor of the shape {sizes} is far larger than its {held} bytes")
@@ -303,9 +301,7 @@ def _constants() -> dict[str, Recipe]:
         f"torch._utils.torch.{name}": getattr(torch, name)
         for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
     }
-    storages = {
-        f"{module}.{kind}": kind for kind in STORAGE_DTYPES for module in ("torch", "torch.storage", "torch.cuda")
-    }
+    storages = {f"{module}.{kind}": kind for kind in STORAGE_DTYPES for module in STORAGE_MODULES}
     values = {**dtypes, **schemes, **formats, **storages, **{name: name for name in _MAKERS}}
     classes = {
         "torch.Tensor": Tensor,
