@@ -162,9 +162,9 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
     verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
     _refuse(file, verdicts)
-    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     if reason := audit.exhausting():
         raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
+    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     try:
         with contextlib.nullcontext() if vouched.trust != Trust() else guarded(file.path):
             return build(pickled.pickle, root, audit.recipes)

@@ -281,8 +281,39 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
     }
     for name, code in pickles.items():
         yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
+    alias = b"ctypes\nGenericAlias\ncbuiltins\nlist\n"
+    alias_of, around = alias + b"(", b"t\x86R"
+    nested = {
+        "aliases within each other": alias_of * 3000 + b"K\x01" + around * 3000,
+        "a key of aliases": b"}" + alias_of * 3000 + b"K\x01" + around * 3000 + b"Ns",
+        "a key of nested pairs of aliases": b"}K\x01" + b"q\xff" + (b"0" + alias + b"h\xffh\xff" + b"\x86\x86Rq\xff") * 60 + b"Ns",
+        "partials within each other": b"cfunctools\npartial\n" * 3000
+        + b"ctorch.nn.functional\nrelu\n"
+        + b"\x85R" * 3000,
+        "settings within each other": b"ctypes\nSimpleNamespace\n)R}X\x01\x00\x00\x00a" * 3000 + b"K\x01" + b"sb" * 3000,
+        "layers that others keep": b"ctorch.nn.modules.linear\nIdentity\n)\x81}X\x01\x00\x00\x00a" * 3000 + b"K\x01" + b"sb" * 3000,
+        "attributes of attributes": b"cbuiltins\ngetattr\n" * 3000 + b"ctorch.nn.modules.linear\nLinear\n" + b"X\x01\x00\x00\x00a\x86R" * 3000,
+        "many regular expressions": b"]" + b"".join(map(_pattern, range(100))),
+    }
+    for name, code in nested.items():
+        yield name, Hostile(holding(code), NO_MODEL, "model.pt")
     code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
     yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
+
+
+def _pattern(number: int) -> bytes:
+    text = b"%d" % number + rb"(?:[\0-\uffff])" * 26
+    return b"cre\n_compile\nX" + struct.pack("<I", len(text)) + text + b"K\x02\x86Ra"
+
+
+def holding(code: bytes) -> bytes:
+    """A layer with an attribute that ``code`` makes: opcodes that leave one value on the stack."""
+    layer = nn.Linear(1, 1)
+    layer.kept = "PLACE"  # type: ignore[assignment]
+    records = _saved(layer)
+    place = b"X\x05\x00\x00\x00PLACE"
+    assert records["data.pkl"].count(place) == 1
+    return archive({**records, "data.pkl": records["data.pkl"].replace(place, code)})
 
 
 # ---------------------------------------------------------------------------------------------- archives

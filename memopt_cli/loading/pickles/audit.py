@@ -13,12 +13,15 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENT
-from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, held_in, reachable
+from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, Walk, depth_of, held_in, reachable
 
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
 """How deep modules, and plain containers, may lie within each other: Python walks them by recursion."""
+_DEEPEST: Final = 400
+"""The same of objects, each of which counts with the dicts and tuples between them: Python's copies take two calls
+for each."""
 _MOST_ITEMS: Final = 4_000_000
 """Items of a container, each counted wherever it can be reached: whoever prints or copies it meets them all."""
 
@@ -54,6 +57,7 @@ class Audit:
         """For every object, and every name that is held."""
         self.denied: dict[Use, Denied] = {}
         self.missing: dict[Use, Missing] = {}
+        self._root = root
         self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
         self._take_in(known)
@@ -87,6 +91,12 @@ class Audit:
         kind = recipe.kind if recipe else None
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
+    def _fixed_role(self, value: Any) -> Role | None:
+        """Its role, if that does not depend on what it is made of: asking this never goes deep."""
+        recipe = self._recipe(value)
+        role = recipe.role if recipe else "data"
+        return role if isinstance(role, str) else None
+
     def _recipe(self, value: Any) -> Recipe | None:
         return self.recipes.get(value) if isinstance(value, Global | Built) else None
 
@@ -103,7 +113,9 @@ class Audit:
         yield from self._misplaced()
 
     def exhausting(self) -> str:
-        """Why walking what can be reached would never end; empty if it would."""
+        """Why walking what can be reached would never end, or go too deep; empty if it would not."""
+        if depth_of(self._root) > _DEEPEST:
+            return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MOST_MODULES, 2**63)
         containers = Walk(self._items, _MOST_CONTAINERS, _MOST_ITEMS)
         for value in self._nodes:
@@ -140,7 +152,7 @@ class Audit:
                 yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))
 
     def _children_of_module(self, value: Any) -> Iterator[Any]:
-        if not isinstance(value, Built) or self.role_of(value) != "module":
+        if not isinstance(value, Built) or self._fixed_role(value) != "module":
             return
         if value.callee == RESTORE_SEGMENT:
             yield from (part for part in value.given()[:1] if isinstance(part, Built))
@@ -150,9 +162,14 @@ class Audit:
                     yield from (child for _, child in part.entries)
 
     def _items(self, value: Any) -> Iterator[Any]:
-        if isinstance(value, Built) and self.role_of(value) != "data":
-            return
-        yield from held_in(value)
+        """Of containers, settings and what is called; other objects have attributes, which may lead back to them."""
+        role = self._fixed_role(value)
+        if role == "data" or (role not in ("module", "trusted") and not _is_created(value)):
+            yield from held_in(value)
+
+
+def _is_created(value: Any) -> bool:
+    return isinstance(value, Built) and value.how == "created"
 
 
 def _misfilled(node: Built, recipe: Recipe) -> str:

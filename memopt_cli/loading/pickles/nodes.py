@@ -45,7 +45,7 @@ class Tuple:
     items: tuple[Any, ...]
     depth: int
     weight: int
-    """Items of it and of the tuples in it, each counted wherever it occurs: what hashing it visits."""
+    """Items of it and of what lies in it, each counted wherever it occurs: what hashing it visits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +132,18 @@ def reachable(root: Any) -> Iterator[Any]:
             seen.add(id(value))
             yield value
             pending.extend(held_in(value))
+
+
+def depth_of(root: Any) -> int:
+    """How deep whoever copies or saves the objects recurses: into each once, in the order of the file."""
+    pending, seen, deepest = [(root, 1)], set[int](), 0
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, Built | Tuple) and id(value) not in seen:
+            seen.add(id(value))
+            deepest = max(deepest, depth)
+            pending.extend([(part, depth + 1) for part in held_in(value)][::-1])
+    return deepest
 
 
 class Walk:

@@ -35,6 +35,8 @@ _LEAST_WORK, _BYTES_PER_WORK, _MOST_WORK = 500_000, 8, 8_000_000
 """Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
 _COPIES, _LEAST_TAKEN = 4, 1 << 20
 """How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
+_WORK_PER_CHARACTER: Final = 200
+"""Of a regular expression, which is compiled: ranges of characters of either case are slow."""
 _LONGEST_INT, _LONGEST_NAME = 2048, 1000
 """Bits of a number, characters of an imported name."""
 _EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
@@ -164,6 +166,10 @@ class _Machine:
             built.weight += sum(map(_amount, built.given()))
             if callee.name not in ("range", "slice"):  # they take nothing in
                 self._scan.spend(built.weight)
+        else:
+            built.weight += sum(map(_hashed, built.given()))
+            if callee == _PATTERN:
+                self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if callee == TENSOR_SUBCLASS_REBUILD:
             self._named(next(iter(built.given()), None))
         self._make(built)
@@ -210,7 +216,8 @@ class _Machine:
         depth = 1 + max((item.depth for item in inner), default=0)
         if depth > _DEEPEST_TUPLE:
             raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
-        made = Tuple(tuple(items), depth, len(items) + sum(item.weight for item in inner))
+        weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
+        made = Tuple(tuple(items), depth, weight)
         self._scan.spend(made.weight if inner else 0)  # a tuple of tuples of the same tuple …: whoever walks it, falls
         self.steps.append(Step("make", made))
         return made
@@ -301,7 +308,7 @@ class _Machine:
 
 def _hashed(value: Any) -> int:
     """Items that hashing it visits."""
-    return value.weight if isinstance(value, Tuple) else 1
+    return value.weight if isinstance(value, Tuple) or (isinstance(value, Built) and value.how == "called") else 1
 
 
 def _amount(value: Any) -> int:
@@ -325,6 +332,7 @@ _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "__newobj__"),
     Global("builtins", "object"),
 )
+_PATTERN: Final = Global("re", "_compile")
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """How the protocols before 2 create an empty object."""
 _CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
