@@ -17,9 +17,14 @@ from memopt_cli.loading.interface import UNCHECKED
 _REFUSED: Final = frozenset(
     "pickle.find_class subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty pty.spawn "
     "socket.__new__ socket.connect socket.sendto socket.getaddrinfo urllib.Request webbrowser.open code.__new__ "
-    "os.remove os.rename os.rmdir os.link os.symlink os.chmod os.kill shutil.rmtree shutil.move".split()
+    "os.remove os.rename os.rmdir os.link os.symlink os.chmod os.kill os.killpg shutil.rmtree shutil.move".split()
 )
 """Events of https://docs.python.org/3/library/audit_events.html that no model needs to be built."""
+_REFUSED_OF_OBJECTS: Final = frozenset(
+    "os.mkdir os.truncate os.chown os.utime os.setxattr os.removexattr os.putenv os.unsetenv ctypes.dlopen "
+    "ctypes.dlsym".split()
+)
+"""Those that a library may need while it is imported: then its code runs, and nothing of the file is there yet."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _watched: list[str] = []
@@ -44,11 +49,26 @@ def guarded(path: str) -> Iterator[None]:
 
 
 def _look(event: str, details: tuple[Any, ...]) -> None:
-    if _watched and (event in _REFUSED or (event == "open" and _writes(*details))):
+    if not _watched:
+        return
+    wanted = event in _REFUSED or (event == "open" and _writes(*details))
+    if wanted or (event in _REFUSED_OF_OBJECTS and not _is_importing()):
         raise UnsafeFileError(
             f"{_watched[-1]} was not loaded: a library that makes its objects wanted to do something else ({event})",
             hint=UNCHECKED,
         )
+
+
+def _is_importing() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "exec_module" and frame.f_globals.get("__name__") == _IMPORT:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_IMPORT: Final = "importlib._bootstrap_external"
 
 
 def _writes(path: Any, mode: Any, flags: Any) -> bool:

@@ -111,6 +111,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
         refused |= {use.name: denied for use, denied in audit.denied.items()}
         refused |= {use.name: missing for use, missing in audit.missing.items()}
         if not refused:
+            _refuse_exhausting(file, audit)
             refused |= {name: Denied(reason) for name, reason in audit.objections()}
     return {name: verdict for name, verdict in (verdicts | refused).items() if name != PERSISTENT}
 
@@ -162,8 +163,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
     verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
     _refuse(file, verdicts)
-    if reason := audit.exhausting():
-        raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
+    _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     try:
         with contextlib.nullcontext() if vouched.trust != Trust() else guarded(file.path):
@@ -173,6 +173,11 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     except (BadProgram, UnsafeScript) as err:
         part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
+
+
+def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
+    if reason := audit.exhausting():
+        raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
 
 
 _DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."

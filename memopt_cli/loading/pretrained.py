@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +20,12 @@ from torch import Tensor, nn
 
 from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line
+from memopt_cli.loading.bounds import bounded
 from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, is_pretrained
-from memopt_cli.step import is_out_of_memory
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
@@ -42,6 +44,7 @@ _CODE: Final = {
         "is for a model of another library, which reads files and hubs by it",
     ),
     "megatron_config": "names a module to import",
+    "layer_replication": "copies layers, as often as it says",
     "quantization_config": "is of a quantized model, whose kernels memopt does not know",
 }
 """Settings by which a library imports something else, or cannot be trained as it is."""
@@ -92,7 +95,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
             hint="Install the version that saved it: transformers_version in its config.json.",
         )
     weights = _weights(folder, digest)
-    try:
+    with _building(folder, "transformers", weights):
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
             None,
@@ -102,14 +105,20 @@ def _model(folder: Path, digest: Any) -> nn.Module:
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except UnsafeFileError:
-        raise
-    except Exception as err:  # the library's code, on settings that may be wrong
-        if is_out_of_memory(err):
-            raise
-        raise FileFormatError(f"{folder} cannot be built by transformers: {first_line(err)}", hint=_SAVE) from err
     _require_complete(folder, name, info)
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around a library that builds a model by settings, which may be wrong, and ask for far more than the weights."""
+    try:
+        with bounded(len(weights), sum(tensor.nbytes for tensor in weights.values())):
+            yield
+    except (UnsafeFileError, FileFormatError):
+        raise
+    except Exception as err:  # the library's code
+        raise FileFormatError(f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE) from err
 
 
 def _is_class(found: Any, base: type) -> bool:
@@ -137,17 +146,29 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
         )
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
-    digest.update(read_bytes(folder / _ADAPTER_WEIGHTS))
+    _refuse_slow_patterns(folder, settings)
+    data = read_bytes(folder / _ADAPTER_WEIGHTS)
+    digest.update(data)
+    adapter = read_safetensors(data, str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     peft = _library("peft", folder)
-    try:
+    with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
-    except UnsafeFileError:
-        raise
-    except Exception as err:  # the library's code, on settings that may be wrong
-        if is_out_of_memory(err):
-            raise
-        raise FileFormatError(f"{folder} cannot be built by peft: {first_line(err)}", hint=_SAVE) from err
+
+
+def _refuse_slow_patterns(folder: Path, settings: dict[str, Any]) -> None:
+    """PEFT takes names of modules for regular expressions, and some take forever."""
+    for text in _texts(settings):
+        if len(_REPEATS.findall(text)) > _MOST_REPEATS or _REPEATED_GROUP.search(text):
+            raise FileFormatError(
+                f"{folder / ADAPTER_SETTINGS} has a regular expression that may take forever: {text!r}",
+                hint="List the names of the modules instead.",
+            )
+
+
+_MOST_REPEATS: Final = 3
+_REPEATS: Final = re.compile(r"[*+{]")
+_REPEATED_GROUP: Final = re.compile(r"\)[*+{]")
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -183,14 +204,26 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
 
 def _named(settings: Any) -> Iterator[tuple[str, Any]]:
     """Every setting, those within others too."""
+    for value in _containers(settings):
+        if isinstance(value, dict):
+            yield from ((str(key), item) for key, item in value.items())
+
+
+def _texts(settings: Any) -> Iterator[str]:
+    """Every text, names of settings too."""
+    for value in _containers(settings):
+        yield from (text for text in value if isinstance(text, str))
+        if isinstance(value, dict):
+            yield from (text for text in value.values() if isinstance(text, str))
+
+
+def _containers(settings: Any) -> Iterator[dict[str, Any] | list[Any]]:
     pending = [settings]
     while pending:
         value = pending.pop()
-        if isinstance(value, dict):
-            yield from ((str(key), item) for key, item in value.items())
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
+        if isinstance(value, dict | list):
+            yield value
+            pending.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
 from transformers import BertConfig, BertModel
@@ -161,6 +162,9 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
 # ---------------------------------------------------------------------------------------------- objects
 
 
+_ARRAY = np.ones(1).__reduce_ex__(5)[0]
+
+
 def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Objects of classes that a file may name, which would run something for what they are given."""
     system = pickle.dumps(Call(os.system, f"touch {canary}"))
@@ -194,14 +198,31 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
     yield "a type named by an expression", _of(_linear(extra=compiled), "a text that names none")
     program = Created(ObservedGraphModule, state=vars(nn.Linear(1, 1)))
-    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "makes its code anew")
+    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "makes itself anew")
     renamed = Created(BertConfig, state={"attribute_map": {"unflatten": "to_json_file"}})
     yield "settings with other names", _of(_linear(extra=renamed), "attribute_map")
     yield "an item of something", _of(_linear(act=functools.partial(operator.getitem, [1])), "getitem")
+    yield "data in the place of a method", _of(_linear(named_modules=[1]), "its method named_modules")
+    hidden = Created(BertConfig, state={"to_dict": 1})
+    yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
+    for function in (torch.lstm, torch._weight_norm, nn.functional.ctc_loss):
+        yield f"{function.__name__}, which trusts its arguments", _of(_linear(act=function), "was not loaded")
+    neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))
+    yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "makes itself anew")
+    tensors = [torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.int32)]
+    cell = ("quantized", tensors, [1.0], [1], [])
+    packed = Created(torch.ScriptObject, state=(cell, "__torch__.torch.classes.rnn.CellParamsBase"))
+    yield "a recurrent cell that reads beyond its columns", _of(_linear(cell=packed), "a recurrent cell of the kind")
+    deep = Call(_ARRAY, bytes(8), np.dtype("f8"), (1,) * 40, "C")
+    yield "an array of forty dimensions", _of(_linear(extra=deep), "an array has the shape", NO_MODEL)
+    vast = Call(_ARRAY, b"", np.dtype("f8"), (0, 2**62, 2**62), "C")
+    yield "an array of nothing, far too wide", _of(_linear(extra=vast), "an array has the shape", NO_MODEL)
+    wide = torch.zeros(1, dtype=torch.int64).expand(1 << 20)
+    often = [torch.sparse_coo_tensor(wide[None], wide, (1,), check_invariants=True) for _ in range(9)]
+    yield "indices expanded often", _of(_linear(extra=often), "far more work", NO_MODEL)
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
     yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
-    rebuild, (*_, order) = np.ones(1).__reduce_ex__(5)
-    empty = Call(rebuild, b"", Call(np.dtype, "S0", False, True), (1 << 40,), order)
+    empty = Call(_ARRAY, b"", Call(np.dtype, "S0", False, True), (1 << 40,), "C")
     yield "an array of nothing", _of(_linear(extra=empty), "something else than numbers", NO_MODEL)
     wide = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.complex128, "xla", False)
     yield "a tensor made wider", _of(_linear(extra=wide), "is stored as", NO_MODEL)
@@ -281,19 +302,27 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
     }
     for name, code in pickles.items():
         yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
-    alias = b"ctypes\nGenericAlias\ncbuiltins\nlist\n"
-    alias_of, around = alias + b"(", b"t\x86R"
+    alias, pair = b"ctypes\nGenericAlias\ncbuiltins\nlist\n", b"h\xffh\xff\x86\x86Rq\xff"
+    attribute, deep = b"X\x01\x00\x00\x00a", 3000
+    aliases = (alias + b"(") * deep + b"K\x01" + b"t\x86R" * deep
     nested = {
-        "aliases within each other": alias_of * 3000 + b"K\x01" + around * 3000,
-        "a key of aliases": b"}" + alias_of * 3000 + b"K\x01" + around * 3000 + b"Ns",
-        "a key of nested pairs of aliases": b"}K\x01" + b"q\xff" + (b"0" + alias + b"h\xffh\xff" + b"\x86\x86Rq\xff") * 60 + b"Ns",
-        "partials within each other": b"cfunctools\npartial\n" * 3000
+        "aliases within each other": aliases,
+        "a key of aliases": b"}" + aliases + b"Ns",
+        "a key of pairs of aliases": b"}K\x01q\xff" + (b"0" + alias + pair) * 60 + b"Ns",
+        "partials within each other": b"cfunctools\npartial\n" * deep
         + b"ctorch.nn.functional\nrelu\n"
-        + b"\x85R" * 3000,
-        "settings within each other": b"ctypes\nSimpleNamespace\n)R}X\x01\x00\x00\x00a" * 3000 + b"K\x01" + b"sb" * 3000,
-        "layers that others keep": b"ctorch.nn.modules.linear\nIdentity\n)\x81}X\x01\x00\x00\x00a" * 3000 + b"K\x01" + b"sb" * 3000,
-        "attributes of attributes": b"cbuiltins\ngetattr\n" * 3000 + b"ctorch.nn.modules.linear\nLinear\n" + b"X\x01\x00\x00\x00a\x86R" * 3000,
+        + b"\x85R" * deep,
         "many regular expressions": b"]" + b"".join(map(_pattern, range(100))),
+        "attributes of attributes": (
+            b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
+        ),
+        **{
+            f"{what} within each other": (made + b"}" + attribute) * deep + b"K\x01" + b"sb" * deep
+            for what, made in {
+                "settings": b"ctypes\nSimpleNamespace\n)R",
+                "layers": b"ctorch.nn.modules.linear\nIdentity\n)\x81",
+            }.items()
+        },
     }
     for name, code in nested.items():
         yield name, Hostile(holding(code), NO_MODEL, "model.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pickle
@@ -27,6 +28,11 @@ DEEDS: dict[str, Callable[[], object]] = {
     "a file removed": lambda: Path("kept").unlink(),
     "a file renamed": lambda: Path("kept").rename("other"),
     "a link": lambda: Path("link").symlink_to("kept"),
+    "a folder": lambda: Path("made").mkdir(),
+    "a file cut off": lambda: os.truncate("kept", 0),
+    "a variable": lambda: os.environ.update(LD_PRELOAD="evil.so"),
+    "a library": lambda: ctypes.CDLL("evil.so"),
+    "a time": lambda: os.utime("kept", (0, 0)),
 }
 
 
@@ -64,7 +70,8 @@ def raised() -> type[BaseException]:
 
 
 def test_modules_are_imported_within(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("late_module.py").write_text("value = 3")
+    Path("late_module.py").write_text("import ctypes, os\nos.environ['LATE'] = '3'\nctypes.CDLL(None)\nvalue = 3")
+    monkeypatch.delenv("LATE", raising=False)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     with guarded("model.pt"):

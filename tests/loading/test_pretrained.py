@@ -148,6 +148,51 @@ def test_a_damaged_folder_is_refused_in_a_sentence(name: str, folder: Path) -> N
     assert caught.value.hint
 
 
+HUGE: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"n_layer": 10**6}, "far more modules than its weights"),
+    "words": ({"vocab_size": 10**10}, "far more bytes than its weights"),
+    "positions": ({"n_positions": 10**9}, "far more bytes than its weights"),
+    "features": ({"n_embd": 10**9, "n_head": 1}, "far more bytes than its weights"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_settings_far_larger_than_the_weights_are_refused_before_they_are_built(name: str, folder: Path) -> None:
+    settings, says = HUGE[name]
+    rewrite(folder / "config.json", lambda given: given.update(settings))
+    with pytest.raises(FileFormatError, match=says) as caught:
+        load(folder)
+    assert caught.value.hint
+
+
+def test_an_adapter_that_repeats_layers_is_refused(adapter: Path) -> None:
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(layer_replication=[[0, 1]] * 10**5))
+    with pytest.raises(UnsafeFileError, match="layer_replication copies layers"):
+        load(adapter)
+
+
+HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "a rank": ({"r": 10**8}, "far more bytes than its weights"),
+    "nested repeats": ({"target_modules": "((a*)*)*b"}, "regular expression that may take forever"),
+    "many repeats": ({"target_modules": ".*a" * 9}, "regular expression that may take forever"),
+    "repeats in a key": ({"rank_pattern": {"(a+)+b": 3}}, "regular expression that may take forever"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_ADAPTERS)
+def test_adapters_that_would_take_forever_are_refused(name: str, adapter: Path) -> None:
+    settings, says = HUGE_ADAPTERS[name]
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
+    with pytest.raises(FileFormatError, match=says) as caught:
+        load(adapter)
+    assert caught.value.hint
+
+
+def test_an_adapter_may_name_its_modules_by_a_pattern(adapter: Path) -> None:
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(target_modules=r".*\.h\.\d+\.attn\.(c_attn)"))
+    assert any("lora_A" in name for name, _ in load(adapter).named_parameters())
+
+
 def test_an_index_names_files_of_the_folder_alone(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     index = {"weight_map": {"a": "../elsewhere.safetensors"}}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
+from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import (
     COMPUTED,
     DICT,
@@ -170,6 +171,8 @@ class _Machine:
             built.weight += sum(map(_hashed, built.given()))
             if callee == _PATTERN:
                 self._scan.spend(_WORK_PER_CHARACTER * built.size)
+            if callee == _SPARSE:
+                self._scan.take(sum(map(_tensor_bytes, built.given())))
         if callee == TENSOR_SUBCLASS_REBUILD:
             self._named(next(iter(built.given()), None))
         self._make(built)
@@ -327,12 +330,18 @@ def _size(value: Any) -> int:
     return value.size if isinstance(value, Built) else 0
 
 
+def _tensor_bytes(parts: Any) -> int:
+    """Bytes of the tensors in a tuple: a sparse one copies its indices."""
+    found = map(tensor_of, parts.items if isinstance(parts, Tuple) else ())
+    return sum(tensor.size_bytes for tensor in found if tensor is not None)
+
+
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "_reconstructor"),
     Global("copyreg", "__newobj__"),
     Global("builtins", "object"),
 )
-_PATTERN: Final = Global("re", "_compile")
+_PATTERN, _SPARSE = Global("re", "_compile"), Global("torch._utils", "_rebuild_sparse_tensor")
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """How the protocols before 2 create an empty object."""
 _CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}

@@ -139,7 +139,7 @@ _NAMES: Final[Mapping[str, str]] = {
         embedding_bag_byte_prepack embedding_bag_byte_unpack embedding_bag_prepack embedding_bag_unpack embedding_byte
         group_norm hardswish instance_norm layer_norm leaky_relu linear linear_dynamic linear_dynamic_fp16
         linear_leaky_relu linear_prepack linear_prepack_fp16 linear_relu linear_relu_dynamic linear_relu_dynamic_fp16
-        linear_tanh linear_unpack linear_unpack_fp16 make_quantized_cell_params make_quantized_cell_params_dynamic
+        linear_tanh linear_unpack linear_unpack_fp16 make_quantized_cell_params_dynamic
         make_quantized_cell_params_fp16 matmul max_pool1d max_pool2d mul mul_relu mul_scalar mul_scalar_relu prelu
         quantized_gru_cell_dynamic quantized_lstm_cell_dynamic quantized_rnn_relu_cell_dynamic
         quantized_rnn_tanh_cell_dynamic relu6 sigmoid softmax threshold

@@ -60,6 +60,11 @@ def is_checked(schema: Any) -> bool:
     return _check_of(schema) not in (None, _groups)  # scripts of quantized layers need the latter's: it only divides
 
 
+def trusts_arguments(operator: str) -> bool:
+    """Whether an operator, e.g. ``aten::lstm``, has an overload with such a check."""
+    return operator in _TRUSTING
+
+
 def _check_of(schema: Any) -> Check | None:
     return _CHECKS.get(f"{schema.name}.{schema.overload_name}", _CHECKS.get(schema.name))
 
@@ -371,3 +376,5 @@ _CHECKS: Final[Mapping[str, Check]] = {
     **{f"{library}::conv{kind}_prepack": _groups for library in _QUANTIZED for kind in _CONVOLUTIONS},
 }
 """By an operator's name; with its overload where another overload needs another check, or none."""
+_TRUSTING: Final = frozenset(name.partition(".")[0] for name in _CHECKS) - {"aten::to"}
+"""Names of those operators; what is checked of ``to`` are TorchScript's own overloads."""

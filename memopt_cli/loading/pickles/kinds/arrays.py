@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from memopt_cli.loading.pickles.described import items_in
 from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes whose items are numbers, text or objects of the file, and no structures of them."""
+_LARGEST, _MOST_SIZES = 2**48, 32
+"""Items and dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
@@ -89,7 +91,7 @@ def _check(data: Any, dtype: Any, shape: Any) -> None:
     is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise Broken("an array is made of something else")
-    if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
+    if len(data) != _items(shape) * dtype.itemsize:
         raise Broken(f"an array of the shape {shape} has {len(data)} bytes")
 
 
@@ -98,8 +100,18 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
         raise Broken("an array is made of something else")
-    if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape):
+    if len(data) != _items(shape):
         raise Broken(f"an array of the shape {shape} has {len(data)} items")
+
+
+def _items(shape: tuple[Any, ...]) -> int:
+    """How many items an array of that shape has; no size is far larger than what is there, an empty one's neither."""
+    try:
+        if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MOST_SIZES:
+            raise Broken(f"an array has the shape {shape}")
+        return items_in(shape)
+    except (TypeError, ValueError) as err:
+        raise Broken(f"an array has the shape {shape}") from err
 
 
 def _held(name: str) -> Any:

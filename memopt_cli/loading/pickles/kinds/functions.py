@@ -32,6 +32,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
+from memopt_cli.runtime.lifted.arguments import trusts_arguments
 
 _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
 """Modules of PyTorch's built-in functions, named as the operators are."""
@@ -68,9 +69,9 @@ class Functions:
             return False
         module, name = use.name.module, use.name.name
         if module in _OPERATOR_MODULES:
-            return is_allowed(f"aten::{name}")
+            return _is_operator(name)
         if any(within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
-            return True
+            return not trusts_arguments(f"aten::{name}")
         listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 
@@ -85,6 +86,11 @@ class Functions:
         if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
             return Denied("is no function that memopt knows only to compute")
         return Recipe(make=lambda: found, role="callable")
+
+
+def _is_operator(name: str) -> bool:
+    """One that a lifted program may call without a look at its arguments: none is taken here."""
+    return is_allowed(f"aten::{name}") and not trusts_arguments(f"aten::{name}")
 
 
 def _in_function_module(module: str) -> bool:
@@ -122,7 +128,7 @@ def _check_attribute(node: Built | None, graph: Graph) -> str:
     assert node is not None
     match node.given():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
-            allowed, of = is_allowed(f"aten::{name}"), owner.name
+            allowed, of = _is_operator(name), owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import types
@@ -173,7 +174,7 @@ def set_attributes(target: Any, state: Any) -> None:
 def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
     """Why these attributes must not be those of an object of the class; empty if they may.
 
-    A callable in the place of a method would run in its stead.
+    A callable in the place of a method would run in its stead, and data there would be called.
     """
     for name, value in entries:
         if not isinstance(name, str) or not name.isprintable():
@@ -181,9 +182,18 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
-        if runs and any(name in vars(base) for base in kind.__mro__) and not _is_own_method(value, name):
+        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        hides = runs and found is not None
+        if (hides or (_is_method(found) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"has something else in the place of its method {name}"
     return ""
+
+
+def _is_method(found: Any) -> bool:
+    """Whether an attribute of an object would hide what its class has there: a property is found first."""
+    kind = type(found)
+    keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
+    return hasattr(kind, "__get__") and not keeps_its_value
 
 
 def _is_own_method(value: Any, name: str) -> bool:

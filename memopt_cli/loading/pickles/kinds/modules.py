@@ -129,8 +129,10 @@ _NOT: Final = {
 
 
 def _created(found: type) -> Recipe | Denied | None:
-    if issubclass(found, _PROGRAMS):
-        return Denied("makes its code anew from its attributes, when it is copied or saved")
+    if issubclass(found, _PROGRAMS) or any(map(_copies_itself, found.__mro__)):
+        own = found.__module__.partition(".")[0] == "torch"
+        by_name = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
+        return Denied("makes itself anew from its attributes when it is copied or saved", by_name)
     if issubclass(found, nn.Module):
         return module_recipe(found)
     if found.__name__ in _HOOKS.get(found.__module__, ()):
@@ -146,6 +148,14 @@ def _created(found: type) -> Recipe | Denied | None:
 
 
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
+_COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
+"""Methods that copy and save an object, and run code of its library's on what a file says."""
+_PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
+"""Modules whose classes have some that copy attributes, and do nothing else."""
+
+
+def _copies_itself(base: type) -> bool:
+    return base.__module__ not in _PLAIN_COPIES and not _COPYING.isdisjoint(vars(base))
 
 
 def _called(found: type) -> Recipe | None:
@@ -216,8 +226,14 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     assert kind is not None
     if entries is None:
         return "has a state of another kind"
-    renaming = [name for name, _ in entries if name in ("attribute_map", "_use_kernels", "kernel_config")]
-    return f"has {renaming[0]} among its attributes" if renaming else shadowing(kind, entries, graph)
+    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), _RULES)]
+    return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
+
+
+_KERNELS: Final = ("_use_kernels", "kernel_config")
+"""Settings that ask for kernels of a hub."""
+_RULES: Final = (dict, set, frozenset)
+"""What the class of settings has for all of them, such as other names of some: it is no setting."""
 
 
 def _check_hook(node: Built | None, graph: Graph) -> str:

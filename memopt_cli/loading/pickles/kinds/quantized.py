@@ -16,9 +16,11 @@ _CLASSES: Final = tuple(
         "quantized.Conv2dPackedParamsBase",
         "quantized.Conv3dPackedParamsBase",
         "quantized.EmbeddingPackedParamsBase",
-        "rnn.CellParamsBase",
     )
 )
+_CELLS: Final = "__torch__.torch.classes.rnn.CellParamsBase"
+_KINDS_OF_CELLS: Final = ("quantized_dynamic", "quantized_fp16")
+"""Those that are made of packed weights; others read the offsets of their columns unchecked."""
 
 
 def _make(*arguments: Any) -> Any:
@@ -31,6 +33,8 @@ def _check(node: Built | None, graph: Graph) -> str:
     """Its state is what the class takes, and the name of the class."""
     assert node is not None
     match node.state:
+        case Tuple(items=(Tuple(items=(str(kind), *_)), str(name))) if name == _CELLS:
+            return "" if kind in _KINDS_OF_CELLS else f"holds a recurrent cell of the kind {kind!r}"
         case Tuple(items=(_, str(name))) if name in _CLASSES:
             return ""
     return "is of a class that is none of packed weights"
