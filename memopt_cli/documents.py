@@ -136,7 +136,7 @@ def read_json(data: bytes | str, *, unique: bool = False) -> Any:
         text = data.decode() if isinstance(data, bytes) else data
         hook = _unique if unique else dict
         value = json.loads(
-            text, object_pairs_hook=hook, parse_int=_whole, parse_float=_float, parse_constant=_no_number
+            text, object_pairs_hook=hook, parse_int=whole_number, parse_float=_float, parse_constant=_no_number
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
@@ -198,8 +198,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _whole(text: str) -> int:
-    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**64:
+def whole_number(text: str) -> int:
+    """The number that JSON's digits stand for.  Raises :class:`ValueError` for one that 64 bits with a sign cannot hold."""
+    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)
 

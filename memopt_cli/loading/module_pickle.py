@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
-from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
@@ -39,6 +38,7 @@ from memopt_cli.loading.trust import (
     unknown,
 )
 from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.watch import watched
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
@@ -166,7 +166,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     try:
-        with contextlib.nullcontext() if vouched.trust != Trust() else guarded(file.path):
+        with contextlib.nullcontext() if vouched.trust != Trust() else watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
     except Broken as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err

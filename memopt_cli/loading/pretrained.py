@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line
 from memopt_cli.loading.bounds import bounded
-from memopt_cli.loading.guard import guarded
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
+from memopt_cli.loading.watch import watched
 from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, is_pretrained
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -69,7 +69,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     digest = hashlib.sha256()
     os.environ["HF_HUB_OFFLINE"] = "1"
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
-    with guarded(location):
+    with watched(location):
         model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
 

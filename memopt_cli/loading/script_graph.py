@@ -40,8 +40,6 @@ class ScriptClass:
     constants: tuple[Tensor, ...]
     failures: dict[str, str]
     """Method that could not be lifted -> why."""
-    attributes: frozenset[str]
-    """Names of the attributes of its own that its methods read or set."""
 
 
 def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str]) -> ScriptClass:
@@ -59,7 +57,7 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
                 failures[name] = str(reason)
     _, _, named = script._c.qualified_name.rpartition(".")
     program = (VERSION, named if is_name(named) else "Lifted", tuple(methods), functions.reached(methods))
-    return ScriptClass(program, tuple(constants), failures, frozenset(_own_attributes(program)))
+    return ScriptClass(program, tuple(constants), failures)
 
 
 def find_module(script: Any, path: Path) -> Any:
@@ -82,11 +80,12 @@ def calls_of(program: tuple[Any, ...]) -> Iterator[tuple[Path, str]]:
                 yield node[1]
 
 
-def _own_attributes(program: tuple[Any, ...]) -> Iterator[str]:
+def attributes_of(program: tuple[Any, ...]) -> Iterator[Path]:
+    """The path of every attribute that a program reads or sets, in its module or in one within that."""
     for method in program[2]:
         for node in nodes_of(method[3]):
-            if node[0] in ("get", "set", "parameter") and len(node[1]) == 1:
-                yield node[1][0]
+            if node[0] in ("get", "set", "parameter"):
+                yield node[1]
 
 
 @dataclass(slots=True)
@@ -323,7 +322,10 @@ class _Graph:
         return []
 
     def _set_attribute(self, node: Any) -> list[tuple[Any, ...]]:
-        return self._plain("set", node, self._attribute(node), skip=1)
+        path = self._attribute(node)
+        if path[-1] == "training" or not path[-1].isidentifier():
+            raise Unliftable(f"the attribute {path[-1]} is set ({_where(node)})")
+        return self._plain("set", node, path, skip=1)
 
     def _call_method(self, node: Any) -> list[tuple[Any, ...]]:
         owner, name = node.inputsAt(0), node.s("name")

@@ -15,7 +15,14 @@ from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, ModelFile
 from memopt_cli.loading.script_archive import check_script_file
-from memopt_cli.loading.script_graph import ScriptClass, calls_of, find_module, lift_class, set_attributes
+from memopt_cli.loading.script_graph import (
+    ScriptClass,
+    attributes_of,
+    calls_of,
+    find_module,
+    lift_class,
+    set_attributes,
+)
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.program import BadProgram
@@ -100,9 +107,11 @@ class _Lifting:
         self._reasons: dict[str, str] = {}
         self._called: dict[str, set[str]] = {}
         """Class -> its methods that others call."""
+        self._used: dict[str, set[str]] = {}
+        """Class -> its attributes that its methods, or those of others, read or set."""
         self._modules: dict[Any, nn.Module] = {}
         for module in root.modules():
-            self._note_calls(module)
+            self._note_uses(module)
 
     def programs(self) -> Iterator[tuple[Any, ...]]:
         """Those of all classes."""
@@ -129,7 +138,7 @@ class _Lifting:
         for name, tensor in script._parameters.items():
             module._parameters[name] = as_parameter(tensor)
         module._buffers.update(script._buffers.items())
-        for name in sorted(lifted.attributes - {"training"}):
+        for name in sorted(self._used.get(script._c.qualified_name, set()) - {"training"}):
             if not any(name in held for held in (script._parameters, script._buffers, script._modules)):
                 setattr(module, name, script._c.getattr(name))
         for name, child in script._modules.items():
@@ -142,11 +151,12 @@ class _Lifting:
             self._classes[name] = lift_class(script, self._unit, self._mutable)
         return self._classes[name]
 
-    def _note_calls(self, script: Any) -> None:
-        for path, method in calls_of(self._class(script).program):
-            owner = find_module(script, path)
-            if owner is not None:
-                self._called.setdefault(owner._c.qualified_name, set()).add(method)
+    def _note_uses(self, script: Any) -> None:
+        program = self._class(script).program
+        for path, method in calls_of(program):
+            _note(self._called, find_module(script, path), method)
+        for attribute in attributes_of(program):
+            _note(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
     def _reason(self, script: Any) -> str:
         """Why a script cannot be lifted; empty if it can."""
@@ -167,6 +177,20 @@ class _Lifting:
             within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
             if any(owner is not None and self._reason(owner) for owner in within):
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
+        for attribute in attributes_of(lifted.program):
+            owner = find_module(script, attribute[:-1]) if len(attribute) > 1 else None
+            if owner is not None and not _is_tensor(owner, attribute[-1]) and self._reason(owner):
+                yield f"it uses {'.'.join(attribute)} of a part that cannot be lifted"
+
+
+def _is_tensor(script: Any, name: str) -> bool:
+    """Those of a script that stays one are its parameters and buffers as well."""
+    return name in script._parameters or name in script._buffers
+
+
+def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
+    if owner is not None:
+        noted.setdefault(owner._c.qualified_name, set()).add(name)
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:

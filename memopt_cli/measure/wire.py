@@ -9,12 +9,13 @@ import json
 import struct
 from typing import Any, BinaryIO, Final
 
+from memopt_cli.documents import whole_number
+
 SIZE: Final = struct.Struct("!Q")
 """Of what follows, in bytes."""
 MOST_LINE_BYTES: Final = 256 << 20
 """Of a reply: a recorded step of half a million operators."""
 MOST_FILE_BYTES: Final = 1 << 40
-_MOST_DIGITS: Final = 20
 
 
 def reply_in(line: bytes) -> Any:
@@ -22,13 +23,7 @@ def reply_in(line: bytes) -> Any:
 
     Raises :class:`ValueError`, or :class:`RecursionError`, for what is none.
     """
-    return json.loads(line.decode(), parse_int=_whole)
-
-
-def _whole(text: str) -> int:
-    if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**63:
-        raise ValueError("a number is too large")
-    return int(text)
+    return json.loads(line.decode(), parse_int=whole_number)
 
 
 class Pieces(io.RawIOBase):

@@ -223,6 +223,40 @@ def test_what_cannot_be_lifted_stays_a_script_and_is_named(tmp_path: Path) -> No
     assert differing(expected, run(again, given)) == []
 
 
+class Scaled(nn.Module):
+    __constants__ = ("ends",)
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.linear, self.scale, self.ends = nn.Linear(3, 3), 3.0, ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ends:
+            self.training = False
+        return self.linear(x)
+
+
+class ScaledByItsOwner(nn.Module):
+    """Uses a number that its part has, and that the part itself does not."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.part = Scaled(ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.scale += 1.0
+        return self.part(x) * self.part.scale
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["lifted", "a part that sets its mode"])
+def test_a_number_that_only_the_owner_of_a_part_uses(ends: bool, tmp_path: Path) -> None:
+    script = torch.jit.script(ScaledByItsOwner(ends))
+    loaded = lifted(script, tmp_path)
+    assert isinstance(loaded.module, ScriptLeaf) is ends
+    given = (torch.randn(4, 3),)
+    assert differing(run(script, given), run(loaded.module, given)) == []
+
+
 class Sharing(nn.Module):
     """The part that cannot be lifted shares its weight with one that can."""
 

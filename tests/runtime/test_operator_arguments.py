@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.runtime.lifted.allowed import is_allowed
-from memopt_cli.runtime.lifted.arguments import ArgumentError, guarded
+from memopt_cli.runtime.lifted.arguments import ArgumentError, checked
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, find_operator
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="each case runs in a forked process")
@@ -131,7 +131,7 @@ def random_value(kind: str, choose: random.Random) -> Any:
 
 
 def random_call(operator: Any, seed: int) -> tuple[str, Call]:
-    call = guarded(operator, with_codes=True)
+    call = checked(operator, with_codes=True)
 
     def run() -> None:
         choose = random.Random(f"{operator} {seed}")
@@ -160,10 +160,10 @@ def test_random_arguments_end_no_process() -> None:
 ones, zeros, numbers = torch.ones, torch.zeros, torch.tensor
 
 
-def checked(key: str) -> Callable[..., Any]:
+def behind_its_check(key: str) -> Callable[..., Any]:
     operator = find_operator(key)
     assert operator is not None, key
-    return guarded(operator, with_codes=True)
+    return checked(operator, with_codes=True)
 
 
 def lstm(key: str = "aten::lstm.input", **other: Any) -> Any:
@@ -174,35 +174,37 @@ def lstm(key: str = "aten::lstm.input", **other: Any) -> Any:
         "params": [zeros(256, 4), zeros(256, 64), zeros(256), zeros(256)],
         **other,
     }
-    return checked(key)(arguments["x"], arguments["hx"], arguments["params"], True, 1, 0.0, False, False, False)
+    return behind_its_check(key)(
+        arguments["x"], arguments["hx"], arguments["params"], True, 1, 0.0, False, False, False
+    )
 
 
 def packed_lstm(sizes: Tensor, batch: int = 2) -> Any:
     states, params = [zeros(1, batch, 8)] * 2, [zeros(32, 4), zeros(32, 8)]
-    return checked("aten::lstm.data")(ones(5, 4), sizes, states, params, False, 1, 0.0, False, False)
+    return behind_its_check("aten::lstm.data")(ones(5, 4), sizes, states, params, False, 1, 0.0, False, False)
 
 
 def batch_norm(key: str, x: Tensor, *rest: Any) -> Any:
-    return checked(key)(x, *rest, 0.1, 1e-5)
+    return behind_its_check(key)(x, *rest, 0.1, 1e-5)
 
 
 def bag(offsets: Any, key: str = "aten::embedding_bag", indices: Any = (0, 1, 2, 3), **other: Any) -> Any:
-    return checked(key)(ones(4, 8), numbers(indices), numbers(offsets), **other)
+    return behind_its_check(key)(ones(4, 8), numbers(indices), numbers(offsets), **other)
 
 
 def ctc(targets: Any, lengths: Any = (2,), steps: Any = (6,)) -> Any:
-    return checked("aten::ctc_loss.IntList")(zeros(6, 1, 5), numbers([targets]), list(steps), list(lengths))
+    return behind_its_check("aten::ctc_loss.IntList")(zeros(6, 1, 5), numbers([targets]), list(steps), list(lengths))
 
 
 def attention(key: Tensor, value: Tensor, **other: Any) -> Any:
-    return checked("aten::_scaled_dot_product_flash_attention_for_cpu")(ones(2, 4, 8, 16), key, value, **other)
+    return behind_its_check("aten::_scaled_dot_product_flash_attention_for_cpu")(ones(2, 4, 8, 16), key, value, **other)
 
 
 def quantized_bag(**other: Any) -> Any:
     weight = torch.quantize_per_channel(ones(4, 16), ones(4), zeros(4), 0, torch.quint8)
     packed = torch.ops.quantized.embedding_bag_prepack(weight)
     arguments = {"indices": numbers([0, 1]), "offsets": numbers([0]), **other}
-    return checked("quantized::embedding_bag_byte")(packed, **arguments)
+    return behind_its_check("quantized::embedding_bag_byte")(packed, **arguments)
 
 
 def complex_ones(*shape: int) -> Tensor:
@@ -210,9 +212,9 @@ def complex_ones(*shape: int) -> Tensor:
 
 
 FINE: dict[str, Call] = {
-    "weight norm": lambda: checked("aten::_weight_norm")(ones(4, 3), ones(4, 1)),
-    "weight norm of all": lambda: checked("aten::_weight_norm")(ones(4, 3), ones(()), -1),
-    "fused weight norm": lambda: checked("aten::_weight_norm_interface")(ones(4, 3), ones(1, 3), 1),
+    "weight norm": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(4, 1)),
+    "weight norm of all": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(()), -1),
+    "fused weight norm": lambda: behind_its_check("aten::_weight_norm_interface")(ones(4, 3), ones(1, 3), 1),
     "batch norm": lambda: batch_norm("aten::native_batch_norm", ones(2, 4), ones(4), None, zeros(4), ones(4), False),
     "batch norm that trains": lambda: batch_norm("aten::native_batch_norm", ones(2, 4), None, None, None, None, True),
     "batch norm without statistics": lambda: batch_norm(
@@ -221,7 +223,7 @@ FINE: dict[str, Call] = {
     "batch norm in eval": lambda: batch_norm(
         "aten::_native_batch_norm_legit_no_training", ones(2, 4), None, None, zeros(4), ones(4)
     ),
-    "group norm": lambda: checked("aten::native_group_norm")(ones(2, 4, 3), ones(4), None, 2, 4, 3, 2, 1e-5),
+    "group norm": lambda: behind_its_check("aten::native_group_norm")(ones(2, 4, 3), ones(4), None, 2, 4, 3, 2, 1e-5),
     "lstm": lstm,
     "projecting lstm": lambda: lstm(
         hx=[zeros(1, 2, 3), zeros(1, 2, 64)],
@@ -235,20 +237,20 @@ FINE: dict[str, Call] = {
     "weighed bag": lambda: bag([0, 2], per_sample_weights=ones(4)),
     "quantized bag": quantized_bag,
     "attention": lambda: attention(ones(2, 2, 5, 16), ones(2, 2, 5, 16), attn_mask=zeros(8, 5)),
-    "fft": lambda: checked("aten::_fft_c2c")(complex_ones(2, 8), [0, 1], 0, True),
-    "real fft": lambda: checked("aten::_fft_r2c")(ones(8), [0], 0, True),
-    "inverse fft": lambda: checked("aten::_fft_c2r")(complex_ones(5), [0], 0, 8),
-    "dtype": lambda: checked("aten::to.dtype")(ones(2), 5),
-    "memory format": lambda: checked("aten::clone")(ones(2, 2), memory_format=torch.contiguous_format),
-    "out": lambda: checked("aten::div.out")(ones(2), ones(2), out=ones(2)),
+    "fft": lambda: behind_its_check("aten::_fft_c2c")(complex_ones(2, 8), [0, 1], 0, True),
+    "real fft": lambda: behind_its_check("aten::_fft_r2c")(ones(8), [0], 0, True),
+    "inverse fft": lambda: behind_its_check("aten::_fft_c2r")(complex_ones(5), [0], 0, 8),
+    "dtype": lambda: behind_its_check("aten::to.dtype")(ones(2), 5),
+    "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=torch.contiguous_format),
+    "out": lambda: behind_its_check("aten::div.out")(ones(2), ones(2), out=ones(2)),
 }
 
 REFUSED: dict[str, Call] = {
-    "weight norm": lambda: checked("aten::_weight_norm")(ones(4096, 4), ones(1, 1), 0),
-    "weight norm along the last": lambda: checked("aten::_weight_norm")(ones(4, 4096), ones(1, 1), 1),
-    "empty weight norm": lambda: checked("aten::_weight_norm_interface")(ones(0), ones(0), 0),
-    "fused weight norm": lambda: checked("aten::_weight_norm_interface")(ones(4096, 4), ones(1, 1), 0),
-    "fused weight norm of all": lambda: checked("aten::_weight_norm_interface")(ones(4, 4), ones(()), -1),
+    "weight norm": lambda: behind_its_check("aten::_weight_norm")(ones(4096, 4), ones(1, 1), 0),
+    "weight norm along the last": lambda: behind_its_check("aten::_weight_norm")(ones(4, 4096), ones(1, 1), 1),
+    "empty weight norm": lambda: behind_its_check("aten::_weight_norm_interface")(ones(0), ones(0), 0),
+    "fused weight norm": lambda: behind_its_check("aten::_weight_norm_interface")(ones(4096, 4), ones(1, 1), 0),
+    "fused weight norm of all": lambda: behind_its_check("aten::_weight_norm_interface")(ones(4, 4), ones(()), -1),
     "batch norm's weight": lambda: batch_norm(
         "aten::native_batch_norm", ones(2, 4096), ones(1), None, zeros(4096), ones(4096), False
     ),
@@ -267,7 +269,9 @@ REFUSED: dict[str, Call] = {
     "functional batch norm": lambda: batch_norm(
         "aten::_native_batch_norm_legit_functional", ones(2, 4096), ones(1), None, zeros(4096), ones(4096), True
     ),
-    "group norm of no groups": lambda: checked("aten::native_group_norm")(ones(64), None, None, 1, 64, 1, 0, 1e-5),
+    "group norm of no groups": lambda: behind_its_check("aten::native_group_norm")(
+        ones(64), None, None, 1, 64, 1, 0, 1e-5
+    ),
     "lstm's recurrent weights": lambda: lstm(params=[zeros(256, 4), zeros(8, 2), zeros(256), zeros(256)]),
     "lstm's input weights": lambda: lstm(params=[zeros(4, 4), zeros(256, 64), zeros(256), zeros(256)]),
     "lstm's bias": lambda: lstm(params=[zeros(256, 4), zeros(256, 64), zeros(1), zeros(1)]),
@@ -294,26 +298,26 @@ REFUSED: dict[str, Call] = {
     "attention's values": lambda: attention(ones(2, 4, 8, 16), ones(2, 4, 2, 16)),
     "attention's heads": lambda: attention(ones(2, 3, 8, 16), ones(2, 3, 8, 16)),
     "attention's mask": lambda: attention(ones(2, 4, 8, 16), ones(2, 4, 8, 16), attn_mask=zeros(2, 3)),
-    "fft's dimension": lambda: checked("aten::_fft_c2c")(complex_ones(8), [99999], 0, True),
-    "fft twice": lambda: checked("aten::_fft_c2c")(complex_ones(8, 8), [0] * 6, 0, True),
-    "real fft's dimension": lambda: checked("aten::_fft_r2c")(ones(8), [2**62], 0, True),
-    "inverse fft's dimension": lambda: checked("aten::_fft_c2r")(complex_ones(8), [9999], 0, 8),
-    "inverse fft's size": lambda: checked("aten::_fft_c2r")(complex_ones(2), [0], 0, 10**5),
-    "view of quantized": lambda: checked("aten::view_copy.dtype")(
+    "fft's dimension": lambda: behind_its_check("aten::_fft_c2c")(complex_ones(8), [99999], 0, True),
+    "fft twice": lambda: behind_its_check("aten::_fft_c2c")(complex_ones(8, 8), [0] * 6, 0, True),
+    "real fft's dimension": lambda: behind_its_check("aten::_fft_r2c")(ones(8), [2**62], 0, True),
+    "inverse fft's dimension": lambda: behind_its_check("aten::_fft_c2r")(complex_ones(8), [9999], 0, 8),
+    "inverse fft's size": lambda: behind_its_check("aten::_fft_c2r")(complex_ones(2), [0], 0, 10**5),
+    "view of quantized": lambda: behind_its_check("aten::view_copy.dtype")(
         torch.quantize_per_tensor(ones(4), 0.1, 1, torch.qint8), 5
     ),
-    "dtype": lambda: checked("aten::to.dtype")(ones(2), 99999),
-    "dtype in a tensor": lambda: checked("aten::to.dtype")(ones(2), numbers(99999)),
-    "dtype of any kind": lambda: checked("aten::to.prim_dtype")(ones(2), 99999),
-    "copy as nothing": lambda: checked("aten::to.prim_dtype")(ones(2), None, False, True),
-    "copy to nowhere": lambda: checked("aten::to.prim_Device")(ones(2), None, None, False, True),
-    "copy": lambda: checked("aten::to.prim_other")(ones(2), False, True),
-    "pool's size": lambda: checked("aten::_adaptive_avg_pool3d")(ones(1, 1, 4, 4, 4), [7]),
-    "convolution's groups": lambda: checked("quantized::conv1d_prepack")(
+    "dtype": lambda: behind_its_check("aten::to.dtype")(ones(2), 99999),
+    "dtype in a tensor": lambda: behind_its_check("aten::to.dtype")(ones(2), numbers(99999)),
+    "dtype of any kind": lambda: behind_its_check("aten::to.prim_dtype")(ones(2), 99999),
+    "copy as nothing": lambda: behind_its_check("aten::to.prim_dtype")(ones(2), None, False, True),
+    "copy to nowhere": lambda: behind_its_check("aten::to.prim_Device")(ones(2), None, None, False, True),
+    "copy": lambda: behind_its_check("aten::to.prim_other")(ones(2), False, True),
+    "pool's size": lambda: behind_its_check("aten::_adaptive_avg_pool3d")(ones(1, 1, 4, 4, 4), [7]),
+    "convolution's groups": lambda: behind_its_check("quantized::conv1d_prepack")(
         torch.quantize_per_tensor(ones(4, 4, 3), 0.1, 0, torch.qint8), None, [1], [0], [1], 0
     ),
-    "layout": lambda: checked("aten::zeros")([2], layout=2),
-    "memory format": lambda: checked("aten::clone")(ones(2, 2), memory_format=4),
+    "layout": lambda: behind_its_check("aten::zeros")([2], layout=2),
+    "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=4),
 }
 
 
@@ -351,9 +355,9 @@ def test_numbers_are_not_read_in_a_dry_run() -> None:
     weight, indices, offsets = ones(4, 8), numbers([0, 1]), numbers([0, -9])
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in (weight, indices, offsets)]
-        assert checked("aten::embedding_bag")(*fake)[0].shape == (2, 8)
+        assert behind_its_check("aten::embedding_bag")(*fake)[0].shape == (2, 8)
         with pytest.raises(ArgumentError):
-            checked("aten::embedding_bag")(*fake, per_sample_weights=mode.from_tensor(weight))
+            behind_its_check("aten::embedding_bag")(*fake, per_sample_weights=mode.from_tensor(weight))
 
 
 def test_who_watches_operators_sees_only_the_operator() -> None:
@@ -374,7 +378,7 @@ def test_who_watches_operators_sees_only_the_operator() -> None:
     arguments = (ones(4, 8), numbers([0, 1]), numbers([0]))
     unchecked = find_operator("aten::embedding_bag")
     assert unchecked is not None
-    assert seen(lambda: checked("aten::embedding_bag")(*arguments)) == seen(lambda: unchecked(*arguments))
+    assert seen(lambda: behind_its_check("aten::embedding_bag")(*arguments)) == seen(lambda: unchecked(*arguments))
 
 
 def test_refused_arguments_end_no_process_either() -> None:

@@ -27,7 +27,7 @@ class ArgumentError(RuntimeError):
     """A program gave an operator arguments that it must not run on."""
 
 
-def guarded(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..., Any]:
+def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..., Any]:
     """The operator behind its check; as it is if it needs none.
 
     ``with_codes``: numbers of dtypes, layouts and memory formats are computed and must be looked at too.  What is

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.allowed import LIBRARIES
-from memopt_cli.runtime.lifted.arguments import codes_of, guarded
+from memopt_cli.runtime.lifted.arguments import checked, codes_of
 from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
 from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, nodes_of, tuple_name
@@ -350,7 +350,7 @@ class _Writer:
         with_codes = any(type(operands[position]) is not tuple for position, _ in codes_of(operator))
         library = self._names.setdefault(namespace, types.SimpleNamespace())
         if with_codes or not hasattr(library, name):
-            setattr(library, name, guarded(operator, with_codes=with_codes))
+            setattr(library, name, checked(operator, with_codes=with_codes))
 
     def _argument(self, argument: Any, operand: Any) -> str:
         if type(operand) is tuple and type(operand[0]) is int and argument.name == "dtype" and operand[0] < len(DTYPES):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.errors import UnsafeFileError
-from memopt_cli.loading.guard import guarded
+from memopt_cli.loading.watch import watched
 
 DEEDS: dict[str, Callable[[], object]] = {
     "a program": lambda: subprocess.run(["true"], check=True),
@@ -44,14 +44,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", DEEDS)
 def test_what_no_model_needs_is_refused(name: str) -> None:
-    with pytest.raises(UnsafeFileError, match=r"model\.pt was not loaded") as caught, guarded("model.pt"):
+    with pytest.raises(UnsafeFileError, match=r"model\.pt was not loaded") as caught, watched("model.pt"):
         DEEDS[name]()
     assert "--trust-pickle" in caught.value.hint
     assert {path.name: path.read_text() for path in Path.cwd().iterdir()} == {"kept": "kept"}
 
 
 def test_it_ends_with_the_block_and_holds_in_other_threads() -> None:
-    with guarded("model.pt"):
+    with watched("model.pt"):
         assert Path("kept").read_text() == "kept"
         worker = threading.Thread(target=lambda: refused.append(raised()))
         refused: list[type[BaseException]] = []
@@ -74,7 +74,7 @@ def test_modules_are_imported_within(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LATE", raising=False)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    with guarded("model.pt"):
+    with watched("model.pt"):
         assert importlib.import_module("late_module").value == 3
     assert not Path("__pycache__").exists()
     assert not sys.dont_write_bytecode

@@ -33,7 +33,7 @@ _installed = False
 
 
 @contextmanager
-def guarded(path: str) -> Iterator[None]:
+def watched(path: str) -> Iterator[None]:
     """While it lasts, programs, connections, pickles and changes of files raise :class:`UnsafeFileError`."""
     global _installed
     if not _installed:
