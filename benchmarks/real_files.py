@@ -565,7 +565,7 @@ def with_flags(source: ModelSource, hint: str, code: str) -> tuple[ModelSource, 
     """The source with the flags that a hint prints, and these."""
     flags = []
     for flag, quoted in _FLAG.findall(hint):
-        value = quoted.strip("'").replace("SCRIPT.py", SCRIPT)
+        value = quoted.strip("'").replace("YOUR_SCRIPT.py", SCRIPT)
         trust = Trust()
         match flag:
             case "weights" if code:

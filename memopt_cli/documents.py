@@ -127,16 +127,18 @@ def yaml_text(data: Any) -> str:
     return yaml.dump(data, Dumper=_ExactDumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 
-def read_json(data: bytes | str, *, unique: bool = False) -> Any:
+def read_json(data: bytes | str, *, unique: bool = False, infinite: bool = False) -> Any:
     """The plain values of a JSON document, whose numbers and depth are those that such documents have.
 
-    ``unique``: no object names a key twice.  Raises :class:`ValueError` that says what is wrong with it.
+    ``unique``: no object names a key twice.  ``infinite``: ``Infinity`` and ``NaN`` are numbers.
+
+    Raises :class:`ValueError` that says what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        hook = _unique if unique else dict
+        hook, constant = _unique if unique else dict, float if infinite else _no_number
         value = json.loads(
-            text, object_pairs_hook=hook, parse_int=whole_number, parse_float=_float, parse_constant=_no_number
+            text, object_pairs_hook=hook, parse_int=whole_number, parse_float=_float, parse_constant=constant
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
@@ -199,7 +201,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """The number that JSON's digits stand for.  Raises :class:`ValueError` for one that 64 bits with a sign cannot hold."""
+    """The number that JSON's digits stand for.  Raises :class:`ValueError` for one of more than 63 bits."""
     if len(text) > _MOST_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)

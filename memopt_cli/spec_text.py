@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -135,7 +136,7 @@ def is_factory(location: str) -> bool:
 
 def is_pretrained(location: str) -> bool:
     """Whether a folder holds the settings of a model, or of an adapter."""
-    return any(Path(location, name).is_file() for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
+    return any(os.path.isfile(os.path.join(location, name)) for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
 
 
 def parse_shape(text: str) -> tuple[int | str, ...]:

@@ -22,7 +22,7 @@ from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import LoadedModel, ModelSource, Trust
-from memopt_cli.spec_text import is_factory
+from memopt_cli.spec_text import is_factory, is_pretrained
 
 __all__ = ["load", "load_model", "read_file"]
 
@@ -59,16 +59,17 @@ def load_model(source: ModelSource) -> LoadedModel:
     )
 
 
-def load(path: str | os.PathLike[str], *, trust: Trust = Trust()) -> nn.Module:
+def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load a model that memopt wrote, any saved module or a folder of ``save_pretrained``, onto the CPU.
 
+    ``key`` says which entry is meant of a file that holds several, as keys joined by dots.
     ``trust`` says whose classes may be built besides those of PyTorch and of well-known model libraries, for example
     ``Trust(packages=("mymodels",))``.  Raises as :func:`load_model` does.
     """
     try:
         if Path(path).is_dir():
             return load_pretrained(os.fspath(path))[0].module
-        return _load_file(read_file(os.fspath(path)), trust)[0].module
+        return _load_file(read_file(os.fspath(path), key), trust)[0].module
     except Unvouched as err:
         if err.remedy == Trust():
             raise
@@ -88,7 +89,8 @@ def read_file(path: str, key: str | None = None) -> ModelFile:
     try:
         return ModelFile(path=path, data=read_bytes(path), key=key)
     except IsADirectoryError as err:
-        raise UsageError(f"{path} is a folder, not a model file") from err
+        hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
+        raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err
     except FileNotFoundError as err:
         hint = "For a model built by code write package.module:callable." if ":" in path else "Check the path."
         raise UsageError(f"{path} does not exist", hint=hint) from err

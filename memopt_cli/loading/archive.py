@@ -63,6 +63,8 @@ class Archive:
                 stored = memoryview(unpacker.decompress(stored, entry.file_size + 1))
             if stored.nbytes != entry.file_size:
                 raise ValueError("the record has another size than the directory says")
+            if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch can be told to leave them out
+                raise ValueError("the record has another checksum")
             return stored
         except Exception as err:
             raise FileFormatError(f"{self._path} cannot be read: its record {name} is missing or damaged") from err
@@ -74,6 +76,15 @@ class Archive:
     def text(self, name: str) -> str:
         """A short record as text; empty if there is none."""
         return self.read(name).decode(errors="replace").strip() if self.sizes.get(name, _LONG) < _LONG else ""
+
+
+def record_names(data: bytes) -> frozenset[str]:
+    """Of a zip archive, without the folder that all are in, as any reader finds them; nothing is checked."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            return frozenset(name.partition("/")[2] for name in file.namelist())
+    except Exception:  # no archive, or one whose directory is whatever the file says
+        return frozenset()
 
 
 class _HostileArchive(Exception):

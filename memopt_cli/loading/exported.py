@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
-from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.archive import Archive, record_names
 from memopt_cli.loading.exported_contents import checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
@@ -57,12 +57,7 @@ class Exported:
     name = "exported"
 
     def recognizes(self, file: ModelFile) -> bool:
-        if not file.data.startswith(b"PK"):
-            return False
-        try:
-            return bool({_PROGRAM, _OLD_PROGRAM} & Archive(file.data, file.path).sizes.keys())
-        except MemoptError:
-            return False
+        return not {_PROGRAM, _OLD_PROGRAM}.isdisjoint(record_names(file.data))
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)

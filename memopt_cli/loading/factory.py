@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
-from memopt_cli.loading.pickles.entries import entry_of, state_dicts_in
+from memopt_cli.loading.pickles.entries import entry_of, listed, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode
@@ -29,6 +30,9 @@ def build(location: str) -> nn.Module:
     or the result is no ``nn.Module``.
     """
     module, _, name = location.partition(":")
+    if module.endswith(".py"):
+        hint = f"Name the module: {module.removesuffix('.py')}:{name}"
+        raise UsageError(f"{location}: {module} is a file, and a module is wanted", hint=hint)
     try:
         factory: Any = importlib.import_module(module)
     except Exception as err:  # the user's code may raise anything
@@ -96,10 +100,11 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         )
     where = next(iter(fitting or found))
     if len(fitting) > 1 or (len(found) > 1 and not fitting):
-        names = ", ".join(repr(".".join(other)) for other in (fitting or found))
+        names = listed(dict.fromkeys(fitting or found))
         if not fitting:
             raise FileFormatError(
-                f"{file.path} holds {len(found)} state dicts, none of which fits: {names}", hint="Say which: --key NAME"
+                f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
+                hint=f"Say which, to be told what differs: --key {shlex.quote('.'.join(where))}",
             )
         notes.append(f"Of the state dicts {names} the first is taken; --key names another.")
     elif where:

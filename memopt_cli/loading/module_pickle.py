@@ -5,10 +5,9 @@ PyTorch's unpickler is not used: see :mod:`memopt_cli.loading.pickles`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import shlex
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
-from memopt_cli.loading.pickles.entries import module_in
+from memopt_cli.loading.pickles.entries import entry_of, found_in, module_in, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing
 from memopt_cli.loading.pickles.kinds.tensors import Stored
@@ -120,30 +119,45 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
 
 
 def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
-    """By PyTorch's own unpickler; of a container its only module, or the entry that is asked for."""
+    """By Python's own unpickler; of a container its only module, or the entry that is asked for."""
     UserCode(trust.code_paths).run_scripts()
     try:
-        loaded = torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
+        loaded = _unpickled(file)
     except Exception as err:  # a damaged file can make the unpickler raise anything
-        raise FileFormatError(
-            f"{file.path} cannot be read: {first_line(err)}", hint="Save the model again with torch.save(model, path)."
-        ) from err
-    for name in file.key.split(".") if file.key else ():
-        if not isinstance(loaded, Mapping) or name not in loaded:
-            raise FileFormatError(f"{file.path} has no entry {file.key!r}")
-        loaded = loaded[name]
-    if isinstance(loaded, Mapping):
-        models = {name: item for name, item in loaded.items() if isinstance(item, nn.Module)}
-        if len(models) > 1:
-            raise FileFormatError(
-                f"{file.path} holds {len(models)} models",
-                hint=f"Say which: --key {shlex.quote(str(next(iter(models))))}",
-            )
-        loaded = next(iter(models.values()), loaded)
+        missing = "on <module" in str(err)
+        message = "it needs a class of the script that saved it" if missing else first_line(err)
+        hint = "Name the script with --code-path." if missing else "Save the model again with torch.save(model, path)."
+        raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
+    if file.key is not None:
+        loaded = entry_of(loaded, file.key, file.path, entries=_live_entries)
+    if not isinstance(loaded, nn.Module):
+        found = dict(found_in(loaded, _is_live_module, entries=_live_entries))
+        if len(found) > 1:
+            raise several_models(found, file.path)
+        loaded = next(iter(found.values()), loaded)
     inner = getattr(loaded, "_orig_mod", loaded)
     if not isinstance(inner, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
     return inner
+
+
+def _unpickled(file: ModelFile) -> Any:
+    try:
+        return torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
+    except (pickle.UnpicklingError, RuntimeError):
+        if file.data.startswith(b"PK"):
+            raise
+        return pickle.loads(file.data)  # of ``pickle.dump``
+
+
+def _is_live_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _live_entries(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(str(name), item) for name, item in value.items()]
+    return [(str(number), item) for number, item in enumerate(value)] if isinstance(value, list | tuple) else []
 
 
 # ---------------------------------------------------------------------------------------------- with one
@@ -166,7 +180,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
     try:
-        with contextlib.nullcontext() if vouched.trust != Trust() else watched(file.path):
+        with watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
     except Broken as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err

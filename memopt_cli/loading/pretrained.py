@@ -48,7 +48,7 @@ _CODE: Final = {
     "quantization_config": "is of a quantized model, whose kernels memopt does not know",
 }
 """Settings by which a library imports something else, or cannot be trained as it is."""
-_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flex_attention", None)
+_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None)
 """Ways of attention that are transformers' own: another name is a kernel on a hub."""
 _SHOWN: Final = 3
 
@@ -67,11 +67,26 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
             f"{location} is a folder without {MODEL_SETTINGS}, not a model", hint="Give a file, or such a folder."
         )
     digest = hashlib.sha256()
-    os.environ["HF_HUB_OFFLINE"] = "1"
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
-    with watched(location):
+    with _offline(), watched(location):
         model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    before = os.environ.get(_OFFLINE)
+    os.environ[_OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OFFLINE]
+        else:
+            os.environ[_OFFLINE] = before
+
+
+_OFFLINE: Final = "HF_HUB_OFFLINE"
 
 
 def _model(folder: Path, digest: Any) -> nn.Module:
@@ -95,6 +110,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
             hint="Install the version that saved it: transformers_version in its config.json.",
         )
     weights = _weights(folder, digest)
+    _refuse_counts(folder, settings, weights)
     with _building(folder, "transformers", weights):
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
@@ -107,6 +123,21 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     _require_complete(folder, name, info)
     return model  # type: ignore[no-any-return]
+
+
+def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Libraries make lists as long as numbers in the settings say, before they make any module."""
+    largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
+    most = max(_MOST_COUNTED, len(weights), largest)
+    for key, value in _named(settings):
+        if _COUNT.fullmatch(key) and isinstance(value, int) and value > most:
+            raise FileFormatError(
+                f"{folder} was not loaded: its {key}, {value}, is far beyond what its weights have", hint=_SAVE
+            )
+
+
+_COUNT: Final = re.compile(r"(num|n)_\w+|\w*_(layers|labels|heads|experts|blocks|depth|depths)|depth|depths|layers")
+_MOST_COUNTED: Final = 10_000
 
 
 @contextmanager
@@ -136,8 +167,8 @@ def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
 def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
-    bases = [Path(named), folder / named] if isinstance(named, str) else []
-    base = next((base for base in bases if (base / MODEL_SETTINGS).is_file()), None)
+    bases = [named, os.path.join(folder, named)] if isinstance(named, str) else []
+    base = next((Path(base) for base in bases if is_pretrained(base)), None)
     if base is None:
         raise FileFormatError(
             f"{folder} is an adapter of {named!r}, which is no folder here",
@@ -147,9 +178,7 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
     _refuse_slow_patterns(folder, settings)
-    data = read_bytes(folder / _ADAPTER_WEIGHTS)
-    digest.update(data)
-    adapter = read_safetensors(data, str(folder / _ADAPTER_WEIGHTS))
+    adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     peft = _library("peft", folder)
     with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
@@ -166,7 +195,7 @@ def _refuse_slow_patterns(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
-_MOST_REPEATS: Final = 3
+_MOST_REPEATS: Final = 8
 _REPEATS: Final = re.compile(r"[*+{]")
 _REPEATED_GROUP: Final = re.compile(r"\)[*+{]")
 
@@ -177,7 +206,7 @@ _REPEATED_GROUP: Final = re.compile(r"\)[*+{]")
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
     try:
         data = read_bytes(path, MOST_BYTES)
-        settings = read_json(data)
+        settings = _decoded(read_json(data, infinite=True))
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE) from err
@@ -186,6 +215,17 @@ def _settings(path: Path, digest: Any) -> dict[str, Any]:
     _refuse_code(path, settings)
     digest.update(data)
     return settings
+
+
+def _decoded(settings: Any) -> Any:
+    """With the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(settings, list):
+        return [_decoded(value) for value in settings]
+    if not isinstance(settings, dict):
+        return settings
+    if settings.keys() == {"__float__"} and settings["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(settings["__float__"])
+    return {key: _decoded(value) for key, value in settings.items()}
 
 
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
@@ -233,17 +273,22 @@ def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
     names = _shards(folder / found) if found.endswith(".json") else [found]
     weights: dict[str, Tensor] = {}
     for name in names:
-        try:
-            data = read_bytes(folder / name)
-        except OSError as err:
-            raise FileFormatError(f"{folder / name} cannot be read: {err.strerror}", hint=_SAVE) from err
-        digest.update(data)
+        data = _read(folder / name, digest)
         read = read_safetensors if name.endswith(".safetensors") else load_tensors
         part = read(data, str(folder / name))
         if not isinstance(part, Mapping) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
             raise FileFormatError(f"{folder / name} holds no state dict", hint=_SAVE)
         weights |= part
     return weights
+
+
+def _read(path: Path, digest: Any) -> bytes:
+    try:
+        data = read_bytes(path)
+    except OSError as err:
+        raise FileFormatError(f"{path} cannot be read: {err.strerror}", hint="Check who may read it.") from err
+    digest.update(data)
+    return data
 
 
 def _shards(index: Path) -> list[str]:

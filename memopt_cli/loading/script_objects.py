@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
+from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
 from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed_type
 
-NATIVE: Final = "__torch__.torch.classes."
-"""Classes of C++, which look at their state themselves."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Makers of lists, which convert what they are given."""
@@ -90,6 +89,8 @@ class ScriptObjects:
         if not node.has_state or node.items or node.entries:
             raise ValueError(f"an object of {name} is not made in one go")
         if name.startswith(NATIVE):
+            if not is_packed(name, _untagged(node.state)):
+                raise ValueError(f"an object of {name} has a state that PyTorch does not write")
             return
         if known is None or known.base in ("Enum", "NamedTuple", "Interface", "ModuleInterface"):
             raise ValueError(f"its code has no class {name}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
-from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, ModelFile
 from memopt_cli.loading.script_archive import check_script_file
@@ -36,7 +36,7 @@ class TorchScript:
     name = "torchscript"
 
     def recognizes(self, file: ModelFile) -> bool:
-        return file.data.startswith(b"PK") and "constants.pkl" in Archive(file.data, file.path).sizes
+        return "constants.pkl" in record_names(file.data)
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if not trust.pickle:
@@ -53,7 +53,7 @@ class TorchScript:
                 hint=TRUNCATED,
             ) from err
         try:
-            return lift_script(script, unit)
+            return lift_script(script, unit, is_trusted=trust.pickle)
         except (UnsafeScript, BadProgram) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
@@ -64,19 +64,19 @@ class TorchScript:
 # ---------------------------------------------------------------------------------------------- lifting
 
 
-def lift_script(script: ScriptModule, unit: Any) -> Loaded:
+def lift_script(script: ScriptModule, unit: Any, *, is_trusted: bool = False) -> Loaded:
     """A plain module that does what ``script`` does, with the same names, on the same tensors.
 
     ``unit`` is the compilation unit that holds the script's code.  A module that cannot be lifted stays a script inside
     a :class:`ScriptLeaf`; a note says why.
     """
-    lifting = _Lifting(script, unit)
+    lifting = _Lifting(script, unit, is_trusted=is_trusted)
     lifted = lifting.convert(script, "")
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
         # Leaves are saved one by one: memory that one shares with another module would come apart.
-        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
+        return Loaded(module=ScriptLeaf(script, is_trusted=is_trusted), notes=(*lifting.notes, _SHARED))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
 
@@ -99,7 +99,8 @@ def _storages(modules: list[nn.Module]) -> set[int]:
 class _Lifting:
     """Lifts a tree of scripts."""
 
-    def __init__(self, root: ScriptModule, unit: Any) -> None:
+    def __init__(self, root: ScriptModule, unit: Any, *, is_trusted: bool) -> None:
+        self._is_trusted = is_trusted
         self.notes: list[str] = []
         self._unit = unit
         self._mutable = set_attributes(function.graph for function in unit.get_functions())
@@ -125,7 +126,7 @@ class _Lifting:
         reason = self._reason(script)
         if reason:
             self.notes.append(f"{path or 'The model'} stays TorchScript: {reason}.")
-            module: nn.Module = ScriptLeaf(script)
+            module: nn.Module = ScriptLeaf(script, is_trusted=self._is_trusted)
         else:
             module = self._lift(script, path)
         self._modules[script._c] = module

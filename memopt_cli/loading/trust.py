@@ -19,7 +19,8 @@ from typing import Final
 from memopt_cli.documents import printable
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
-from memopt_cli.loading.pickles.kinds.vouched import NEEDS_SCRIPT, TOO_WIDE
+from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
+from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
 
@@ -121,7 +122,7 @@ def unknown(use: Use) -> Denied | Missing:
     """Why a name that is of no kind is refused, and what would allow it."""
     wanted = use.name
     if wanted.module == "__main__":
-        return NEEDS_SCRIPT
+        return needs_script(wanted)
     if wanted == _HANDLE:
         return Denied(
             "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
@@ -133,7 +134,7 @@ def unknown(use: Use) -> Denied | Missing:
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
-        return Denied("lies in this folder", Trust(code_paths=(".",)))
+        return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
     by_name = use.how == "called" and _defined_as(wanted) is not ast.ClassDef
     remedy = Trust(globals=(str(wanted),)) if by_name else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
@@ -146,7 +147,9 @@ def how_to_install(wanted: Global) -> str:
     if not wanted.package.isidentifier():
         return "The file was made by hand, or is damaged."
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
-    return f"pip install {name}; if it is code of your own, name the folder that holds it with --code-path."
+    known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
+    install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
+    return f"If it is code of your own, name the folder that holds it: --code-path FOLDER; else {install}."
 
 
 def _is_installed(package: str) -> bool:

@@ -74,7 +74,10 @@ class UserCode:
         try:
             module = importlib.import_module(name)
         except Exception as err:  # the user's module may raise anything
-            raise FileFormatError(f"importing {path} failed: {first_line(err)}") from err
+            raise FileFormatError(
+                f"importing {path} failed: {first_line(err)}",
+                hint='It is imported for its classes: what trains and saves belongs under if __name__ == "__main__":.',
+            ) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of --code-path is hidden by {getattr(module, '__file__', 'a built-in module')}",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.errors import UnsafeFileError
@@ -27,34 +29,65 @@ _REFUSED_OF_OBJECTS: Final = frozenset(
 """Those that a library may need while it is imported: then its code runs, and nothing of the file is there yet."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-_watched: list[str] = []
-"""The files whose objects are made, in whichever thread."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watch:
+    path: str
+    """The file whose objects are made."""
+    strangers: frozenset[int]
+    """Threads that ran before: what they do is not the file's."""
+
+
+_watches: list[_Watch] = []
+_trusting = threading.local()
 _installed = False
+_kept_bytecode = sys.dont_write_bytecode
 
 
 @contextmanager
 def watched(path: str) -> Iterator[None]:
-    """While it lasts, programs, connections, pickles and changes of files raise :class:`UnsafeFileError`."""
-    global _installed
+    """While it lasts, programs, connections, pickles and changes of files raise :class:`UnsafeFileError`.
+
+    In this thread, and in those that are started meanwhile.
+    """
+    global _installed, _kept_bytecode
     if not _installed:
         sys.addaudithook(_look)  # for good: Python takes none off
         _installed = True
-    keeps_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # of modules that are imported meanwhile
-    _watched.append(path)
+    others = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
+    watch = _Watch(path, others)
+    if not _watches:  # of modules that are imported meanwhile
+        _kept_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    _watches.append(watch)
     try:
         yield
     finally:
-        _watched.pop()
-        sys.dont_write_bytecode = keeps_bytecode
+        _watches.remove(watch)
+        if not _watches:
+            sys.dont_write_bytecode = _kept_bytecode
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Within, this thread runs code that the user vouched for."""
+    before = getattr(_trusting, "trusts", False)
+    _trusting.trusts = True
+    try:
+        yield
+    finally:
+        _trusting.trusts = before
 
 
 def _look(event: str, details: tuple[Any, ...]) -> None:
-    if not _watched:
+    if not _watches or getattr(_trusting, "trusts", False):
         return
     wanted = event in _REFUSED or (event == "open" and _writes(*details))
-    if wanted or (event in _REFUSED_OF_OBJECTS and not _is_importing()):
+    if not wanted and (event not in _REFUSED_OF_OBJECTS or _is_importing()):
+        return
+    watch = next((watch for watch in _watches if threading.get_ident() not in watch.strangers), None)
+    if watch is not None:
         raise UnsafeFileError(
-            f"{_watched[-1]} was not loaded: a library that makes its objects wanted to do something else ({event})",
+            f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",
             hint=UNCHECKED,
         )
 

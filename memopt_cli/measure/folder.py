@@ -15,11 +15,17 @@ class Folder:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="memopt-")
-        self._removal = weakref.finalize(self, remove, self.path)
+        self._removal = weakref.finalize(self, _remove_in, os.getpid(), self.path)
 
     def remove(self) -> None:
         """Remove it and all that is in it, as far as possible; what cannot be removed stays."""
         self._removal()
+
+
+def _remove_in(process: int, path: str) -> None:
+    """Only in the process that made it, and in none that was forked from that."""
+    if os.getpid() == process:
+        remove(path)
 
 
 def remove(path: str) -> None:

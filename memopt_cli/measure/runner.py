@@ -115,6 +115,11 @@ def _read(line: bytes, answer: type[Answer]) -> Answer | Failure:
     return found
 
 
+def _signal_name(number: int) -> str:
+    known = number in signal.valid_signals() and number in list(signal.Signals)
+    return signal.Signals(number).name if known else f"signal {number}"
+
+
 class Session:
     """One profiling subprocess; a context manager that leaves no process behind."""
 
@@ -172,7 +177,11 @@ class Session:
 
     def describe(self, job: DescribeJob) -> ModelFacts | Failure:
         """What a command must know of the model."""
-        return self._ask(job, ModelFacts)
+        found, given = self._ask(job, ModelFacts), job.spec
+        if given is None or not isinstance(found, ModelFacts) or found.spec is None:
+            return found
+        # What the user named stays as it was written.
+        return replace(found, spec=replace(found.spec, data_file=given.data_file, script=given.script))
 
     def inspect(self, path: str) -> Inspection | Failure:
         """What is in a model file; nothing of it is run."""
@@ -196,6 +205,7 @@ class Session:
             received_bytes += left
             if received_bytes > MOST_FILE_BYTES:
                 return self._nonsense()
+            self._deadline = time.monotonic() + self._timeout_s  # of each piece
             while left:
                 failure = self._wait_for(1)
                 if failure is not None:
@@ -334,7 +344,7 @@ class Session:
         self._end()
         if code == -signal.SIGKILL:
             return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         return Crashed(reason=reason, output_tail=self._tail())
 
     def _tail(self) -> str:

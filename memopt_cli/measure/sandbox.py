@@ -49,7 +49,7 @@ _READ_ANYTHING: Final = 1 << 2
 
 HINT: Final = (
     "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
-    "open no connections and do nothing to other processes.  If you trust the model and its code: --no-sandbox."
+    "open no connections and do nothing to other processes. If you trust the model and its code: --no-sandbox."
 )
 
 
@@ -117,9 +117,15 @@ def is_refusal(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, PermissionError) or "Permission denied" in str(seen):
-            return True
+            return not _is_unreadable(seen)
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Whether a file has such a mode that it could be read nowhere: the wall lets everything be read."""
+    path = getattr(error, "filename", None)
+    return isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
 
 
 def _attributes(version: int, rights: int) -> tuple[bytes, ctypes.c_size_t]:

@@ -142,8 +142,11 @@ class _Server:
 
 def _children() -> list[int]:
     """Of this process, where the system tells them."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for children in lists for pid in children.read_text().split()]
+    found: list[int] = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, children.read_text().split())
+    return found
 
 
 def _session(pid: int) -> int:

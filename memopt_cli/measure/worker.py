@@ -629,7 +629,7 @@ def failure_of(error: Exception) -> OutOfMemory | StepFailed:
         return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])
     hint = error.hint if isinstance(error, MemoptError) else ""
     if sandbox.is_confined() and sandbox.is_refusal(error):
-        hint = "  ".join(filter(None, [hint, sandbox.HINT]))
+        hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         wanted = error.requests if isinstance(error, Unvouched) else ()
         return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=wanted)

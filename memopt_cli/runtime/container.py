@@ -14,13 +14,16 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
@@ -32,16 +35,19 @@ from memopt_cli.runtime.compressor import (
     OwnCompressor,
     SpikeCompressor,
     declared_compressor,
+    is_dense,
     store,
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
+from memopt_cli.runtime.noise import ends_in_noise, first_node, save_nothing
+from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
-from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
+from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +213,20 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
         return "the states of its chunks are to be recomputed, and it runs in one"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
+    if tracking := _tracking_norm(module, config, config.chunks):
+        return tracking
     if config.batch_statistics:
         return statistics_refusal(module, config.chunks)
     return _mixing_norms(module, config, config.chunks)
+
+
+def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why instance norms in ``module``, which average over the batch what they keep, forbid chunks; empty if not."""
+    if chunks < 2 or config.inexact:
+        return ""
+    named = ((name, m) for name, m in module.named_modules() if isinstance(m, _InstanceNorm) and m.training)
+    name = next((name or "norm" for name, m in named if m.running_mean is not None), None)
+    return "" if name is None else f"its {name}, an instance norm, would keep the statistics of each of {chunks} chunks"
 
 
 def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
@@ -330,7 +347,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a segment saves is dropped; hooks within would keep it.
-    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_forward_mode():
         return forward(*args, **kwargs)
     with PackedSaves((*module.parameters(), *module.buffers())).hooks():
         return forward(*args, **kwargs)
@@ -367,7 +384,9 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(module, config, sequences)
-    if reason := _mixing_norms(module, config, chunks):  # it became a segment in eval mode
+    if reason := _mixing_norms(module, config, chunks) or _tracking_norm(
+        module, config, chunks
+    ):  # it became a segment in eval mode
         raise ValueError(f"{type(module).__name__} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:
@@ -434,11 +453,21 @@ def _one_by_one(
 
 
 def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
-    joined = tuple(torch.cat(column, dim=config.axis) for column in columns)
+    joined = tuple(_concatenated(column, config.axis) for column in columns)
     if not isinstance(output, tuple):
         return joined[0]
     whole = (*joined, *output[config.seq_outputs :])
     return output._make(whole) if hasattr(output, "_make") else whole
+
+
+def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
+    """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
+    first = column[0]
+    if first.is_contiguous() or not is_dense(first):
+        return torch.cat(column, dim=axis)
+    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), d))
+    joined = torch.cat([piece.permute(order) for piece in column], dim=order.index(axis % first.dim()))
+    return joined.permute([order.index(d) for d in range(first.dim())])
 
 
 def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
@@ -485,27 +514,61 @@ def _checkpoint(
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
     tensors, skeleton = split_tensors((args, kwargs))
-    if not torch.is_grad_enabled() or not _needs_gradient(module, tensors):
+    plainly = not torch.is_grad_enabled() or module in _running_plainly or _is_forward_mode()
+    if plainly or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
-    start = StartingState(module, tensors)
+    start = StartingState(module, tensors, others_in(skeleton))
     call = functools.partial(_call_as_written, forward, skeleton)
-    run = _Run(module, call, start, len(tensors), keep)
-    if _is_nested():
-        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-        return _recomputed(run, *tensors, *start.lend())
-    if starts is not None:
-        needs_gradient = [t.requires_grad for t in tensors]
-        # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-        run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
-    with inputs.hooks():
-        return _recomputed(run, *tensors)
+    # The caller's own lists and dicts are for the first run: what that leaves in them stays.
+    first = functools.partial(_as_written, forward, args, kwargs)
+    run = _Run(module, first, call, start, len(tensors), keep)
+    try:
+        if _is_nested():
+            if module in _overwriting_inputs:
+                tensors = [t.clone() for t in tensors]
+            # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+            return _recomputed(run, *tensors, *start.lend())
+        if starts is not None:
+            needs_gradient = [t.requires_grad for t in tensors]
+            # Not with the run, which holds the chunks before it: a cycle would outlive backward.
+            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
+        with inputs.hooks():
+            return _recomputed(run, *tensors)
+    except _BackwardWithin:
+        if starts is not None:  # chunks before this one have run
+            raise
+    _running_plainly.add(module)
+    warnings.warn(
+        f"{type(module).__name__} computes gradients in its forward, of what a segment does not hold: "
+        "it runs without recomputation from now on",
+        stacklevel=1,
+    )
+    start.enter()
+    return forward(*args, **kwargs)
+
+
+class _BackwardWithin(RuntimeError):
+    """A forward asked for gradients of its own, and PyTorch's checkpoint can recompute nothing before it has ended."""
+
+
+_running_plainly: WeakSet[nn.Module] = WeakSet()
+"""Segments that were seen to be none."""
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
     """PyTorch's checkpoint; where the generators stand is in a run's starting state, which shares it with others."""
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+_overwriting_inputs: WeakSet[nn.Module] = WeakSet()
+"""Nested segments that were seen to write over their inputs: a recomputation needs copies of these."""
+
+
+def _is_forward_mode() -> bool:
+    """Whether tangents are computed along: they need nothing from backward, and a checkpoint would drop them."""
+    return forward_ad._current_level >= 0
 
 
 def _is_nested() -> bool:
@@ -526,7 +589,8 @@ def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep:
             return _call(forward, given, skeleton)
         if not runs:
             as_written = functools.partial(_call_as_written, forward, skeleton)
-            runs.append(_Run(module, as_written, StartingState(module, given), len(given), keep))
+            first = functools.partial(as_written, given, {})
+            runs.append(_Run(module, first, as_written, StartingState(module, given), len(given), keep))
         return runs[0](*given)
 
     return call
@@ -537,15 +601,21 @@ def _call(forward: Callable[..., Any], given: Sequence[Tensor], skeleton: Any) -
     return forward(*args, **kwargs)
 
 
-def _call_as_written(forward: Callable[..., Any], skeleton: Any, given: Sequence[Tensor]) -> Any:
+def _as_written(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # TorchScript as it is written: its executor would save other tensors in one run than in the next.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        return _call(forward, given, skeleton)
+        return forward(*args, **kwargs)
 
 
-def _run_again(call: Callable[[Sequence[Tensor]], Any], inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
+def _call_as_written(
+    forward: Callable[..., Any], skeleton: Any, given: Sequence[Tensor], replaced: Mapping[int, Any]
+) -> Any:
+    return _as_written(forward, *join_tensors(given, skeleton, replaced))
+
+
+def _run_again(call: Callable[..., Any], inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
     given = zip(inputs.last(len(needs_gradient)), needs_gradient, strict=True)
-    call([t.detach().requires_grad_(needed) for t, needed in given])
+    call([t.detach().requires_grad_(needed) for t, needed in given], {})
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -586,47 +656,78 @@ class _Run:
     def __init__(
         self,
         module: nn.Module,
-        call: Callable[[Sequence[Tensor]], Any],
+        first: Callable[[], Any],
+        call: Callable[[Sequence[Tensor], Mapping[int, Any]], Any],
         start: StartingState,
         inputs: int,
         keep: tuple[str, ...],
     ) -> None:
-        """``call``: forward, as every run calls it, of the tensors among its arguments; ``inputs``: how many."""
+        """``first``: the first run; ``call``: a later one, of the tensors among the arguments and what replaces others.
+
+        ``inputs``: how many tensors those are.
+        """
         self._module = module
+        self._first: Callable[[], Any] | None = first
         self._call = call
         self._start = start
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._statistics = FoundStatistics(module, keep)
-        self._has_run = False
+        self._is_over = False
+        """The first run is."""
+        self._ends_in_noise = False
+        self._versions: list[int] = []
+        """Of the tensors among the arguments, where they are no copies."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
-        run = self._recompute if self._has_run else self._run
-        self._has_run = True
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
-            return run(given)
+            return self._recompute(given) if self._first is None else self._run(given, self._first)
         finally:
             _thread.depth -= 1
 
-    def _run(self, given: Sequence[Tensor]) -> Any:
+    def _run(self, given: Sequence[Tensor], first: Callable[[], Any]) -> Any:
+        self._first = None
+        if _thread.depth > 1:
+            self._versions = list(map(version_of, given[: self._inputs]))
+        before = first_node()
         try:
             with self._kept.recording(), self._statistics.recording():
-                return self._call(given)
-        finally:
-            self._start.settle()
+                output = first()
+        except _BackwardWithin:
+            raise
+        except BaseException:
+            self._settle()
+            raise
+        self._settle()
+        if self._versions != list(map(version_of, given[: len(self._versions)])):
+            _overwriting_inputs.add(self._module)
+        self._ends_in_noise = ends_in_noise(tensors_of(output), before)
+        if self._ends_in_noise:
+            save_nothing()
+        return output
+
+    def _settle(self) -> None:
+        self._is_over = True
+        self._start.settle()
 
     def _recompute(self, given: Sequence[Tensor]) -> Any:
         """From the state in which the first run started, and without a trace."""
+        if not self._is_over:
+            raise _BackwardWithin(f"{type(self._module).__name__} computes gradients in its forward")
         outer = getattr(_thread, "recomputing", ())
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
-            with self._start.replay(lent), self._kept.replaying(), self._statistics.replaying():
-                return self._call(given)
+            self._check(given)
+            with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
+                output = self._call(given, replaced)
+                if self._ends_in_noise:
+                    save_nothing()
+                return output
         except RuntimeError as error:
             # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.
             if "TorchScript interpreter" in str(error):
@@ -634,3 +735,12 @@ class _Run:
             raise
         finally:
             _thread.recomputing = outer
+
+    def _check(self, given: Sequence[Tensor]) -> None:
+        """Others' copies are checked where they are kept; these belong to the recomputation of the segment around."""
+        for tensor, version in zip(given, self._versions, strict=False):
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"an input of shape {tuple(tensor.shape)} of {type(self._module).__name__} was modified in place "
+                    f"after its forward (version {version} -> {version_of(tensor)}); recomputing with it would be wrong"
+                )

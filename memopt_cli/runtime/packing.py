@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 
 from memopt_cli.runtime.compressor import COMPRESSORS, IndexCompressor, Packed, SpikeCompressor, is_dense, store
+from memopt_cli.runtime.noise import first_node
+from memopt_cli.runtime.objects import version_of
 
 _LEAST_BYTES = 4096
 """Smaller tensors are not worth a look."""
@@ -115,6 +119,45 @@ class _Saved:
         self.packed = packed
 
 
+class _Untouched:
+    """A tensor that is there anyhow, and its version: with hooks, PyTorch does not check it."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
+
+    def get(self) -> Tensor:
+        """Raises :class:`RuntimeError` if it was modified in place since."""
+        if version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                f"a parameter or buffer of shape {tuple(self._tensor.shape)} was modified in place between forward and "
+                f"backward (version {self._version} -> {version_of(self._tensor)}). Call backward before."
+            )
+        return self._tensor
+
+
+class _Late:
+    """A tensor that the operator which saved it may still fill: held as it is, and packed afterwards."""
+
+    __slots__ = ("_tensor", "node", "stored")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self.stored: Any = COMPRESSORS["null"].compress(tensor)
+        self.node = first_node()
+
+    def take(self) -> Tensor | None:
+        """The tensor, to be packed; none if it was modified in place, of which whoever asks for it is to be told."""
+        tensor, self._tensor = self._tensor, None
+        return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
+
+
+def _may_be_filled_later(tensor: Tensor) -> bool:
+    """Noise is of floats, and nothing that is trained (:mod:`memopt_cli.runtime.noise`)."""
+    return tensor.is_floating_point() and not tensor.requires_grad
+
+
 class PackedSaves:
     """Packs what autograd saves during one run of a module's forward."""
 
@@ -122,29 +165,55 @@ class PackedSaves:
         """``untouched``: parameters and buffers, which are there anyhow."""
         self._untouched = {t.untyped_storage()._cdata for t in untouched if t.layout is torch.strided}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
+        self._late: list[_Late] = []
+        """Saved by the latest operator, which may still be filling them."""
 
-    def hooks(self) -> saved_tensors_hooks:
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
         """A context manager: what is saved within is packed."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self.settle()
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of ``tensor``."""
+        self._pack_late(first_node())
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._untouched:
-            return tensor
-        saved = self._known(tensor) or (self._new(tensor) if tensor.nbytes >= _LEAST_BYTES else None)
+            return _Untouched(tensor)
+        is_large = tensor.nbytes >= _LEAST_BYTES
+        if is_large and not self._known(tensor) and _may_be_filled_later(tensor):
+            self._late.append(_Late(tensor))
+            return self._late[-1]
+        saved = (self._known(tensor) or self._new(tensor)) if is_large else None
         if saved is None:  # the version is checked: with hooks, PyTorch does not
             return COMPRESSORS["null"].compress(tensor)
         return saved, tensor.shape, tensor.stride()
 
+    def settle(self) -> None:
+        """Every operator has run: pack what still waited."""
+        self._pack_late(math.inf)
+
+    def _pack_late(self, node: float) -> None:
+        """Pack what was saved before that node: the operators have run to their end when a later one makes its own."""
+        while self._late and self._late[0].node < node:
+            late = self._late.pop(0)
+            tensor = late.take()
+            if tensor is not None and (saved := self._known(tensor) or self._new(tensor)):
+                late.stored = saved, tensor.shape, tensor.stride()
+
     def unpack(self, stored: Any) -> Tensor:
         """The tensor as it was saved."""
-        if isinstance(stored, Tensor):
-            return stored
+        if isinstance(stored, _Late):
+            stored = stored.stored
+        if isinstance(stored, _Untouched):
+            return stored.get()
         if isinstance(stored, Packed):
             return COMPRESSORS["null"].decompress(stored)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        if _takes_shape_alone(saved.packed):
+        if _takes_shape_alone(saved.packed) and _is_engine(sys._getframe().f_back):
             return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
         return saved.codec.decompress(saved.packed).as_strided(shape, stride)
 
@@ -173,6 +242,11 @@ def _takes_shape_alone(packed: Packed) -> bool:
     node = torch._C._current_autograd_node()
     known = node is not None and node.name() in _SHAPE_ALONE and packed.data[0].device.type in ("cpu", "cuda")
     return known and packed.dtype in _FLOATS  # the others are indices
+
+
+def _is_engine(caller: types.FrameType | None) -> bool:
+    """Whether the engine itself unpacks, and no recomputation that a node asked for: that reads the elements."""
+    return caller is None or caller.f_code is _engine_run_backward.__code__
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:

@@ -112,7 +112,7 @@ def parsed_code(text: str) -> ast.Module:
     """Code that PyTorch's parser reads as Python's does.  Raises :class:`UnsafeScript`."""
     try:
         if not _TEXT.fullmatch(text):
-            raise UnsafeScript("code with characters that PyTorch does not write")
+            raise UnsafeScript("characters beyond ASCII, which PyTorch and Python may read differently")
         if "#" in text and _has_comment(text):
             raise UnsafeScript("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)

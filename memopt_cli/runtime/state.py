@@ -10,6 +10,7 @@ import ctypes
 import pickle
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from memopt_cli.runtime.objects import Objects, same_bits
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
@@ -47,7 +50,7 @@ class _Container:
     container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
     items: Any
 
-    def restore(self, replaced: Mapping[int, Tensor]) -> Any:
+    def restore(self, replaced: Mapping[int, Any]) -> Any:
         items = [_restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, dict):
@@ -95,6 +98,21 @@ class Generators:
                 sys.modules["numpy.random"].set_state(pickle.loads(position))
             else:
                 random.setstate(position)
+
+    def keep_moved(self) -> None:
+        """Forget those that stand there still, if there are other threads: they draw, and must not draw the same again.
+
+        Without others all are kept: forward may have drawn and put a generator back (``torch.random.fork_rng``).
+        """
+        if threading.active_count() > 1:
+            now = Generators(self._devices)._positions
+            self._positions = {key: held for key, held in self._positions.items() if now.get(key) != held}
+
+    def now(self) -> Generators:
+        """Where the same ones stand now."""
+        found = Generators(self._devices)
+        found._positions = {key: found._positions[key] for key in self._positions}
+        return found
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
@@ -154,10 +172,17 @@ class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(vars(m), *_held(vars(m))) for m in module.modules()]
+        modules = list(module.modules())
+        self._attributes = [(vars(m), *_held(vars(m))) for m in modules]
+        # A ScriptModule's cannot be exchanged.
+        self._children = [(m._modules, dict(m._modules)) for m in modules if isinstance(m._modules, dict)]
 
-    def restore(self, replaced: Mapping[int, Tensor] | None = None) -> None:
-        """Put everything back; a tensor whose ``id`` is in ``replaced`` is put back as that other tensor."""
+    def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
+        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
+        for children, held in self._children:
+            if children != held:
+                children.clear()
+                children.update(held)
         for attributes, atoms, held in self._attributes:
             for key in attributes.keys() - atoms.keys() - held.keys() - _STRUCTURE:
                 del attributes[key]
@@ -178,6 +203,11 @@ class ModuleState:
         for *_, held in self._attributes:
             yield from _tensors(held.values())
 
+    def others(self) -> Iterator[Any]:
+        """What else there is among them: neither tensors, nor what is put back as it is."""
+        for *_, held in self._attributes:
+            yield from _others(held.values())
+
     def large_tensors(self) -> list[Tensor]:
         """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
         return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
@@ -194,6 +224,7 @@ class _Parameters:
         # A ScriptModule's cannot be exchanged.
         held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
         self._used = [(parameters, dict(parameters)) for parameters in held]
+        self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions: dict[int, int] = {}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -215,7 +246,7 @@ class _Parameters:
                         "wrong. Call backward before the optimizer's step."
                     )
 
-    def exchange(self) -> list[tuple[dict[str, Any], str, Any]]:
+    def _exchange(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Put them where others are by now; returns what was there, as (dictionary, key, parameter)."""
         there = []
         for current, used in self._used:
@@ -225,6 +256,21 @@ class _Parameters:
                     there.append((current, name, current[name]))
                     current[name] = p
         return there
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """They stand where they stood within, and need gradients if they did; others before and after."""
+        others = self._exchange()
+        changed = [p for p in self.tensors() if p.is_leaf and p.requires_grad != self._trainable[id(p)]]
+        for p in changed:
+            p.requires_grad_(self._trainable[id(p)])
+        try:
+            yield
+        finally:
+            for p in changed:
+                p.requires_grad_(not self._trainable[id(p)])
+            for parameters, name, p in others:
+                parameters[name] = p
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
@@ -245,9 +291,11 @@ class StartingState:
     step's number, say), or before backward (``eval()``).
     """
 
-    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), others: Iterable[Any] = ()) -> None:
+        """``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them."""
         self._module = module
         self._state = ModuleState(module)
+        self._objects = Objects((*self._state.others(), *others))
         self._parameters = _Parameters(module)
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
@@ -270,8 +318,9 @@ class StartingState:
     def settle(self) -> None:
         """Forward has ended: keep what it changed, for those who only read it before, too."""
         for key, (tensor, version, needs_gradient) in self._taken.items():
-            if tensor._version == version and tensor.dim() > 1:
-                # Vectors stay: batch norm writes its statistics without raising their version.
+            if tensor._version == version and tensor.dim() > 1 and same_bits(tensor.detach(), self._copies[key]):
+                # Bits are compared, for ``.data`` is written without raising the version.  Vectors stay, small as they
+                # are: batch norm writes its statistics so.
                 del self._copies[key]
                 self._read[key] = version
                 _readers.setdefault(tensor, WeakSet()).add(self)
@@ -281,7 +330,9 @@ class StartingState:
                 self._hand_over(tensor, version)
         self._taken.clear()
         self._state.forget(self._lent)
+        self._objects.settle()
         self._parameters.settle()
+        self._generators.keep_moved()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
         for reader in _readers.pop(tensor, ()):
@@ -300,29 +351,35 @@ class StartingState:
 
     def enter(self, lent: Sequence[Tensor] = ()) -> None:
         """Put the module and the generators into the starting state."""
-        replaced = dict(zip(self._lent, lent, strict=True))
-        self._state.restore(replaced | {key: copy.clone() for key, copy in self._copies.items()})
+        self._enter(lent)
+
+    def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
+        replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
+        replaced |= {key: copy.clone() for key, copy in self._copies.items()} | self._objects.again()
+        self._state.restore(replaced)
+        self._objects.restore(replaced)
         self._generators.restore()
+        return replaced
 
     @contextmanager
-    def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[None]:
+    def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[Mapping[int, Any]]:
         """The starting state within, the present one again afterwards.
 
-        Raises :class:`RuntimeError` if a parameter, or a tensor of the state, has changed, which cannot be undone.
+        Gives what takes the place of objects meanwhile, by the ``id`` of each.  Raises :class:`RuntimeError` if a
+        parameter, or a tensor of the state, has changed, which cannot be undone.
         """
         self._parameters.check()
         self._check()
-        current = ModuleState(self._module)
-        generators = Generators(self._devices)
-        present = self._parameters.exchange()
-        self.enter(lent)
-        try:
-            yield
-        finally:
-            current.restore()
-            for parameters, name, p in present:
-                parameters[name] = p
-            generators.restore()
+        self._objects.check()
+        current, objects = ModuleState(self._module), self._objects.now()
+        generators = self._generators.now()
+        with self._parameters.in_place():
+            try:
+                yield self._enter(lent)
+            finally:
+                objects.restore()
+                current.restore()
+                generators.restore()
 
 
 def reset_hidden_state(module: nn.Module) -> None:
@@ -370,7 +427,7 @@ def _hold(value: Any) -> Any:
     return value
 
 
-def _restored(value: Any, replaced: Mapping[int, Tensor]) -> Any:
+def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     if isinstance(value, _Container):
         return value.restore(replaced)
     if isinstance(value, _Drawing):
@@ -379,7 +436,7 @@ def _restored(value: Any, replaced: Mapping[int, Tensor]) -> Any:
         return _rebuilt(value, [_restored(item, replaced) for item in value])
     if isinstance(value, _Forgotten):
         return replaced[value.key]
-    return replaced.get(id(value), value) if isinstance(value, Tensor) else value
+    return replaced.get(id(value), value)
 
 
 def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
@@ -394,6 +451,16 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def _others(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _Container):
+            yield from _others(value.items)
+        elif isinstance(value, tuple):
+            yield from _others(value)
+        elif not isinstance(value, Tensor | _Drawing) and not _is_atom(value):
+            yield value
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -25,9 +25,16 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             for f in fields(leaf):
                 object.__setattr__(rebuilt, f.name, map_leaves(function, getattr(leaf, f.name)))
             return rebuilt
+        if _is_own_tuple(leaf):
+            return tuple.__new__(type(leaf), [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    return _pytree.tree_map(visit, value)
+    return _pytree.tree_map(visit, value, is_leaf=_is_own_tuple)
+
+
+def _is_own_tuple(value: Any) -> bool:
+    """A named tuple whose class makes it in a way of its own, as that of packed sequences does."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and type(value).__bases__ != (tuple,)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -59,6 +66,16 @@ def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
     return tensors, map_leaves(take, value)
 
 
-def join_tensors(tensors: Sequence[Tensor], skeleton: Any) -> Any:
-    """The inverse of :func:`split_tensors`."""
-    return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, skeleton)
+def join_tensors(tensors: Sequence[Tensor], skeleton: Any, replaced: Mapping[int, Any] | None = None) -> Any:
+    """The inverse of :func:`split_tensors`; what is in ``replaced``, by its ``id``, becomes that other object."""
+    others = replaced or {}
+    return map_leaves(
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else others.get(id(leaf), leaf), skeleton
+    )
+
+
+def others_in(skeleton: Any) -> list[Any]:
+    """What a skeleton of :func:`split_tensors` holds besides the slots."""
+    found: list[Any] = []
+    map_leaves(lambda leaf: leaf if isinstance(leaf, _Slot) else found.append(leaf), skeleton)
+    return found

@@ -50,10 +50,10 @@ class Metered(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
         self.norm = nn.BatchNorm1d(outputs)
-        self._memory = memory
+        self._step = memory.step  # a trial puts back what lies in objects; the device is none of the model's
 
     def forward(self, x: Tensor) -> Tensor:
-        self._memory.step(len(x))
+        self._step(len(x))
         return self.norm(self.linear(x))
 
 

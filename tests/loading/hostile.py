@@ -13,6 +13,7 @@ import enum
 import functools
 import importlib
 import io
+import logging
 import operator
 import os
 import pickle
@@ -162,6 +163,18 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
 # ---------------------------------------------------------------------------------------------- objects
 
 
+def _misfits() -> dict[str, nn.Module]:
+    """Layers whose kernels would read beyond weights that are smaller than the settings say."""
+    hooked = nn.utils.weight_norm(nn.Linear(3, 200))
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 9))
+    recurrent, shared = nn.LSTM(3, 64), nn.GRU(3, 4)
+    hooked._parameters["weight_g"] = nn.Parameter(torch.ones(1, 1))
+    parametrized.parametrizations.weight._parameters["original0"] = nn.Parameter(torch.ones(1, 1))
+    recurrent._parameters["weight_hh_l0"] = nn.Parameter(torch.ones(1, 64))
+    shared._flat_weights_names = shared._flat_weights_names[::-1]
+    return {"weight norm": hooked, "parametrized weight norm": parametrized, "an LSTM": recurrent, "a GRU": shared}
+
+
 _ARRAY = np.ones(1).__reduce_ex__(5)[0]
 
 
@@ -203,6 +216,12 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "settings with other names", _of(_linear(extra=renamed), "attribute_map")
     yield "an item of something", _of(_linear(act=functools.partial(operator.getitem, [1])), "getitem")
     yield "data in the place of a method", _of(_linear(named_modules=[1]), "its method named_modules")
+    logger = Call(logging.getLogger, ".a" * 5000)
+    yield "a logger of five thousand parts", _of(_linear(extra=logger), "a logger has no name", NO_MODEL)
+    yield (
+        "a name of the runtime without it",
+        Hostile(b"\x80\x02cscript\nScriptPart\n)\x81}b.", NO_MODEL, "script.ScriptPart"),
+    )
     hidden = Created(BertConfig, state={"to_dict": 1})
     yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
     for function in (torch.lstm, torch._weight_norm, nn.functional.ctc_loss):
@@ -212,7 +231,10 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     tensors = [torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.int32)]
     cell = ("quantized", tensors, [1.0], [1], [])
     packed = Created(torch.ScriptObject, state=(cell, "__torch__.torch.classes.rnn.CellParamsBase"))
-    yield "a recurrent cell that reads beyond its columns", _of(_linear(cell=packed), "a recurrent cell of the kind")
+    yield (
+        "a recurrent cell that reads beyond its columns",
+        _of(_linear(cell=packed), "in a form that PyTorch does not write"),
+    )
     deep = Call(_ARRAY, bytes(8), np.dtype("f8"), (1,) * 40, "C")
     yield "an array of forty dimensions", _of(_linear(extra=deep), "an array has the shape", NO_MODEL)
     vast = Call(_ARRAY, b"", np.dtype("f8"), (0, 2**62, 2**62), "C")
@@ -316,6 +338,8 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         "attributes of attributes": (
             b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
         ),
+        "keys of one hash": b"}(" + b"".join(map(_same_hash, range(30_000))) + b"u",
+        "a set of one hash": b"cbuiltins\nset\n](" + b"".join(_same_hash(n)[:-1] for n in range(30_000)) + b"e\x85R",
         **{
             f"{what} within each other": (made + b"}" + attribute) * deep + b"K\x01" + b"sb" * deep
             for what, made in {
@@ -333,6 +357,12 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
 def _pattern(number: int) -> bytes:
     text = b"%d" % number + rb"(?:[\0-\uffff])" * 26
     return b"cre\n_compile\nX" + struct.pack("<I", len(text)) + text + b"K\x02\x86Ra"
+
+
+def _same_hash(number: int) -> bytes:
+    """A number whose hash is 0, and a value for it."""
+    data = ((2**61 - 1) * (number + 1)).to_bytes(12, "little")
+    return b"\x8a" + bytes([len(data)]) + data + b"N"
 
 
 def holding(code: bytes) -> bytes:

@@ -425,17 +425,17 @@ def test_a_class_of_the_training_script_is_found_and_saved_again(trained: Path, 
 def test_a_class_of_the_training_script_needs_the_script(trained: Path) -> None:
     with pytest.raises(UnsafeFileError, match=r"__main__\.Net") as error:
         load_model(source(trained / "model.pt"))
-    assert "--code-path SCRIPT.py" in error.value.hint
+    assert "--code-path YOUR_SCRIPT.py" in error.value.hint
 
 
 def test_vouching_for_the_class_alone_still_needs_the_script(trained: Path) -> None:
     for trust in ({"globals": ("__main__.Net",)}, {"packages": ("__main__",)}):
         with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
             load_model(source(trained / "model.pt", **trust))
-        assert "--code-path SCRIPT.py" in error.value.hint
+        assert "--code-path YOUR_SCRIPT.py" in error.value.hint
         with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
             load(trained / "model.pt", trust=Trust(**trust))
-        assert "code_paths=('SCRIPT.py',)" in error.value.hint
+        assert "code_paths=('YOUR_SCRIPT.py',)" in error.value.hint
 
 
 def test_a_yes_cannot_find_the_script(trained: Path) -> None:

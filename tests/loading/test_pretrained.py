@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,31 @@ def test_a_damaged_folder_is_refused_in_a_sentence(name: str, folder: Path) -> N
     assert caught.value.hint
 
 
+def test_infinity_as_transformers_writes_it(folder: Path) -> None:
+    rewrite(
+        folder / "config.json", lambda given: given.update(limits=[0.0, {"__float__": "Infinity"}], old=float("inf"))
+    )
+    assert load(folder).config.limits == [0.0, float("inf")]
+
+
+def test_a_base_whose_name_is_too_long(adapter: Path) -> None:
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(base_model_name_or_path="a" * 5000))
+    with pytest.raises(FileFormatError, match="which is no folder here"):
+        load(adapter)
+
+
+def test_the_environment_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    load(folder)
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
 HUGE: dict[str, tuple[dict[str, Any], str]] = {
-    "layers": ({"n_layer": 10**6}, "far more modules than its weights"),
+    "layers": ({"n_layer": 10**6}, "its n_layer, 1000000, is far beyond"),
+    "labels": ({"num_labels": 3 * 10**6}, "its num_labels, 3000000, is far beyond"),
     "words": ({"vocab_size": 10**10}, "far more bytes than its weights"),
-    "positions": ({"n_positions": 10**9}, "far more bytes than its weights"),
-    "features": ({"n_embd": 10**9, "n_head": 1}, "far more bytes than its weights"),
+    "positions": ({"n_positions": 10**9}, "its n_positions, 1000000000, is far beyond"),
+    "features": ({"n_embd": 10**9, "n_head": 1}, "is far beyond"),
 }
 
 

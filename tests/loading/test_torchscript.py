@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import load, load_model
@@ -255,6 +256,31 @@ def test_a_number_that_only_the_owner_of_a_part_uses(ends: bool, tmp_path: Path)
     assert isinstance(loaded.module, ScriptLeaf) is ends
     given = (torch.randn(4, 3),)
     assert differing(run(script, given), run(loaded.module, given)) == []
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        output, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return output
+
+
+def test_trust_loads_what_is_refused_for_its_operators(tmp_path: Path) -> None:
+    path = tmp_path / "padded.ts"
+    torch.jit.save(torch.jit.script(Padded()), str(path))
+    with pytest.raises(UnsafeFileError, match="aten::lstm") as refused:
+        load(path)
+    assert "--trust-pickle" in refused.value.hint
+    module = load(path, trust=Trust(pickle=True))
+    given = torch.randn(2, 5, 3), torch.tensor([5, 2])
+    assert copy.deepcopy(module)(*given).shape == (2, 5, 4)
+    torch.save(module, tmp_path / "again.pt")
+    with pytest.raises(UnsafeFileError, match="aten::lstm"):  # a file cannot vouch for itself
+        load(tmp_path / "again.pt")
 
 
 class Sharing(nn.Module):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.errors import UnsafeFileError
-from memopt_cli.loading.watch import watched
+from memopt_cli.loading.watch import unwatched, watched
 
 DEEDS: dict[str, Callable[[], object]] = {
     "a program": lambda: subprocess.run(["true"], check=True),
@@ -59,6 +59,36 @@ def test_it_ends_with_the_block_and_holds_in_other_threads() -> None:
         worker.join()
     assert refused == [UnsafeFileError]
     Path("made").write_text("x")
+
+
+def test_threads_that_ran_before_are_left_alone() -> None:
+    started, go = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        started.set()
+        go.wait()
+        try:
+            Path("log").write_text("x")
+        except BaseException as err:
+            failures.append(err)
+
+    worker = threading.Thread(target=write)
+    worker.start()
+    started.wait()
+    with watched("model.pt"):
+        go.set()
+        worker.join()
+    assert failures == []
+    assert Path("log").exists()
+
+
+def test_what_the_user_vouched_for_does_as_it_likes() -> None:
+    with watched("model.pt"):
+        with unwatched():
+            Path("made").write_text("x")
+        with pytest.raises(UnsafeFileError):
+            Path("other").write_text("x")
 
 
 def raised() -> type[BaseException]:

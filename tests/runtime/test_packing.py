@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.runtime.compressor import BitSpikeCompressor, IndexCompressor, SpikeCompressor, TwoValuedCompressor
-from memopt_cli.runtime.packing import _SHAPE_ALONE, PackedSaves, codec_for, recorded_answers
+from memopt_cli.runtime.packing import _SHAPE_ALONE, PackedSaves, _Late, codec_for, recorded_answers
 
 SIZE = (8, 16, 16, 16)
 
@@ -36,11 +36,17 @@ class Recording(PackedSaves):
 
     def __init__(self, untouched: tuple[Tensor, ...] = ()) -> None:
         super().__init__(untouched)
-        self.stored: list[Any] = []
+        self._packed: list[Any] = []
 
     def pack(self, tensor: Tensor) -> Any:
-        self.stored.append(super().pack(tensor))
-        return self.stored[-1]
+        self._packed.append(super().pack(tensor))
+        return self._packed[-1]
+
+    @property
+    def stored(self) -> list[Any]:
+        """What is held in the end."""
+        self.settle()
+        return [stored.stored if isinstance(stored, _Late) else stored for stored in self._packed]
 
 
 def gradients(run: Callable[[], tuple[Tensor, list[Tensor]]], saves: PackedSaves | None = None) -> tuple[Tensor, ...]:
@@ -177,8 +183,10 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor() -> None
         torch.manual_seed(seed)
         x = spikes(*SIZE)
         seen.add(x.data_ptr())
-        assert torch.equal(saves.unpack(saves.pack(x)), x)
-        del x
+        stored = saves.pack(x)
+        saves.settle()
+        assert torch.equal(saves.unpack(stored), x)
+        del x, stored
     assert len(seen) < 30  # addresses were used again
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
+from memopt_cli.loading.watch import unwatched
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
@@ -51,7 +53,9 @@ class _Builder:
             self._made[id(node)] = tuple(map(self.value, node.items))
             return
         try:
-            self._act(step, node, self._recipes[node])
+            recipe = self._recipes[node]
+            with unwatched() if recipe.is_vouched else contextlib.nullcontext():
+                self._act(step, node, recipe)
         except (Broken, MemoptError, BadProgram, UnsafeScript):
             raise
         except Exception as err:  # a library's code, or the user's, takes the state of an object

@@ -23,6 +23,7 @@ _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
 _SHOWN: Final = 8
 
 Path = tuple[str, ...]
+Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
 def is_module(value: Any) -> bool:
@@ -44,12 +45,9 @@ def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ..
     if key is not None:
         root = entry_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
-        found = dict(_found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
+        found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(found) > 1:
-            raise FileFormatError(
-                f"{path} holds {len(found)} models: {_listed(found)}",
-                hint=f"Say which: --key {shlex.quote('.'.join(next(iter(found))))}",
-            )
+            raise several_models(found, path)
         if not found and isinstance(root, Built) and not _is_container(root) and tensor_of(root) is None:
             return root, notes  # what it is, is not known before it is made, if it may be
         if not found:
@@ -61,27 +59,38 @@ def module_in(root: Any, key: str | None, path: str) -> tuple[Any, tuple[str, ..
     return root, notes
 
 
-def entry_of(root: Any, key: str, path: str) -> Any:
-    """The entry of that key, joined by dots.  Raises :class:`FileFormatError`."""
-    value, left = root, key
+def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
+    """The refusal of a file in which there is a choice."""
+    first = ".".join(next(iter(found)))
+    return FileFormatError(
+        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: --key {shlex.quote(first)}"
+    )
+
+
+def entry_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> Any:
+    """The entry of that key, joined by dots.
+
+    ``entries``: what a container holds, by key or number; by default of stand-ins.  Raises :class:`FileFormatError`.
+    """
+    value, left, within = root, key, entries or _entries
     while left:
-        entries = dict(_entries(value))
-        name = max((name for name in entries if left == name or left.startswith(f"{name}.")), key=len, default=None)
+        held = dict(within(value))
+        name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
         if name is None:
-            known = _listed({(name,): None for name in entries}) or "none"
+            known = listed({(name,): None for name in held}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
-        value, left = entries[name], left[len(name) + 1 :]
+        value, left = held[name], left[len(name) + 1 :]
     return value
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
     """The stand-ins of dicts whose values are all tensors, by where they stand; not those that lie in modules."""
-    return dict(_found_in(root, _is_state_dict))
+    return dict(found_in(root, _is_state_dict))
 
 
 def tensors_in(root: Any) -> int:
     """How many tensors a file's containers hold."""
-    return sum(1 for _ in _found_in(root, lambda value: tensor_of(value) is not None))
+    return sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None))
 
 
 def _is_container(value: Built) -> bool:
@@ -120,20 +129,20 @@ def _without_model(root: Any, path: str) -> FileFormatError:
     )
 
 
-def _found_in(root: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[Path, Any]]:
-    """What is wanted in plain containers, in the order of the file; each once."""
+def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | None = None) -> Iterator[tuple[Path, Any]]:
+    """What is wanted in plain containers, in the order of the file; each once.  ``entries``: as of :func:`entry_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
     while pending and looked < _MOST_LOOKED_AT:
         where, value = pending.pop()
         looked += 1
-        if not isinstance(value, Built | Tuple) or id(value) in seen:
+        if id(value) in seen or not (entries or isinstance(value, Built | Tuple)):
             continue
         seen.add(id(value))
         if wanted(value):
             yield where, value
         elif not is_module(value) and len(where) < _DEEPEST:
-            pending.extend(reversed([((*where, name), item) for name, item in _entries(value)]))
+            pending.extend(reversed([((*where, name), item) for name, item in (entries or _entries)(value)]))
 
 
 def _entries(value: Any) -> list[tuple[str, Any]]:
@@ -146,6 +155,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def _listed(found: dict[Path, Any]) -> str:
+def listed(found: dict[Path, Any]) -> str:
+    """The first few places, as keys joined by dots."""
     names = [repr(".".join(where)) for where in found]
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from memopt_cli.documents import printable
 
@@ -32,6 +32,7 @@ COMPUTED: Final = Global("?", "?")
 """Stands for a name or a callable that the pickle computes instead of naming it."""
 PERSISTENT: Final = Global("?", "persistent")
 """Stands for what finds an object that is stored outside of the pickle, by its identity."""
+GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
 LIST: Final = Global("builtins", "list")
 SET: Final = Global("builtins", "set")
@@ -42,6 +43,7 @@ FROZENSET: Final = Global("builtins", "frozenset")
 class Tuple:
     """Stands for a tuple."""
 
+    how: ClassVar = "tuple"
     items: tuple[Any, ...]
     depth: int
     weight: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # Python 2's names, which protocol 2 writes
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
@@ -17,6 +18,7 @@ from memopt_cli.loading.pickles.nodes import (
     COMPUTED,
     DICT,
     FROZENSET,
+    GETATTR,
     LIST,
     PERSISTENT,
     SET,
@@ -38,6 +40,9 @@ _COPIES, _LEAST_TAKEN = 4, 1 << 20
 """How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
 _WORK_PER_CHARACTER: Final = 200
 """Of a regular expression, which is compiled: ranges of characters of either case are slow."""
+_HASHING: Final = ("set", "frozenset", "OrderedDict")
+_SAME_HASHES: Final = 8
+"""Comparisons of keys that take as long as an opcode."""
 _LONGEST_INT, _LONGEST_NAME = 2048, 1000
 """Bits of a number, characters of an imported name."""
 _EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
@@ -98,6 +103,8 @@ class _Machine:
         self._outer: list[list[Any]] = []
         """The stacks below each open mark."""
         self._memo: dict[int, Any] = {}
+        self._hashes: Counter[tuple[int, int]] = Counter()
+        """How many keys of a container have one hash."""
 
     def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         self._scan.spend(1)
@@ -147,19 +154,25 @@ class _Machine:
 
     def _new(self, _: Any) -> None:
         arguments = self._stack.pop()
-        self._make(Built("created", self._named(self._stack.pop()), arguments))
+        self._create(self._stack.pop(), arguments)
 
     def _new_with_keywords(self, _: Any) -> None:
         keywords, arguments = self._stack.pop(), self._stack.pop()
-        self._make(Built("created", self._named(self._stack.pop()), arguments, keywords))
+        self._create(self._stack.pop(), arguments, keywords)
+
+    def _create(self, kind: Any, arguments: Any, keywords: Any = None) -> None:
+        built = Built("created", self._named(kind), arguments, keywords)
+        built.weight += sum(map(_hashed, built.given()))
+        self._make(built)
 
     def _call(self, callee: Any, arguments: Any) -> None:
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
             kind, *given = arguments.items
             if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
                 raise ValueError("it makes an object of another one's parts")
-            self._make(Built("created", self._named(kind), self._tuple(given if callee == _NEWOBJ else [])))
+            self._create(kind, self._tuple(given if callee == _NEWOBJ else []))
             return
+        callee = _within_class(callee) or callee
         built = Built("called", callee, arguments)
         built.size = sum(map(_size, built.given()))
         self._scan.take(built.size)
@@ -167,6 +180,8 @@ class _Machine:
             built.weight += sum(map(_amount, built.given()))
             if callee.name not in ("range", "slice"):  # they take nothing in
                 self._scan.spend(built.weight)
+            if callee.name in _HASHING:
+                self._hash(built, [_key_of(item, callee.name) for part in built.given() for item in _items_of(part)])
         else:
             built.weight += sum(map(_hashed, built.given()))
             if callee == _PATTERN:
@@ -179,7 +194,7 @@ class _Machine:
 
     def _named(self, callee: Any) -> Global:
         """What is called or created; a callable that is computed is wanted under a name of its own."""
-        found = callee if isinstance(callee, Global) else COMPUTED
+        found = _within_class(callee) or COMPUTED
         self._scan.wanted.add(found)
         self._scan.called.add(found)
         return found
@@ -231,6 +246,8 @@ class _Machine:
     def _filled(self, kind: Global) -> None:
         items = self._pop_mark()
         self._make(Built("plain", kind))
+        if kind == FROZENSET:
+            self._hash(self._last(), items)
         (self._set if kind == DICT else self._extend)(items)
 
     def _append(self, _: Any) -> None:
@@ -241,7 +258,7 @@ class _Machine:
 
     def _add_marked(self, _: Any) -> None:
         items = self._pop_mark()
-        self._scan.spend(sum(map(_hashed, items)))
+        self._hash(self._last(), items)
         self._extend(items)
 
     def _extend(self, items: list[Any]) -> None:
@@ -259,9 +276,17 @@ class _Machine:
     def _set(self, items: list[Any]) -> None:
         node = self._last()
         keys, values = items[::2], items[1::2]
-        self._scan.spend(sum(map(_hashed, keys)))
+        self._hash(node, keys)
         node.entries.extend(zip(keys, values, strict=True))
         self.steps.append(Step("set", node, tuple(items)))
+
+    def _hash(self, node: Built, keys: list[Any]) -> None:
+        """Pay for what a dict or set does with its keys: it compares those of one hash, each with all before it."""
+        for key in keys:
+            self._scan.spend(_hashed(key))
+            if not isinstance(key, str):
+                self._hashes[id(node), _hash_of(key)] += 1
+                self._scan.spend(self._hashes[id(node), _hash_of(key)] // _SAME_HASHES)
 
     def _build(self, _: Any) -> None:
         state, node = self._stack.pop(), self._last()
@@ -271,6 +296,7 @@ class _Machine:
         parts = state.items if isinstance(state, Tuple) else (state,)
         self._scan.spend(sum(_amount(part) for part in parts if isinstance(part, Built | Tuple)))
         self._scan.take(sum(map(_size, parts)))
+        node.weight += sum(_hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
         self.steps.append(Step("fill", node))
 
     def _last(self) -> Built:
@@ -311,7 +337,35 @@ class _Machine:
 
 def _hashed(value: Any) -> int:
     """Items that hashing it visits."""
-    return value.weight if isinstance(value, Tuple) or (isinstance(value, Built) and value.how == "called") else 1
+    return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
+
+
+def _within_class(callee: Any) -> Global | None:
+    """The name that is called or created; protocols before 4 ask a class for one that is defined in it."""
+    if isinstance(callee, Global):
+        return callee
+    match callee:
+        case Built(how="called", callee=Global() as asked) if asked == GETATTR:
+            match callee.given():
+                case owner, str(name) if (found := _within_class(owner)) and name.isidentifier():
+                    return Global(found.module, f"{found.name}.{name}") if len(found.name) < _LONGEST_NAME else None
+    return None
+
+
+def _items_of(value: Any) -> Sequence[Any]:
+    return value.items if isinstance(value, Tuple | Built) else ()
+
+
+def _key_of(item: Any, name: str) -> Any:
+    """What is hashed of an item that a set, or a dict of pairs, is made of."""
+    return item.items[0] if name == "OrderedDict" and isinstance(item, Tuple) and item.items else item
+
+
+def _hash_of(key: Any) -> int:
+    """The hash of a number, or of a tuple of some; of objects each has one of its own."""
+    if isinstance(key, Tuple):
+        return hash(tuple(map(_hash_of, key.items)))
+    return hash(key)
 
 
 def _amount(value: Any) -> int:

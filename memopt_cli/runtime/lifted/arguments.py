@@ -142,7 +142,11 @@ def _has_size(tensor: Tensor | None, *sizes: int) -> bool:
 
 def _weight_norm(given: Arguments) -> bool:
     """Magnitudes, one for each slice of the direction; with a ``dim`` of -1 one for all, which is not fused."""
-    v, g, dim = given["v"], given["g"], given["dim"]
+    return fits_weight_norm(given["v"], given["g"], given["dim"])
+
+
+def fits_weight_norm(v: Tensor, g: Tensor, dim: int) -> bool:
+    """Whether directions and magnitudes of a weight norm go together."""
     return bool(v.dim() > 0 and v.numel() > 0 and -1 <= dim < v.dim() and (dim == -1 or g.numel() == v.shape[dim]))
 
 

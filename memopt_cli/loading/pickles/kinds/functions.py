@@ -18,7 +18,6 @@ from typing import Any, Final
 from torch import nn
 
 from memopt_cli.loading.pickles.kinds.interface import (
-    GETATTR,
     Denied,
     Graph,
     Missing,
@@ -30,7 +29,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     resolve,
     within,
 )
-from memopt_cli.loading.pickles.nodes import Built, Global
+from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
 from memopt_cli.runtime.lifted.arguments import trusts_arguments
 

@@ -8,12 +8,12 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from memopt_cli.errors import first_line
-from memopt_cli.loading.pickles.nodes import Built, Global, How, Tuple
+from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
 Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
@@ -85,6 +85,8 @@ class Recipe:
     """Sets an entry."""
     fill: Callable[[Any, Any], object] | None = None
     """Gives it its state."""
+    is_vouched: bool = False
+    """The user vouched for what makes and fills it."""
     check: Callable[[Built | None, Graph], str] = nothing_wrong
     """Why a file must not hold this object, told from what it is made of; empty if it may."""
 
@@ -113,9 +115,6 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
         return found
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         return Missing(first_line(err))
-
-
-GETATTR: Final = Global("builtins", "getattr")
 
 
 def within(module: str, package: str) -> bool:

@@ -31,6 +31,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     shadowing,
     within,
 )
+from memopt_cli.loading.pickles.kinds.layers import check_layers_asked, check_weights
 from memopt_cli.loading.pickles.nodes import Built
 from memopt_cli.records import Trust
 
@@ -262,7 +263,7 @@ def check_module(node: Built | None, graph: Graph) -> str:
     entries = plain_entries(node.state)
     if entries is None:
         return "" if _takes_other_states(kind) else "has a state of another kind"
-    return check_attributes(kind, entries, graph)
+    return check_layers_asked(kind, node) or check_attributes(kind, entries, graph)
 
 
 def _takes_other_states(kind: type) -> bool:
@@ -296,9 +297,13 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
 
     def check(name: str, value: Any, graph: Graph) -> str:
         try:
-            wrong = [key for key, item in _pairs(name, value) if not holds(key, item, graph)]
+            pairs = _pairs(name, value)
         except _Wrong as reason:
             return str(reason)
+        misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
+        if misnamed is not None:
+            return f"has {what} named {misnamed!r}, which stands for more than a name where code is made of it"
+        wrong = [key for key, item in pairs if not holds(key, item, graph)]
         return f"has {what} {wrong[0]!r} that is none" if wrong else ""
 
     return check
@@ -391,6 +396,7 @@ def check_made(module: nn.Module) -> None:
         for name, part in parts.items():
             if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
                 raise Broken(f"a {kind.__name__} has {register} that are none")
+    check_weights(module)
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:

@@ -30,7 +30,9 @@ RUNTIME: Final = "memopt_cli.runtime"
 RESTORE_SEGMENT: Final = Global(f"{RUNTIME}.container", "restore_segment")
 RESTORE_LIFTED: Final = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
 
-_MODULES: Final = ("runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
+_MODULES: Final = frozenset(
+    f"{RUNTIME}.{name}" for name in ("runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
+)
 _SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
 
 
@@ -42,7 +44,7 @@ class Own:
         """Whether it is one; any other name of the runtime is nobody's."""
         if use.name in (RESTORE_SEGMENT, RESTORE_LIFTED):
             return use.how == "called"
-        if str(use.name).removeprefix(f"{RUNTIME}.") in _MODULES:
+        if str(use.name) in _MODULES:
             return use.how in ("created", "held")
         return use.how == "created" and use.name.module == f"{RUNTIME}.compressor"
 
@@ -73,7 +75,7 @@ def _fill_script(target: Any, state: Any) -> None:
         check_script_archive(archive.cpu().numpy().tobytes(), "its TorchScript part")
     except ValueError as err:
         raise Broken(f"its TorchScript part is damaged: {err}") from err
-    fill(target, state)
+    fill(target, {**state, "_is_trusted": False})  # that is not for a file to say
 
 
 def _original(node: Built, graph: Graph) -> type | None:

@@ -32,9 +32,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
-_LONGEST = 10_000
-"""Characters of a path, or of the name of a logger."""
-_LONGEST_PATTERN = 1000
+_LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
+"""Characters of a path, of the name of a logger, whose parts Python makes loggers of too, and of a pattern."""
 
 
 def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
@@ -75,7 +74,7 @@ def _deque(items: Any = (), longest: Any = None) -> Any:
     return collections.deque(items, longest)
 
 
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: str) -> pathlib.PurePath:
         if sum(map(len, parts)) > _LONGEST:
             raise Broken(f"a path has more than {_LONGEST} characters")
@@ -85,7 +84,7 @@ def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
 
 
 def _logger(name: str = "root") -> logging.Logger:
-    if not name.isprintable() or len(name) > _LONGEST:
+    if not name.isprintable() or len(name) > _LONGEST_LOGGER:
         raise Broken("a logger has no name")
     return logging.getLogger(name)
 
@@ -198,10 +197,16 @@ PLAIN: Final = Listed(
         "random.Random": Recipe(make=_of(random.Random, most=0), fill=random.Random.setstate),
         "re._compile": Recipe(make=_pattern),
         "logging.getLogger": Recipe(make=_of(_logger, str, most=1)),
-        "pathlib.PosixPath": Recipe(make=_path(pathlib.Path)),
-        "pathlib.PurePosixPath": Recipe(make=_path(pathlib.PurePosixPath)),
-        "pathlib.WindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
-        "pathlib.PureWindowsPath": Recipe(make=_path(pathlib.PureWindowsPath)),
+        **{
+            f"{home}.{name}": Recipe(make=_path(kind))
+            for home in ("pathlib", "pathlib._local")  # of Python 3.13
+            for name, kind in {
+                "PosixPath": pathlib.Path,
+                "PurePosixPath": pathlib.PurePosixPath,
+                "WindowsPath": pathlib.PureWindowsPath,
+                "PureWindowsPath": pathlib.PureWindowsPath,
+            }.items()
+        },
         "decimal.Decimal": Recipe(make=_decimal),
         "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
         "datetime.date": Recipe(make=_moment(datetime.date)),

@@ -8,19 +8,7 @@ import torch
 
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe
 from memopt_cli.loading.pickles.nodes import Built, Tuple
-
-_CLASSES: Final = tuple(
-    f"__torch__.torch.classes.{name}"
-    for name in (
-        "quantized.LinearPackedParamsBase",
-        "quantized.Conv2dPackedParamsBase",
-        "quantized.Conv3dPackedParamsBase",
-        "quantized.EmbeddingPackedParamsBase",
-    )
-)
-_CELLS: Final = "__torch__.torch.classes.rnn.CellParamsBase"
-_KINDS_OF_CELLS: Final = ("quantized_dynamic", "quantized_fp16")
-"""Those that are made of packed weights; others read the offsets of their columns unchecked."""
+from memopt_cli.loading.pickles.packed_weights import CLASSES, is_packed
 
 
 def _make(*arguments: Any) -> Any:
@@ -33,10 +21,8 @@ def _check(node: Built | None, graph: Graph) -> str:
     """Its state is what the class takes, and the name of the class."""
     assert node is not None
     match node.state:
-        case Tuple(items=(Tuple(items=(str(kind), *_)), str(name))) if name == _CELLS:
-            return "" if kind in _KINDS_OF_CELLS else f"holds a recurrent cell of the kind {kind!r}"
-        case Tuple(items=(_, str(name))) if name in _CLASSES:
-            return ""
+        case Tuple(items=(state, str(name))) if name in CLASSES:
+            return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"
     return "is of a class that is none of packed weights"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
@@ -25,7 +28,9 @@ from memopt_cli.records import Trust
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 """Packages that cannot be vouched for as a whole: among their functions are some that run what they are given."""
-NEEDS_SCRIPT: Final = Denied("was defined in the script that saved the file", Trust(code_paths=("SCRIPT.py",)))
+_SCRIPT: Final = "YOUR_SCRIPT.py"
+_MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
+"""Files here that are looked at for the one that defines a class, and bytes of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Vouched:
         """What is made of it."""
         own = self.code.defines(use.name.module)
         if use.name.module == "__main__" and not own:
-            return NEEDS_SCRIPT
+            return needs_script(use.name)
         found = self.code.find(use.name) if own else resolve(use.name)
         if isinstance(found, Denied | Missing):
             return found
@@ -69,7 +74,7 @@ class Vouched:
         if not isinstance(found, type):
             if use.how == "called" and not named:
                 return Denied("is a function that is called with arguments from the file", by_name(use))
-            return Recipe(make=found, role="trusted", extend=_extend, set=_set, fill=fill)
+            return Recipe(make=found, role="trusted", extend=_extend, set=_set, fill=fill, is_vouched=True)
         is_module = issubclass(found, nn.Module)
         return Recipe(
             make=found if use.how == "called" else _creator(found),
@@ -78,8 +83,25 @@ class Vouched:
             extend=_extend,
             set=_set,
             fill=fill,
+            is_vouched=True,
             check=check_module if is_module and use.how == "created" else nothing_wrong,
         )
+
+
+def needs_script(wanted: Global) -> Denied:
+    """Why a name of ``__main__`` is refused, and the script that has it, if one here does: read, not run."""
+    found = [path for path in itertools.islice(sorted(Path().glob("*.py")), _MOST_SCRIPTS) if _defines(path, wanted)]
+    script = found[0].name if len(found) == 1 else _SCRIPT
+    return Denied("was defined in the script that saved the file", Trust(code_paths=(script,)))
+
+
+def _defines(path: Path, wanted: Global) -> bool:
+    first = wanted.name.partition(".")[0]
+    try:
+        body = ast.parse(path.read_bytes()).body if path.stat().st_size <= _LONGEST_SCRIPT else []
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first for node in body)
 
 
 def by_name(use: Use) -> Trust:

@@ -1,0 +1,68 @@
+"""Layers whose kernels trust that weights have the sizes that their settings say: PyTorch looks at few of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries
+from memopt_cli.loading.pickles.nodes import Built, entries_of
+from memopt_cli.runtime.lifted.arguments import fits_weight_norm
+
+
+def check_layers_asked(kind: type, node: Built) -> str:
+    """Why the state of a recurrent layer would take its code forever: it counts layers by a number in it."""
+    if not issubclass(kind, nn.RNNBase):
+        return ""
+    entries = dict(plain_entries(node.state) or ())
+    layers, parameters = entries.get("num_layers"), entries_of(entries.get("_parameters"))
+    known = type(layers) is int and 0 < layers <= len(parameters)
+    return "" if known else f"has {layers!r} layers and {len(parameters)} parameters"
+
+
+def check_weights(module: nn.Module) -> None:
+    """Raises :class:`Broken` for a recurrent layer, or a weight norm, whose weights do not fit."""
+    if isinstance(module, nn.RNNBase):
+        _check_recurrent(module)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            name = hook.name
+            _check_norm(getattr(module, f"{name}_v", None), getattr(module, f"{name}_g", None), hook.dim, module)
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        for norm in module:
+            if isinstance(norm, _WeightNorm):
+                _check_norm(getattr(module, "original1", None), getattr(module, "original0", None), norm.dim, module)
+
+
+def _check_norm(v: Any, g: Any, dim: Any, module: nn.Module) -> None:
+    tensors = isinstance(v, nn.Parameter) and isinstance(g, nn.Parameter)
+    if not (tensors and type(dim) is int and fits_weight_norm(v, g, dim)):
+        raise Broken(f"the weight norm of a {type(module).__name__} has weights that do not fit")
+
+
+def _check_recurrent(module: nn.RNNBase) -> None:
+    """As its constructor makes them: weights and biases of each layer and direction, and a projection."""
+    numbers = (module.num_layers, module.input_size, module.hidden_size, module.proj_size)
+    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise Broken(f"a {type(module).__name__} has sizes that are none")
+    output = module.proj_size or module.hidden_size
+    directions = 2 if module.bidirectional else 1
+    names, expected = list[str](), dict[str, tuple[int, ...]]()
+    for layer in range(module.num_layers):
+        for suffix in ("", "_reverse")[:directions]:
+            width, rows = module.input_size if layer == 0 else output * directions, gates * module.hidden_size
+            shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, width), "weight_hh": (rows, output)}
+            shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)} if module.bias else {}
+            shapes |= {"weight_hr": (output, module.hidden_size)} if module.proj_size else {}
+            names += [f"{name}_l{layer}{suffix}" for name in shapes]
+            expected |= {f"{name}_l{layer}{suffix}": shape for name, shape in shapes.items()}
+    held = {name: getattr(module, name, None) for name in names}
+    flat = module._flat_weights
+    fits = list(module._flat_weights_names) == names and len(flat) == len(names)
+    fits = fits and all(tensor is not None and tuple(tensor.shape) == expected[name] for name, tensor in held.items())
+    if not (fits and all(used is held[name] for name, used in zip(names, flat, strict=True))):
+        raise Broken(f"a {type(module).__name__} has weights that do not fit")

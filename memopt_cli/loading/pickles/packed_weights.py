@@ -1,0 +1,31 @@
+"""The states of packed weights, which PyTorch's classes of C++ take from pickles and from TorchScript."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.nodes import Tuple
+
+NATIVE: Final = "__torch__.torch.classes."
+"""How the names of classes of C++ begin."""
+_CELLS: Final = f"{NATIVE}rnn.CellParamsBase"
+_CONVOLUTIONS: Final = tuple(f"{NATIVE}quantized.Conv{dims}dPackedParamsBase" for dims in (2, 3))
+CLASSES: Final = (
+    *_CONVOLUTIONS,
+    f"{NATIVE}quantized.LinearPackedParamsBase",
+    f"{NATIVE}quantized.EmbeddingPackedParamsBase",
+    _CELLS,
+)
+
+
+def is_packed(name: str, state: Any) -> bool:
+    """Whether a stand-in is a state of that class in a form that PyTorch looks at itself.
+
+    Others are those of older versions, of which it takes the parts unseen.
+    """
+    items = state.items if isinstance(state, Tuple) else ()
+    if name == _CELLS:
+        return items[:1] in (("quantized_dynamic",), ("quantized_fp16",))
+    if name in _CONVOLUTIONS:
+        return len(items) == 3 and type(items[0]) in (int, str) and items[0] in (3, "2")
+    return True

@@ -1,0 +1,376 @@
+"""What forward may move on in objects: attributes, arrays, random generators, iterators, caches.
+
+What a module itself keeps is put back whole (:mod:`memopt_cli.runtime.state`).  Other objects belong to the rest of the
+program as well: they are looked at before and after forward, and only those that moved are put back.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import logging
+import pathlib
+import pickle
+import random
+import re
+import sys
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_MOST_PARTS: Final = 1000
+"""Objects that are looked at: more are a program, and no state of a module's."""
+_LARGEST_COPY: Final = 1 << 16
+"""Bytes of a tensor that is copied; of a larger one it is only noticed that it was written."""
+_NO_STATE: Final = (
+    *(nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *(types.MethodType, weakref.ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(enum.Enum, io.IOBase, logging.Logger, pathlib.PurePath, re.Pattern),
+)
+_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, *_NO_STATE})
+_CONTAINERS: Final = (list, deque, dict, set)
+
+
+class Objects:
+    """Where the objects stand that can be reached from some values, which :meth:`restore` puts back."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._parts: list[_Part] = []
+        self._tensors: dict[int, _Noted] = {}
+        self._reach(values)
+
+    def _reach(self, values: Iterable[Any]) -> None:
+        pending, seen = list(values), set[int]()
+        while pending and len(self._parts) < _MOST_PARTS:
+            value = pending.pop()
+            if type(value) in _ATOMS or id(value) in seen or isinstance(value, _NO_STATE):
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
+                    self._tensors[id(value)] = _Noted(value)
+            elif isinstance(value, tuple | frozenset):
+                pending.extend(value)
+            elif (part := _part_of(value)) is not None:
+                self._parts.append(part)
+                pending.extend(part.inner())
+
+    def settle(self) -> None:
+        """Forward has ended: keep what it moved."""
+        written = {key for key, noted in self._tensors.items() if noted.was_written()}
+        self._parts = [part for part in self._parts if part.has_moved() or part.holds(written)]
+        for key, noted in self._tensors.items():
+            noted.settle(key in written)
+
+    def check(self) -> None:
+        """Raises :class:`RuntimeError`, with the reason, where forward cannot start again from what was there."""
+        for part in self._parts:
+            if part.lost:
+                raise RuntimeError(f"{part.lost} moved on in forward, and nothing can put it back for a recomputation")
+        for noted in self._tensors.values():
+            if noted.is_lost():
+                raise RuntimeError(
+                    f"a tensor of shape {noted.shape} in an object was written in place in forward or after it; "
+                    "recomputing with it would be wrong. Give the object a new tensor instead."
+                )
+
+    def now(self) -> Objects:
+        """The same objects, where they stand now."""
+        found = Objects(())
+        found._parts = [type(part)(part.value) for part in self._parts]
+        return found
+
+    def again(self) -> dict[int, Any]:
+        """What takes the place of some objects while forward starts again, by the ``id`` of each."""
+        iterators = {id(part.value): part.again() for part in self._parts if isinstance(part, _Iterating)}
+        written = {key: noted.copy.clone() for key, noted in self._tensors.items() if noted.copy is not None}
+        return iterators | written
+
+    def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
+        """Put all of them back; one whose ``id`` is in ``replaced`` as that other object."""
+        for part in self._parts:
+            part.restore(replaced or {})
+
+
+class _Noted:
+    """A tensor that an object holds, and its version; of a small one a copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.shape = tuple(tensor.shape)
+        self._version = version_of(tensor)
+        self.copy = tensor.detach().clone() if tensor.nbytes <= _LARGEST_COPY else None
+        self._is_lost = False
+
+    def was_written(self) -> bool:
+        tensor = self._tensor()
+        if tensor is None:
+            return False
+        if self.copy is not None:
+            return self.copy.shape != tensor.shape or not same_bits(self.copy, tensor.detach())
+        return self._version != version_of(tensor)
+
+    def settle(self, was_written: bool) -> None:
+        tensor = self._tensor()
+        if not was_written:
+            self.copy = None
+        elif self.copy is not None and tensor is not None:
+            self.copy.requires_grad_(tensor.requires_grad)
+        self._is_lost = was_written and self.copy is None
+        self._version = version_of(tensor)
+
+    def is_lost(self) -> bool:
+        tensor = self._tensor()
+        return self._is_lost or (self.copy is None and tensor is not None and self._version != version_of(tensor))
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor was written in place; 0 for one of inference, which does not count."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, a NaN to itself as well."""
+    if a.is_meta or type(a) is not Tensor or a.layout is not torch.strided or torch.equal(a, b):
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# ---------------------------------------------------------------------------------------------- kinds of objects
+
+
+class _Part:
+    """One object, and where it stood."""
+
+    lost = ""
+    """What it is, if it cannot be put back."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._held = self._look()
+
+    def _look(self) -> Any:
+        raise NotImplementedError
+
+    def has_moved(self) -> bool:
+        """Whether it stands elsewhere now."""
+        return bool(self._held != self._look())
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        """Put it back there."""
+        raise NotImplementedError
+
+    def inner(self) -> Iterable[Any]:
+        """What lies in it."""
+        return ()
+
+    def holds(self, keys: set[int]) -> bool:
+        """Whether one of these, by their ``id``, lies in it."""
+        return bool(keys) and any(id(value) in keys for value in self.inner())
+
+
+class _Attributes(_Part):
+    """An object with attributes, in a dictionary or in slots."""
+
+    def _look(self) -> dict[str, Any]:
+        names = [name for kind in type(self.value).__mro__ for name in _slots_of(kind)]
+        found = {name: getattr(self.value, name) for name in names if hasattr(self.value, name)}
+        return found | getattr(self.value, "__dict__", {})
+
+    def has_moved(self) -> bool:
+        now = self._look()
+        return now.keys() != self._held.keys() or any(not _is_same(now[key], held) for key, held in self._held.items())
+
+    def inner(self) -> Iterable[Any]:
+        yield from self._held.values()
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        there = self._look()
+        for name in there.keys() - self._held.keys():
+            object.__delattr__(self.value, name)
+        for name, held in self._held.items():
+            value = replaced.get(id(held), held)
+            if name not in there or there[name] is not value:
+                object.__setattr__(self.value, name, value)
+
+
+class _Items(_Part):
+    """A list, deque, dict or set."""
+
+    def _look(self) -> list[Any]:
+        return list(self.value.items() if isinstance(self.value, dict) else self.value)
+
+    def has_moved(self) -> bool:
+        now = self._look()
+        return len(now) != len(self._held) or not all(map(_is_same, _flat(now), _flat(self._held)))
+
+    def inner(self) -> Iterable[Any]:
+        yield from _flat(self._held)
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        self.value.clear()
+        if isinstance(self.value, dict):
+            for key, value in self._held:  # a Counter's ``update`` would count the pairs
+                self.value[key] = replaced.get(id(value), value)
+        elif isinstance(self.value, set):
+            self.value.update(self._held)
+        else:
+            self.value.extend(replaced.get(id(value), value) for value in self._held)
+
+
+class _Array(_Part):
+    """An array of NumPy's."""
+
+    def _look(self) -> Any:
+        return self.value.copy()
+
+    def has_moved(self) -> bool:
+        return bool(self.value.dtype.hasobject or self.value.tobytes() != self._held.tobytes())
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        if self.has_moved():
+            self.value[...] = self._held
+
+
+class _Drawing(_Part):
+    """A random generator of Python's or NumPy's."""
+
+    def _look(self) -> bytes:
+        if isinstance(self.value, random.Random):
+            return pickle.dumps(self.value.getstate())
+        is_old = hasattr(self.value, "get_state")
+        return pickle.dumps(self.value.get_state(legacy=False) if is_old else self._bits().state)
+
+    def _bits(self) -> Any:
+        return getattr(self.value, "bit_generator", self.value)
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        state = pickle.loads(self._held)
+        if isinstance(self.value, random.Random):
+            self.value.setstate(state)
+        elif hasattr(self.value, "set_state"):
+            self.value.set_state(state)
+        else:
+            self._bits().state = state
+
+
+class _Iterating(_Part):
+    """An iterator.  It is left alone: a copy takes its place while forward runs again."""
+
+    def _look(self) -> Any:
+        return _iterator_again(self.value)
+
+    def has_moved(self) -> bool:
+        held, now = (_place_of(iterator) for iterator in (self._held, self.value))
+        moved = len(held) != len(now) or not all(map(_is_same, held, now))
+        if moved and self._held is None:
+            self.lost = f"a {type(self.value).__name__}"
+        return moved
+
+    def again(self) -> Any:
+        """An iterator that stands where this one stood."""
+        return _iterator_again(self._held)
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        pass
+
+
+class _Running(_Part):
+    """A generator, which nothing can put back."""
+
+    def _look(self) -> Any:
+        frame = self.value.gi_frame
+        return frame and (frame.f_lasti, {name: id(value) for name, value in frame.f_locals.items()})
+
+    def has_moved(self) -> bool:
+        if super().has_moved():
+            self.lost = f"the generator {self.value.__name__}"
+        return bool(self.lost)
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        pass
+
+
+def _part_of(value: Any) -> _Part | None:
+    if isinstance(value, _CONTAINERS):
+        return _Items(value)
+    if isinstance(value, types.GeneratorType):
+        return _Running(value)
+    if isinstance(value, random.Random):
+        return _Drawing(value)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.ndarray):
+            return None if value.dtype.hasobject or not value.flags.writeable else _Array(value)
+        random_module = sys.modules.get("numpy.random")
+        kinds = ("Generator", "RandomState", "BitGenerator") if random_module else ()
+        if isinstance(value, tuple(getattr(random_module, kind) for kind in kinds)):
+            return _Drawing(value)
+    home = type(value).__module__
+    if home.partition(".")[0] == "torch":  # a program of its own, part of which is written by other threads
+        return None
+    if home in ("builtins", "itertools") and hasattr(type(value), "__next__"):
+        return _Iterating(value) if _iterator_again(value) is not None else None
+    has_attributes = hasattr(value, "__dict__") or any(map(_slots_of, type(value).__mro__))
+    return _Attributes(value) if has_attributes else None
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if isinstance(vars(kind).get(name), types.MemberDescriptorType))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in (int, float, complex, str, bytes, bool) and a == b)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if type(item) is tuple:
+            yield from item
+        else:
+            yield item
+
+
+# ---------------------------------------------------------------------------------------------- iterators
+
+
+def _iterator_again(iterator: Any) -> Any:
+    """Another one at the same place; ``None`` if there can be none."""
+    try:
+        function, arguments, *state = _reduced(iterator)
+        made = function(*(_argument_again(argument) for argument in arguments))
+        if state:
+            made.__setstate__(state[0])
+    except (TypeError, ValueError, AttributeError):
+        return None
+    return made
+
+
+def _argument_again(argument: Any) -> Any:
+    if not hasattr(type(argument), "__next__"):
+        return argument
+    if (again := _iterator_again(argument)) is None:
+        raise TypeError("an iterator within cannot be made again")
+    return again
+
+
+def _reduced(iterator: Any) -> Any:
+    with warnings.catch_warnings():  # newer versions of Python will not tell it of all
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return iterator.__reduce__()
+
+
+def _place_of(iterator: Any) -> list[Any]:
+    _, arguments, *state = _reduced(iterator)
+    inner = [argument for argument in arguments if hasattr(type(argument), "__next__")]
+    own = [part for part in (*arguments, *state) if not hasattr(type(part), "__next__")]
+    return [*own, *(part for iterator in inner for part in _place_of(iterator))]

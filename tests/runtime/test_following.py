@@ -1,0 +1,426 @@
+"""The training that follows a recorded step: what users do with a model between forward, backward and the next step."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.runtime.conftest import Judge
+
+PLAIN, PACKED = SegmentConfig(), SegmentConfig(recompute=False)
+WIDE = 4096
+"""Features whose tensors are large enough to be packed."""
+
+
+def pair(model: nn.Module, config: SegmentConfig, *paths: str) -> tuple[nn.Module, nn.Module]:
+    """The model, and a copy with segments at these paths; without any at the root."""
+    optimized = copy.deepcopy(model)
+    for path in paths or ("",):
+        install_segment(optimized.get_submodule(path), config)
+    return model, optimized
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    return len(first) == len(second) and all(
+        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-5, atol=0))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- noise that comes late
+
+
+class Noisy(nn.Module):
+    """Ends in an operator that saves its noise before it draws it."""
+
+    def __init__(self, features: int = WIDE) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(8, features), nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        torch.zeros_like(y)  # where the noise will lie: as long as it is not drawn, nothing but zeros
+        return self.noise(y)
+
+
+class NoisyAside(Noisy):
+    """Hands it on through operators that save nothing, beside another output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.sin(), F.rrelu(y, training=True).flatten().neg() + 1
+
+
+class NoisyInPlace(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(self.linear(x), training=True, inplace=True)
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+@pytest.mark.parametrize("kind", [Noisy, NoisyAside, NoisyInPlace])
+def test_noise_that_is_drawn_after_it_is_saved(kind: type[Noisy], config: SegmentConfig, judge: Judge) -> None:
+    for _ in range(3):  # memory that is used again holds other numbers
+        judge(kind(), {"": config}, torch.randn(4, 8))
+
+
+# ---------------------------------------------------------------------------------------------- a checkpoint within
+
+
+class OwnCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d((x * self.conv(x)).sigmoid(), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = checkpoint(self._pooled, (x > 0).float() * 3, use_reentrant=False)
+        return pooled.square()
+
+
+def test_packed_around_a_checkpoint_of_the_users_own(judge: Judge) -> None:
+    judge(OwnCheckpoint(), {"": PACKED}, torch.randn(4, 1, 64, 64))
+
+
+# ---------------------------------------------------------------------------------------------- frozen in between
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED, SegmentConfig(chunks=2)], ids=["recomputed", "packed", "chunks"])
+@pytest.mark.parametrize("before", [True, False])
+def test_parameters_frozen_or_thawed_between_forward_and_backward(before: bool, config: SegmentConfig) -> None:
+    found = []
+    for model in pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), config):
+        x = torch.ones(6, 4, requires_grad=True)
+        model[0].requires_grad_(before)
+        y = model(x)
+        model[0].requires_grad_(not before)
+        model[2].requires_grad_(False)
+        y.square().sum().backward()
+        assert [p.requires_grad for p in model.parameters()] == [not before, not before, False, False]
+        found.append([*gradients(model), x.grad])
+    assert equal(*found)
+
+
+# ---------------------------------------------------------------------------------------------- changed in between
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x).tanh()
+        result = self.second(between)
+        between.detach().zero_()  # the graph does not know of it
+        return result.sin().square()
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_input_of_a_nested_segment_changed_afterwards_is_told(outer: bool) -> None:
+    model = nn.Sequential(Inner())
+    if outer:
+        install_segment(model[0], PLAIN)
+    install_segment(model[0].second, PLAIN)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+class Codebook(nn.Module):
+    """A table of vectors that forward moves, behind autograd's back, as VQ-VAE's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.table).argmin(-1)
+        quantized = y + (self.table[nearest] - y).detach() * y.mean()
+        self.table.data.mul_(0.9).add_(y.detach().mean() * 0.1)
+        return quantized * self.table.sum()
+
+
+@pytest.mark.parametrize("paths", [[""], ["0"], ["", "0"]])
+def test_buffers_that_are_written_through_data(paths: list[str], judge: Judge) -> None:
+    judge(nn.Sequential(Codebook()), dict.fromkeys(paths, PLAIN), torch.randn(5, 4), steps=4)
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+class Expert(nn.Module):
+    """Leaves its auxiliary loss in a list that the caller gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, losses: list[Tensor], seen: dict[str, int]) -> Tensor:
+        y = self.linear(x)
+        losses.append(y.square().mean())
+        seen["calls"] = seen.get("calls", 0) + 1
+        return y.tanh()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Expert(), Expert()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        seen: dict[str, int] = {}
+        for expert in self.experts:
+            x = expert(x, losses, seen)
+        return x.sum() + sum(losses, torch.zeros(())) * seen.get("calls", 0)
+
+
+@pytest.mark.parametrize("paths", [["experts.0"], ["experts.0", "experts.1"], ["", "experts.1"]])
+def test_lists_and_dicts_that_forward_appends_to(paths: list[str], judge: Judge) -> None:
+    judge(Mixture(), dict.fromkeys(paths, PLAIN), torch.randn(3, 4))
+
+
+# ---------------------------------------------------------------------------------------------- state of many kinds
+
+
+@dataclasses.dataclass
+class Counted:
+    calls: int = 0
+
+
+class Drawing(nn.Module):
+    """Keeps in an attribute what forward moves on: ``kind`` of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.kept: Any = {
+            "NumPy's generator": lambda: np.random.default_rng(1),
+            "Python's generator": lambda: random.Random(1),
+            "a dataclass": Counted,
+            "an array": lambda: np.zeros(2),
+            "an object": lambda: collections.UserDict(calls=0),
+        }[kind]()
+
+    def _next(self) -> float:
+        match self.kind:
+            case "NumPy's generator":
+                return float(self.kept.random())
+            case "Python's generator":
+                return float(self.kept.random())
+            case "a dataclass":
+                self.kept.calls += 1
+                return float(self.kept.calls)
+            case "an array":
+                self.kept += 1
+                return float(self.kept[0])
+            case _:
+                self.kept["calls"] += 1
+                return float(self.kept["calls"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self._next()).tanh()
+
+
+@pytest.mark.parametrize("kind", ["NumPy's generator", "Python's generator", "a dataclass", "an array", "an object"])
+def test_state_that_forward_moves_on(kind: str, judge: Judge) -> None:
+    judge(Drawing(kind), {"": PLAIN}, torch.randn(3, 4), steps=3)
+
+
+# ---------------------------------------------------------------------------------------------- other threads
+
+
+def test_a_recomputation_leaves_the_random_numbers_of_other_threads_alone() -> None:
+    """A loader draws in a thread of its own while backward recomputes a module without randomness."""
+
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).tanh()
+            return y * 2
+
+    model = Waiting()
+    install_segment(model, PLAIN)
+    for _ in range(3):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        expected = [random.random(), np.random.random(), float(torch.rand(())), random.random()]
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        y = model(torch.ones(2, 4, requires_grad=True))
+        first = [random.random(), np.random.random(), float(torch.rand(()))]
+        y.sum().backward()
+        assert [*first, random.random()] == expected
+
+
+# ---------------------------------------------------------------------------------------------- gradients within
+
+
+class Force(nn.Module):
+    """A gradient of an energy by its input, which training differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        energy = self.second(self.first(x).tanh()) * self.calls
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return force
+
+
+@pytest.mark.parametrize("paths", [["0"], ["", "0"]])
+def test_a_forward_that_computes_gradients_runs_plainly(paths: list[str]) -> None:
+    plain = nn.Sequential(Force(), nn.Linear(3, 3))
+    optimized = copy.deepcopy(plain)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), PLAIN)
+    x = torch.randn(4, 3, requires_grad=True)
+    for step in range(3):
+        plain(x).sum().backward()
+        if step == 0:
+            with pytest.warns(UserWarning, match="Force computes gradients in its forward"):
+                optimized(x).sum().backward()
+        else:
+            optimized(x).sum().backward()
+        assert plain[0].calls == optimized[0].calls == step + 1
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(plain), _gradients(optimized), strict=True))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+def test_tangents_are_computed_along(config: SegmentConfig) -> None:
+    model, optimized = pair(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), config)
+    x, direction = torch.randn(64, 64), torch.randn(64, 64)
+    found = []
+    for net in (model, optimized):
+        with forward_ad.dual_level():
+            _, tangent = forward_ad.unpack_dual(net(forward_ad.make_dual(x, direction)))
+            found.append(tangent)
+    assert torch.equal(*found)
+
+
+# ---------------------------------------------------------------------------------------------- forms of tensors
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 4)
+
+    def forward(self, x: PackedSequence) -> Tensor:
+        output: Tensor = self.recurrent(x)[0].data
+        return output
+
+
+class OfSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Sequences()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.inner(pack_sequence([a, b]))
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+def test_packed_sequences_as_arguments(config: SegmentConfig, judge: Judge) -> None:
+    judge(OfSequences(), {"inner": config}, torch.randn(4, 3), torch.randn(2, 3))
+
+
+class Transposing(nn.Module):
+    """Its output lies in memory in another order than its dimensions do, which dropout goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).permute(0, 2, 1)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_chunks_keep_the_order_in_memory(axis: int, exactly: Judge) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Identity(), Transposing()), nn.Dropout(0.5))
+    if axis == -1:
+        model[0] = nn.Sequential(nn.Identity(), Along())
+    exactly(model, {"0": SegmentConfig(chunks=2, axis=axis)}, torch.randn(4, 6, 3))
+
+
+class Along(nn.Module):
+    """Works on every item, and turns the order around twice: dimensions stay, memory does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.transpose(1, 2).contiguous() * self.factor).transpose(1, 2)
+
+
+def test_chunks_of_instance_norms_that_keep_statistics_are_refused() -> None:
+    norms = nn.Sequential(nn.Linear(5, 5), nn.InstanceNorm1d(4, track_running_stats=True))
+    with pytest.raises(ValueError, match="its 1, an instance norm, would keep the statistics of each of 2 chunks"):
+        install_segment(norms, SegmentConfig(chunks=2))
+
+
+# ---------------------------------------------------------------------------------------------- modules that change
+
+
+class Making(nn.Module):
+    """Makes a layer anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made = nn.Linear(4, 4)
+        return self.made(self.first(x)).tanh()
+
+
+def test_a_layer_made_in_forward_stays_the_one_that_ran() -> None:
+    model = Making()
+    install_segment(model, PLAIN)
+    for _ in range(2):
+        y = model(torch.randn(2, 4))
+        made = model.made
+        y.sum().backward()
+        assert model.made is made
+        assert made.weight.grad is not None
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+def test_a_parameter_changed_before_backward_is_told(config: SegmentConfig) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    install_segment(model, config)
+    y = model(torch.randn(64, 64, requires_grad=True))
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        y.sum().backward()
