@@ -11,10 +11,11 @@ the input, the state of the module (see :mod:`memopt_cli.runtime.state`) and chu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -526,6 +527,7 @@ def _checkpoint(
     run = _Run(module, first, call, start, len(tensors), keep)
     try:
         if _is_nested():
+            run.is_nested = True
             if module in _overwriting_inputs:
                 tensors = [t.clone() for t in tensors]
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
@@ -572,8 +574,25 @@ def _is_forward_mode() -> bool:
 
 
 def _is_nested() -> bool:
-    """Whether a segment runs around what runs now."""
-    return getattr(_thread, "depth", 0) > 0
+    """Whether a segment runs around what runs now, and nothing between them keeps or recomputes what is saved.
+
+    A checkpoint of the user's own may: it recomputes when no segment runs around it any longer.
+    """
+    return getattr(_thread, "depth", 0) > 0 and _hooks() == _thread.hooks
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def _within_segment() -> Iterator[None]:
+    outer = getattr(_thread, "depth", 0), getattr(_thread, "hooks", None)
+    _thread.depth, _thread.hooks = outer[0] + 1, _hooks()
+    try:
+        yield
+    finally:
+        _thread.depth, _thread.hooks = outer
 
 
 def _traced(module: nn.Module, forward: Callable[..., Any], skeleton: Any, keep: tuple[str, ...]) -> Callable[..., Any]:
@@ -678,24 +697,22 @@ class _Run:
         self._ends_in_noise = False
         self._versions: list[int] = []
         """Of the tensors among the arguments, where they are no copies."""
+        self.is_nested = False
+        """Its inputs belong to the recomputation of the segment around."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        try:
-            return self._recompute(given) if self._first is None else self._run(given, self._first)
-        finally:
-            _thread.depth -= 1
+        return self._recompute(given) if self._first is None else self._run(given, self._first)
 
     def _run(self, given: Sequence[Tensor], first: Callable[[], Any]) -> Any:
         self._first = None
-        if _thread.depth > 1:
+        if self.is_nested:
             self._versions = list(map(version_of, given[: self._inputs]))
         before = first_node()
         try:
-            with self._kept.recording(), self._statistics.recording():
+            with self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
         except _BackwardWithin:
             raise
@@ -724,7 +741,8 @@ class _Run:
             lent = given[self._inputs :] if self.lent is None else self.lent()
             self._check(given)
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
-                output = self._call(given, replaced)
+                with _within_segment():
+                    output = self._call(given, replaced)
                 if self._ends_in_noise:
                     save_nothing()
                 return output

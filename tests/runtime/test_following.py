@@ -100,6 +100,33 @@ def test_packed_around_a_checkpoint_of_the_users_own(judge: Judge) -> None:
     judge(OwnCheckpoint(), {"": PACKED}, torch.randn(4, 1, 64, 64))
 
 
+class Between(nn.Module):
+    """A checkpoint of the user's own around a layer that can be a segment."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.reentrant = (
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)),
+            nn.Linear(8, 8),
+            reentrant,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(lambda y: self.outer(self.inner(y).tanh()).sin(), x, use_reentrant=self.reentrant)
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inner", [PLAIN, PACKED], ids=["recomputed", "packed"])
+@pytest.mark.parametrize("around", [[], [""], ["0"], ["", "0"]])
+def test_a_checkpoint_of_the_users_own_between_two_segments(
+    around: list[str], inner: SegmentConfig, reentrant: bool, judge: Judge
+) -> None:
+    model = nn.Sequential(Between(reentrant=reentrant), nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(200, 8, requires_grad=True)
+    judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
+
+
 # ---------------------------------------------------------------------------------------------- frozen in between
 
 
