@@ -18,6 +18,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
+from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
@@ -446,7 +447,36 @@ class _Job:
             found = self._verify(best, fits=fits)
         if not isinstance(found, Verification):
             raise_failure(found, "verification could not be run: ")
-        return best, found
+        return (best, found) if found.passed or asked_for else self._narrowed(rows, best, found, fits=fits)
+
+    def _narrowed(
+        self, rows: list[LevelRow], best: LevelRow, failed: Verification, *, fits: bool
+    ) -> tuple[LevelRow, Verification]:
+        """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
+        self.progress.stage("finding what differs")
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(self.session())]
+
+            def verify(plan: Plan) -> Verification | None:
+                if sessions[-1].ended:
+                    sessions.append(stack.enter_context(self.session()))
+                found = sessions[-1].verify(plan, failed.batch)
+                return found if isinstance(found, Verification) else None
+
+            plan, left_out = agreeing(best.plan, verify)
+        row = rows[0]
+        if plan.segments or plan.packed:
+            row = replace(best, plan=plan, outcome=self.measure(plan), predicted_tensor_peak_bytes=None)
+            row = replace(row, predicted_allocated_peak_bytes=None)
+            rows[rows.index(best)] = row
+            row = applied_row([rows[0], row])
+        found = self._verify(row, fits=fits)
+        if not isinstance(found, Verification) or not found.passed:
+            return best, failed
+        self.notes += [
+            f"'{path or '(root)'}' is no segment: with it {reason}." for path, reason in sorted(left_out.items())
+        ]
+        return row, found
 
     def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
         """At full size where the original fits, else at the largest half, quarter … that does."""

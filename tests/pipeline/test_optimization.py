@@ -752,6 +752,15 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
     assert "verification failed: output[0] differs by 0.5" in done.out
 
 
+def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(optimize: Memopt, user_code: str) -> None:
+    done = optimize("faulty:one_sees_backward", "-i", "256x32", "--code-path", user_code, "--level", "1")
+    assert done.code == 0, done.err
+    assert "verified: " in done.out
+    assert "'2' is no segment: with it gradient of 2." in done.out
+    _, plan = read_plan("faulty.memopt.plan.yaml")
+    assert {segment.path for segment in plan.segments} == {"0", "1", "3"}
+
+
 def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code: str) -> None:
     done = optimize("faulty:Remembers", "-i", "2x3", "--code-path", user_code, "--level", "0")
     assert done.code == 0, done.err

@@ -178,3 +178,24 @@ class Spare(_After):
 
     def fault(self, y: Tensor) -> Tensor:
         return y
+
+
+class SeesBackward(nn.Module):
+    """Computes something else where backward runs it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.widen(x).tanh()
+        return self.narrow(hidden * 2 if torch._C._current_autograd_node() else hidden)
+
+
+def one_sees_backward() -> nn.Module:
+    """A model of which one layer cannot be a segment, and nothing tells before it has run."""
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+
+    return nn.Sequential(layer(), layer(), SeesBackward(), layer())

@@ -1,0 +1,58 @@
+"""A plan that differs, without the segments that make it differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt_cli.pipeline.narrowing import agreeing
+from memopt_cli.records import Plan, SegmentPlan, Verification
+
+
+def verification(*, passed: bool) -> Verification:
+    return Verification(
+        passed=passed,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=1,
+        worst_name="" if passed else "gradient of a",
+        worst_difference=0.0 if passed else 0.5,
+        batch=2,
+        full_size=True,
+    )
+
+
+def plan(count: int, *, packed: bool = False) -> Plan:
+    return Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(count)), packed=packed)
+
+
+@pytest.mark.parametrize("faulty", [{3}, {0, 7}, {1, 2, 6}, set(range(8))])
+def test_those_at_fault_are_left_out(faulty: set[int]) -> None:
+    runs = []
+
+    def verify(tried: Plan) -> Verification:
+        runs.append(tried)
+        return verification(passed=not faulty & {int(segment.path) for segment in tried.segments})
+
+    kept, left_out = agreeing(plan(8), verify)
+    assert {int(segment.path) for segment in kept.segments} == {*range(8)} - faulty
+    assert left_out == {str(i): "gradient of a differs by 0.5" for i in faulty}
+    assert len(runs) <= 1 + 8 * len(faulty)
+
+
+def test_two_that_differ_together_are_parted() -> None:
+    kept, left_out = agreeing(
+        plan(4), lambda tried: verification(passed=not {"1", "2"} <= {s.path for s in tried.segments})
+    )
+    assert {s.path for s in kept.segments} == {"0", "1"}
+    assert left_out == dict.fromkeys(("2", "3"), "beside others gradient of a differs by 0.5")
+
+
+def test_packing_is_left_out_by_itself() -> None:
+    kept, left_out = agreeing(plan(2, packed=True), lambda tried: verification(passed=not tried.packed))
+    assert (len(kept.segments), kept.packed, left_out) == (2, False, {})
+
+
+def test_a_step_that_cannot_be_run_is_at_fault() -> None:
+    _, left_out = agreeing(plan(1), lambda tried: None)
+    assert left_out == {"0": "its step cannot be run"}
