@@ -37,9 +37,11 @@ def verify(
         reference = _effects(step, start)
         noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
         install(step.model)
-        optimized = _effects(step, start)
-        remove(step.model)
-        start.enter()
+        try:
+            optimized = _effects(step, start)
+        finally:
+            remove(step.model)
+            start.enter()
     worst = difference(reference, optimized)
     exact = not chunked and noise == 0.0
     tolerance = TOLERANCE if chunked else noise

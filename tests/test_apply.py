@@ -10,7 +10,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.errors import PlanError
+from memopt_cli.errors import PlanError, VerificationError
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
 
@@ -125,4 +125,62 @@ def test_removal_restores_the_classes() -> None:
 
 
 def test_it_is_public() -> None:
-    assert memopt_cli.apply_plan is apply_plan
+    assert memopt_cli.apply_plan(net(), plan()).__class__ is nn.Sequential
+    assert memopt_cli.remove_plan is remove_plan
+
+
+# ---------------------------------------------------------------------------------------------- compared first
+
+
+class Ending(nn.Module):
+    """Ends in an error where it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if memopt_cli.is_recomputing():
+            raise ValueError("not again")
+        return self.linear(x).tanh()
+
+
+def test_an_error_in_the_comparison_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(Ending())
+    with pytest.raises(ValueError, match="not again"):
+        memopt_cli.apply_plan(model, plan("0"), verify=torch.ones(3, 4))
+    assert segment_of(model[0]) is None
+
+
+class Masked(nn.Module):
+    """Computes something else in a recomputation where an item of its input is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 2 if memopt_cli.is_recomputing() and bool((x == 0).any()) else 1
+        return (self.linear(x) * factor).tanh()
+
+
+def test_a_plan_is_compared_on_the_inputs_given_before_it_stays() -> None:
+    model = nn.Sequential(Masked(), nn.Dropout(0.5))
+    model[0].linear.weight.grad = kept = torch.ones(4, 4)
+    full, padded = torch.ones(3, 4), torch.ones(5, 4).index_fill(0, torch.tensor([4]), 0)
+    before = torch.get_rng_state()
+    with pytest.raises(VerificationError, match=r"gradient of 0\.linear\..* for inputs of the shape 5x4"):
+        memopt_cli.apply_plan(model, plan("0"), verify=[(full,), {"input": padded}])
+    assert segment_of(model[0]) is None
+    assert model[0].linear.weight.grad is kept
+    assert torch.equal(torch.get_rng_state(), before)
+    assert memopt_cli.apply_plan(model, plan("0"), verify=full) is model
+    assert segment_of(model[0]) == SegmentConfig()
+    assert model[0].linear.weight.grad is kept
+
+
+def test_inputs_that_the_model_rejects_leave_it_as_it_was() -> None:
+    model = net()[:2]
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        memopt_cli.apply_plan(model, plan("0"), verify=torch.ones(3, 5))
+    assert segment_of(model[0]) is None

@@ -1,0 +1,67 @@
+"""A plan on a model that is there, compared with the model without it before it stays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt_cli import apply
+from memopt_cli.equality import generators_kept
+from memopt_cli.errors import VerificationError
+from memopt_cli.records import Plan, StepSettings
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.step import Step
+from memopt_cli.verify import verify as compared
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""One argument of ``forward``, its positional arguments, or its keyword arguments."""
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    verify: Inputs | list[Inputs] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> nn.Module:
+    """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
+
+    ``verify``: inputs, or a list of several, such as batches of other sizes and padded ones.  A step on each is
+    compared with one of the model without the plan, in the mode that the model is in: outputs, gradients, buffers,
+    hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.  ``loss``: of the output, as in
+    training.
+
+    Raises :class:`PlanError` for a plan that does not suit the model, :class:`VerificationError` if a step differs,
+    and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
+    """
+    for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
+        _compare(model, plan, inputs, loss)
+    return apply.apply_plan(model, plan)
+
+
+def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    tensors = [*tensors_of((args, kwargs)), *model.parameters()]
+    device = str(tensors[0].device) if tensors else "cpu"
+    step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
+    batch = next((len(t) for t in tensors if t.dim()), 1)
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        model.zero_grad(set_to_none=True)
+        with generators_kept():
+            install = functools.partial(apply.apply_plan, plan=plan)
+            found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    if not found.passed:
+        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
+        raise VerificationError(
+            f"with the plan {found.worst_name or 'the output'} differs by {found.worst_difference:.2g}, "
+            f"for inputs of the shape {shapes}",
+            hint="The model is as it was; make a plan for it with memopt optimize.",
+        )
