@@ -32,6 +32,7 @@ import torch
 from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
+from torch.nn.utils import prune
 from transformers import BertConfig, BertModel
 
 from memopt_cli.loading.interface import ModelFile
@@ -172,7 +173,18 @@ def _misfits() -> dict[str, nn.Module]:
     parametrized.parametrizations.weight._parameters["original0"] = nn.Parameter(torch.ones(1, 1))
     recurrent._parameters["weight_hh_l0"] = nn.Parameter(torch.ones(1, 64))
     shared._flat_weights_names = shared._flat_weights_names[::-1]
-    return {"weight norm": hooked, "parametrized weight norm": parametrized, "an LSTM": recurrent, "a GRU": shared}
+    pruned, normed = nn.LSTM(3, 8), nn.utils.weight_norm(nn.LSTM(3, 8), "weight_ih_l0")
+    prune.identity(pruned, "weight_hh_l0")
+    pruned.weight_hh_l0_orig, pruned.weight_hh_l0_mask = nn.Parameter(torch.zeros(1, 1)), torch.ones(1, 1)
+    normed.weight_ih_l0_v = normed.weight_ih_l0_g = nn.Parameter(torch.zeros(1, 1))
+    return {
+        "weight norm": hooked,
+        "parametrized weight norm": parametrized,
+        "an LSTM": recurrent,
+        "a GRU": shared,
+        "a pruned LSTM": pruned,
+        "weight norm of an LSTM": normed,
+    }
 
 
 _ARRAY = np.ones(1).__reduce_ex__(5)[0]

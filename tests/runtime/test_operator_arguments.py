@@ -211,6 +211,11 @@ def complex_ones(*shape: int) -> Tensor:
     return ones(*shape, dtype=torch.complex64)
 
 
+def padded(*batch_sizes: int) -> Any:
+    """Three items of sequences, padded."""
+    return behind_its_check("aten::_pad_packed_sequence")(ones(3, 4), numbers(batch_sizes), False, 0.0, 2)
+
+
 FINE: dict[str, Call] = {
     "weight norm": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(4, 1)),
     "weight norm of all": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(()), -1),
@@ -241,6 +246,7 @@ FINE: dict[str, Call] = {
     "real fft": lambda: behind_its_check("aten::_fft_r2c")(ones(8), [0], 0, True),
     "inverse fft": lambda: behind_its_check("aten::_fft_c2r")(complex_ones(5), [0], 0, 8),
     "dtype": lambda: behind_its_check("aten::to.dtype")(ones(2), 5),
+    "padding": lambda: padded(2, 1),
     "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=torch.contiguous_format),
     "out": lambda: behind_its_check("aten::div.out")(ones(2), ones(2), out=ones(2)),
 }
@@ -316,6 +322,12 @@ REFUSED: dict[str, Call] = {
     "convolution's groups": lambda: behind_its_check("quantized::conv1d_prepack")(
         torch.quantize_per_tensor(ones(4, 4, 3), 0.1, 0, torch.qint8), None, [1], [0], [1], 0
     ),
+    "sequences of fewer than none": lambda: padded(2, -100),
+    "sequences that grow": lambda: padded(1, 2),
+    "sequences beyond the data": lambda: padded(2, 2),
+    "attention without heads": lambda: behind_its_check("aten::_native_multi_head_attention")(
+        *[ones(2, 3, 4)] * 3, 4, 0, ones(12, 4), ones(12), ones(4, 4), ones(4)
+    ),
     "layout": lambda: behind_its_check("aten::zeros")([2], layout=2),
     "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=4),
 }
@@ -333,6 +345,7 @@ def test_what_does_not_fit_is_refused_before_the_operator_runs(call: Call) -> No
 
 
 REMOVED = (
+    "slow_conv3d slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d thnn_conv2d "
     "_stack _transform_bias_rescale_qkv _autocast_to_reduced_precision _batch_norm_with_update _masked_softmax "
     "_batch_norm_no_update _thnn_fused_lstm_cell"
 ).split()

@@ -102,8 +102,8 @@ _NAMES: Final[Mapping[str, str]] = {
         rot90 round row_stack rpartition rrelu rrelu_with_noise rrelu_with_noise_functional rsplit rsqrt rstrip rsub
         scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted seed select
         select_copy select_scatter selu set_grad_enabled setdefault sgn sigmoid sign signbit silu sin sinc sinh size
-        slice slice_copy slice_scatter slogdet slow_conv3d slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d
-        slow_conv_transpose3d smooth_l1_loss soft_margin_loss softmax softplus softshrink sort sorted special_airy_ai
+        slice slice_copy slice_scatter slogdet         smooth_l1_loss soft_margin_loss softmax softplus
+        softshrink sort sorted special_airy_ai
         special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
         special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_digamma
         special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit special_expm1
@@ -118,7 +118,7 @@ _NAMES: Final[Mapping[str, str]] = {
         split_with_sizes_copy splitlines sqrt square squeeze squeeze_copy stack startswith std std_mean stft
         storage_offset str stride strip sub subtract sum sum_to_size svd swapaxes swapcase swapdims sym_constrain_range
         sym_constrain_range_for_size sym_numel sym_size sym_storage_offset sym_stride t t_copy take take_along_dim tan
-        tanh tensor tensor_split tensordot thnn_conv2d threshold tile title to to_padded_tensor topk trace transpose
+        tanh tensor tensor_split tensordot threshold tile title to to_padded_tensor topk trace transpose
         transpose_copy trapezoid trapz triangular_solve tril tril_indices triplet_margin_loss triu triu_indices
         true_divide trunc type_as unbind unbind_copy unflatten unfold unfold_copy uniform unique_consecutive unique_dim
         unique_dim_consecutive unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy update upper

@@ -195,6 +195,19 @@ def _packed_lstm(given: Arguments) -> bool:
     return _holds(is_packing, sizes) and _lstm_states(given, x.shape[-1], batch)
 
 
+def _padding(given: Arguments) -> bool:
+    """What :func:`_packed_lstm` takes, and its results."""
+    x, sizes = given["data"], given["batch_sizes"]
+    if x.dim() < 1 or sizes.dim() != 1 or sizes.dtype != torch.int64 or not sizes.numel():
+        return False
+
+    def is_packing(sizes: Tensor) -> bool:
+        numbers = sizes.tolist()
+        return numbers[-1] > 0 and sum(numbers) == x.shape[0] and _falls(numbers)
+
+    return _holds(is_packing, sizes)
+
+
 def _falls(numbers: Sequence[int]) -> bool:
     return all(first >= second for first, second in itertools.pairwise(numbers))
 
@@ -236,6 +249,10 @@ def _attention(given: Arguments) -> bool:
     fits = fits and tuple(value.shape[1:3]) == tuple(key.shape[1:3]) and of_keys > 0 and heads % of_keys == 0
     mask = given.get("attn_mask", given.get("attn_bias"))
     return fits and (mask is None or _broadcasts(mask, (batch, heads, length, key.shape[2])))
+
+
+def _heads(given: Arguments) -> bool:
+    return bool(0 < given.get("num_head", given.get("num_heads", 0)) <= given["embed_dim"])
 
 
 def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
@@ -361,6 +378,9 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_efficient_attention": _attention,
     "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::_pad_packed_sequence": _padding,
+    "aten::_native_multi_head_attention": _heads,
+    "aten::_transformer_encoder_layer_fwd": _heads,
     "aten::ctc_loss": _ctc_loss,
     "aten::embedding_bag": _embedding_bag,
     "aten::_embedding_bag": _embedding_bag,

@@ -41,7 +41,7 @@ _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torch.nn.functional": re.compile(r"(?!triplet_margin_with_distance_loss)[a-z]\w+"),
     "torch.functional": re.compile(r"[a-z]\w+"),
     "torch.nn.init": re.compile(r"[a-z]\w+"),
-    "torchvision.ops": re.compile(r"[a-z]\w+"),
+    "torchvision.ops": re.compile(r"(?!roi_|ps_roi_|deform_)[a-z]\w+"),  # these trust indices in their boxes
     "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
 }
 """Modules, and packages, of functions written in Python, and the names of those that compute and call nothing that they

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -27,6 +27,8 @@ def check_weights(module: nn.Module) -> None:
     """Raises :class:`Broken` for a recurrent layer, or a weight norm, whose weights do not fit."""
     if isinstance(module, nn.RNNBase):
         _check_recurrent(module)
+    if isinstance(module, nn.MultiheadAttention):
+        _check_heads(module)
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
             name = hook.name
@@ -37,18 +39,28 @@ def check_weights(module: nn.Module) -> None:
                 _check_norm(getattr(module, "original1", None), getattr(module, "original0", None), norm.dim, module)
 
 
+_MODES: Final = {nn.LSTM: ("LSTM",), nn.GRU: ("GRU",), nn.RNN: ("RNN_TANH", "RNN_RELU")}
+
+
+def _check_heads(module: nn.MultiheadAttention) -> None:
+    heads, width = module.num_heads, module.embed_dim
+    if type(heads) is not int or type(width) is not int or heads < 1 or width % heads:
+        raise Broken(f"{type(module).__name__} has {heads!r} heads of {width!r} features")
+
+
 def _check_norm(v: Any, g: Any, dim: Any, module: nn.Module) -> None:
     tensors = isinstance(v, nn.Parameter) and isinstance(g, nn.Parameter)
     if not (tensors and type(dim) is int and fits_weight_norm(v, g, dim)):
-        raise Broken(f"the weight norm of a {type(module).__name__} has weights that do not fit")
+        raise Broken(f"the weights of a weight norm of {type(module).__name__} do not fit its settings")
 
 
 def _check_recurrent(module: nn.RNNBase) -> None:
     """As its constructor makes them: weights and biases of each layer and direction, and a projection."""
     numbers = (module.num_layers, module.input_size, module.hidden_size, module.proj_size)
+    modes = next((modes for kind, modes in _MODES.items() if isinstance(module, kind)), ())
+    if module.mode not in modes or not all(type(number) is int and number >= 0 for number in numbers):
+        raise Broken(f"{type(module).__name__} has a mode or sizes that are none")
     gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise Broken(f"a {type(module).__name__} has sizes that are none")
     output = module.proj_size or module.hidden_size
     directions = 2 if module.bidirectional else 1
     names, expected = list[str](), dict[str, tuple[int, ...]]()
@@ -61,8 +73,13 @@ def _check_recurrent(module: nn.RNNBase) -> None:
             names += [f"{name}_l{layer}{suffix}" for name in shapes]
             expected |= {f"{name}_l{layer}{suffix}": shape for name, shape in shapes.items()}
     held = {name: getattr(module, name, None) for name in names}
+    # Hooks of weight norms and pruning put others in their place, made of these.
+    sources = {f"{name}{suffix}": name for name in names for suffix in ("_orig", "_mask", "_v")}
+    others = [(getattr(module, source, None), expected[name]) for source, name in sources.items()]
+    if any(isinstance(tensor, Tensor) and tuple(tensor.shape) != shape for tensor, shape in others):
+        raise Broken(f"the weights of {type(module).__name__} do not fit its settings")
     flat = module._flat_weights
     fits = list(module._flat_weights_names) == names and len(flat) == len(names)
     fits = fits and all(tensor is not None and tuple(tensor.shape) == expected[name] for name, tensor in held.items())
     if not (fits and all(used is held[name] for name, used in zip(names, flat, strict=True))):
-        raise Broken(f"a {type(module).__name__} has weights that do not fit")
+        raise Broken(f"the weights of {type(module).__name__} do not fit its settings")

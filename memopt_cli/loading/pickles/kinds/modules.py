@@ -134,6 +134,8 @@ def _created(found: type) -> Recipe | Denied | None:
         own = found.__module__.partition(".")[0] == "torch"
         by_name = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
         return Denied("makes itself anew from its attributes when it is copied or saved", by_name)
+    if any((base.__module__, base.__name__) == _UNCHECKED for base in found.__mro__):
+        return Denied("is used in training for quantization alone, and trusts the sizes of what it has observed")
     if issubclass(found, nn.Module):
         return module_recipe(found)
     if found.__name__ in _HOOKS.get(found.__module__, ()):
@@ -148,6 +150,7 @@ def _created(found: type) -> Recipe | Denied | None:
     return None
 
 
+_UNCHECKED: Final = ("torch.ao.quantization.fake_quantize", "FusedMovingAvgObsFakeQuantize")
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
 """Methods that copy and save an object, and run code of its library's on what a file says."""
