@@ -169,7 +169,7 @@ def test_a_plan_is_compared_on_the_inputs_given_before_it_stays() -> None:
     model[0].linear.weight.grad = kept = torch.ones(4, 4)
     full, padded = torch.ones(3, 4), torch.ones(5, 4).index_fill(0, torch.tensor([4]), 0)
     before = torch.get_rng_state()
-    with pytest.raises(VerificationError, match=r"gradient of 0\.linear\..* for inputs of the shape 5x4"):
+    with pytest.raises(VerificationError, match=r"gradient of .* for inputs of the shape 5x4"):
         memopt_cli.apply_plan(model, plan("0"), verify=[(full,), {"input": padded}])
     assert segment_of(model[0]) is None
     assert model[0].linear.weight.grad is kept

@@ -528,7 +528,7 @@ def _checkpoint(
     try:
         if _is_nested():
             run.is_nested = True
-            if module in _overwriting_inputs:
+            if module in _overwrites_input:
                 tensors = [t.clone() for t in tensors]
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
             return _recomputed(run, *tensors, *start.lend())
@@ -564,8 +564,35 @@ def _recomputed(run: _Run, *given: Tensor) -> Any:
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
 
-_overwriting_inputs: WeakSet[nn.Module] = WeakSet()
-"""Nested segments that were seen to write over their inputs: a recomputation needs copies of these."""
+_overwrites_input: WeakSet[nn.Module] = WeakSet()
+"""Nested segments that were seen to write over their inputs: a recomputation needs copies."""
+
+
+@contextlib.contextmanager
+def _holding_inputs() -> Iterator[None]:
+    """Around a recomputation, which makes the inputs of the segments within again: they must stay as they were.
+
+    In the first run nobody holds them.  Raises :class:`RuntimeError` if one was written later.
+    """
+    outer, _thread.inputs = getattr(_thread, "inputs", None), []
+    try:
+        yield
+    except _StopRecomputationError:  # all that is wanted has been made again
+        _check_unchanged(_thread.inputs)
+        raise
+    else:
+        _check_unchanged(_thread.inputs)
+    finally:
+        _thread.inputs = outer
+
+
+def _check_unchanged(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
+    for module, tensor, version in inputs:
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                f"an input of shape {tuple(tensor.shape)} of {type(module).__name__} was modified in place after its "
+                f"forward (version {version} -> {version_of(tensor)}); recomputing with it would be wrong"
+            )
 
 
 def _is_forward_mode() -> bool:
@@ -675,7 +702,7 @@ class _Run:
     def __init__(
         self,
         module: nn.Module,
-        first: Callable[[], Any],
+        first: functools.partial[Any],
         call: Callable[[Sequence[Tensor], Mapping[int, Any]], Any],
         start: StartingState,
         inputs: int,
@@ -686,7 +713,7 @@ class _Run:
         ``inputs``: how many tensors those are.
         """
         self._module = module
-        self._first: Callable[[], Any] | None = first
+        self._first: functools.partial[Any] | None = first
         self._call = call
         self._start = start
         self._inputs = inputs
@@ -695,8 +722,6 @@ class _Run:
         self._is_over = False
         """The first run is."""
         self._ends_in_noise = False
-        self._versions: list[int] = []
-        """Of the tensors among the arguments, where they are no copies."""
         self.is_nested = False
         """Its inputs belong to the recomputation of the segment around."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
@@ -706,10 +731,9 @@ class _Run:
         """The first run, or a later one."""
         return self._recompute(given) if self._first is None else self._run(given, self._first)
 
-    def _run(self, given: Sequence[Tensor], first: Callable[[], Any]) -> Any:
-        self._first = None
-        if self.is_nested:
-            self._versions = list(map(version_of, given[: self._inputs]))
+    def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
+        self._first, handed = None, (first.args, first.keywords)
+        inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]] if self.is_nested else []
         before = first_node()
         try:
             with self._kept.recording(), self._statistics.recording(), _within_segment():
@@ -720,9 +744,11 @@ class _Run:
             self._settle()
             raise
         self._settle()
-        if self._versions != list(map(version_of, given[: len(self._versions)])):
-            _overwriting_inputs.add(self._module)
-        self._ends_in_noise = ends_in_noise(tensors_of(output), before)
+        if any(version_of(t) != version for _, t, version in inputs):
+            _overwrites_input.add(self._module)
+        elif inputs and getattr(_thread, "inputs", None) is not None:
+            _thread.inputs += inputs
+        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), before)
         if self._ends_in_noise:
             save_nothing()
         return output
@@ -739,9 +765,8 @@ class _Run:
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
-            self._check(given)
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
-                with _within_segment():
+                with _within_segment(), _holding_inputs():
                     output = self._call(given, replaced)
                 if self._ends_in_noise:
                     save_nothing()
@@ -753,12 +778,3 @@ class _Run:
             raise
         finally:
             _thread.recomputing = outer
-
-    def _check(self, given: Sequence[Tensor]) -> None:
-        """Others' copies are checked where they are kept; these belong to the recomputation of the segment around."""
-        for tensor, version in zip(given, self._versions, strict=False):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"an input of shape {tuple(tensor.shape)} of {type(self._module).__name__} was modified in place "
-                    f"after its forward (version {version} -> {version_of(tensor)}); recomputing with it would be wrong"
-                )

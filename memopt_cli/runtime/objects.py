@@ -6,11 +6,15 @@ program as well: they are looked at before and after forward, and only those tha
 
 from __future__ import annotations
 
+import array
+import contextlib
+import copy
 import enum
+import functools
 import io
+import itertools
 import logging
 import pathlib
-import pickle
 import random
 import re
 import sys
@@ -33,7 +37,9 @@ _NO_STATE: Final = (
     *(types.MethodType, weakref.ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(enum.Enum, io.IOBase, logging.Logger, pathlib.PurePath, re.Pattern),
 )
-_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, *_NO_STATE})
+_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+_STATEFUL: Final = ("torch.distributions", "torch.quasirandom")
+"""Packages of PyTorch's whose objects are looked at."""
 _CONTAINERS: Final = (list, deque, dict, set)
 
 
@@ -49,9 +55,12 @@ class Objects:
         pending, seen = list(values), set[int]()
         while pending and len(self._parts) < _MOST_PARTS:
             value = pending.pop()
-            if type(value) in _ATOMS or id(value) in seen or isinstance(value, _NO_STATE):
+            if type(value) in _ATOMS or id(value) in seen:
                 continue
             seen.add(id(value))
+            pending.extend(_behind(value))
+            if isinstance(value, _NO_STATE):
+                continue
             if isinstance(value, Tensor):
                 if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
                     self._tensors[id(value)] = _Noted(value)
@@ -62,11 +71,11 @@ class Objects:
                 pending.extend(part.inner())
 
     def settle(self) -> None:
-        """Forward has ended: keep what it moved."""
-        written = {key for key, noted in self._tensors.items() if noted.was_written()}
-        self._parts = [part for part in self._parts if part.has_moved() or part.holds(written)]
-        for key, noted in self._tensors.items():
-            noted.settle(key in written)
+        """Forward has ended: note what it moved that nothing can put back."""
+        for part in self._parts:
+            part.settle()
+        for noted in self._tensors.values():
+            noted.settle(was_written=noted.was_written())
 
     def check(self) -> None:
         """Raises :class:`RuntimeError`, with the reason, where forward cannot start again from what was there."""
@@ -116,7 +125,7 @@ class _Noted:
             return self.copy.shape != tensor.shape or not same_bits(self.copy, tensor.detach())
         return self._version != version_of(tensor)
 
-    def settle(self, was_written: bool) -> None:
+    def settle(self, *, was_written: bool) -> None:
         tensor = self._tensor()
         if not was_written:
             self.copy = None
@@ -160,9 +169,8 @@ class _Part:
     def _look(self) -> Any:
         raise NotImplementedError
 
-    def has_moved(self) -> bool:
-        """Whether it stands elsewhere now."""
-        return bool(self._held != self._look())
+    def settle(self) -> None:
+        """Forward has ended: note whether it is lost."""
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         """Put it back there."""
@@ -172,10 +180,6 @@ class _Part:
         """What lies in it."""
         return ()
 
-    def holds(self, keys: set[int]) -> bool:
-        """Whether one of these, by their ``id``, lies in it."""
-        return bool(keys) and any(id(value) in keys for value in self.inner())
-
 
 class _Attributes(_Part):
     """An object with attributes, in a dictionary or in slots."""
@@ -184,10 +188,6 @@ class _Attributes(_Part):
         names = [name for kind in type(self.value).__mro__ for name in _slots_of(kind)]
         found = {name: getattr(self.value, name) for name in names if hasattr(self.value, name)}
         return found | getattr(self.value, "__dict__", {})
-
-    def has_moved(self) -> bool:
-        now = self._look()
-        return now.keys() != self._held.keys() or any(not _is_same(now[key], held) for key, held in self._held.items())
 
     def inner(self) -> Iterable[Any]:
         yield from self._held.values()
@@ -208,14 +208,13 @@ class _Items(_Part):
     def _look(self) -> list[Any]:
         return list(self.value.items() if isinstance(self.value, dict) else self.value)
 
-    def has_moved(self) -> bool:
-        now = self._look()
-        return len(now) != len(self._held) or not all(map(_is_same, _flat(now), _flat(self._held)))
-
     def inner(self) -> Iterable[Any]:
         yield from _flat(self._held)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
+        held, there = list(_flat(self._held)), list(_flat(self._look()))
+        if len(held) == len(there) and all(replaced.get(id(a), a) is b for a, b in zip(held, there, strict=True)):
+            return
         self.value.clear()
         if isinstance(self.value, dict):
             for key, value in self._held:  # a Counter's ``update`` would count the pairs
@@ -227,39 +226,43 @@ class _Items(_Part):
 
 
 class _Array(_Part):
-    """An array of NumPy's."""
+    """An array of NumPy's or Python's, or a bytearray."""
 
     def _look(self) -> Any:
-        return self.value.copy()
-
-    def has_moved(self) -> bool:
-        return bool(self.value.dtype.hasobject or self.value.tobytes() != self._held.tobytes())
+        return self.value[:] if isinstance(self.value, bytearray | array.array) else self.value.copy()
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
-        if self.has_moved():
+        if isinstance(self.value, bytearray | array.array):
+            if self.value != self._held:
+                self.value[:] = self._held
+        elif self.value.dtype.hasobject or self.value.tobytes() != self._held.tobytes():
             self.value[...] = self._held
 
 
 class _Drawing(_Part):
-    """A random generator of Python's or NumPy's."""
+    """A random generator of Python's, NumPy's or PyTorch's."""
 
-    def _look(self) -> bytes:
+    def _look(self) -> Any:
         if isinstance(self.value, random.Random):
-            return pickle.dumps(self.value.getstate())
-        is_old = hasattr(self.value, "get_state")
-        return pickle.dumps(self.value.get_state(legacy=False) if is_old else self._bits().state)
+            return self.value.getstate()
+        if isinstance(self.value, torch.Generator):
+            return self.value.get_state()
+        return copy.deepcopy(self.value.get_state(legacy=False) if _is_old(self.value) else self._bits().state)
 
     def _bits(self) -> Any:
         return getattr(self.value, "bit_generator", self.value)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
-        state = pickle.loads(self._held)
         if isinstance(self.value, random.Random):
-            self.value.setstate(state)
-        elif hasattr(self.value, "set_state"):
-            self.value.set_state(state)
+            self.value.setstate(self._held)
+        elif isinstance(self.value, torch.Generator) or _is_old(self.value):
+            self.value.set_state(self._held)
         else:
-            self._bits().state = state
+            self._bits().state = self._held
+
+
+def _is_old(generator: Any) -> bool:
+    return hasattr(generator, "get_state")
 
 
 class _Iterating(_Part):
@@ -267,13 +270,6 @@ class _Iterating(_Part):
 
     def _look(self) -> Any:
         return _iterator_again(self.value)
-
-    def has_moved(self) -> bool:
-        held, now = (_place_of(iterator) for iterator in (self._held, self.value))
-        moved = len(held) != len(now) or not all(map(_is_same, held, now))
-        if moved and self._held is None:
-            self.lost = f"a {type(self.value).__name__}"
-        return moved
 
     def again(self) -> Any:
         """An iterator that stands where this one stood."""
@@ -290,13 +286,24 @@ class _Running(_Part):
         frame = self.value.gi_frame
         return frame and (frame.f_lasti, {name: id(value) for name, value in frame.f_locals.items()})
 
-    def has_moved(self) -> bool:
-        if super().has_moved():
+    def settle(self) -> None:
+        if self._held != self._look():
             self.lost = f"the generator {self.value.__name__}"
-        return bool(self.lost)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         pass
+
+
+def _behind(value: Any) -> Iterator[Any]:
+    """What a callable has to hand: the object of a method, what a partial is given, variables around a function."""
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                yield cell.cell_contents
 
 
 def _part_of(value: Any) -> _Part | None:
@@ -304,18 +311,20 @@ def _part_of(value: Any) -> _Part | None:
         return _Items(value)
     if isinstance(value, types.GeneratorType):
         return _Running(value)
-    if isinstance(value, random.Random):
-        return _Drawing(value)
+    if isinstance(value, random.Random | torch.Generator):
+        return None if isinstance(value, random.SystemRandom) else _Drawing(value)
+    if isinstance(value, bytearray | array.array):
+        return _Array(value)
     if (numpy := sys.modules.get("numpy")) is not None:
         if isinstance(value, numpy.ndarray):
-            return None if value.dtype.hasobject or not value.flags.writeable else _Array(value)
+            return _Array(value) if value.flags.writeable else None
         random_module = sys.modules.get("numpy.random")
         kinds = ("Generator", "RandomState", "BitGenerator") if random_module else ()
         if isinstance(value, tuple(getattr(random_module, kind) for kind in kinds)):
             return _Drawing(value)
     home = type(value).__module__
-    if home.partition(".")[0] == "torch":  # a program of its own, part of which is written by other threads
-        return None
+    if home.partition(".")[0] == "torch" and not home.startswith(_STATEFUL):
+        return None  # a program of its own, part of which is written by other threads
     if home in ("builtins", "itertools") and hasattr(type(value), "__next__"):
         return _Iterating(value) if _iterator_again(value) is not None else None
     has_attributes = hasattr(value, "__dict__") or any(map(_slots_of, type(value).__mro__))
@@ -326,10 +335,6 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if isinstance(vars(kind).get(name), types.MemberDescriptorType))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in (int, float, complex, str, bytes, bool) and a == b)
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:
@@ -345,14 +350,31 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
 
 def _iterator_again(iterator: Any) -> Any:
     """Another one at the same place; ``None`` if there can be none."""
+    if type(iterator) not in _COPIED:
+        return None
     try:
         function, arguments, *state = _reduced(iterator)
         made = function(*(_argument_again(argument) for argument in arguments))
-        if state:
-            made.__setstate__(state[0])
+        if state and state[0] is not None:
+            made.__setstate__(_own(state[0]))
     except (TypeError, ValueError, AttributeError):
         return None
     return made
+
+
+_VALUES: Final[tuple[Any, ...]] = ([], (), range(0), range(1 << 70), "", b"")
+_COPIED: Final = frozenset(
+    {*(type(iter(values)) for values in _VALUES), type(reversed([]))}
+    | {itertools.count, itertools.cycle, itertools.repeat, enumerate, zip, itertools.islice}
+)
+"""Kinds of iterators that say where they stand, without sharing anything with a copy."""
+
+
+def _own(state: Any) -> Any:
+    """A cycle's state holds the list that it goes on to fill."""
+    if isinstance(state, tuple):
+        return tuple(list(part) if isinstance(part, list) else part for part in state)
+    return state
 
 
 def _argument_again(argument: Any) -> Any:
@@ -367,10 +389,3 @@ def _reduced(iterator: Any) -> Any:
     with warnings.catch_warnings():  # newer versions of Python will not tell it of all
         warnings.simplefilter("ignore", DeprecationWarning)
         return iterator.__reduce__()
-
-
-def _place_of(iterator: Any) -> list[Any]:
-    _, arguments, *state = _reduced(iterator)
-    inner = [argument for argument in arguments if hasattr(type(argument), "__next__")]
-    own = [part for part in (*arguments, *state) if not hasattr(type(part), "__next__")]
-    return [*own, *(part for iterator in inner for part in _place_of(iterator))]

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt_cli.runtime.objects import Objects, same_bits
+from memopt_cli.runtime.objects import Objects, same_bits, version_of
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
@@ -261,14 +261,14 @@ class _Parameters:
     def in_place(self) -> Iterator[None]:
         """They stand where they stood within, and need gradients if they did; others before and after."""
         others = self._exchange()
-        changed = [p for p in self.tensors() if p.is_leaf and p.requires_grad != self._trainable[id(p)]]
-        for p in changed:
+        present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf]
+        for p, _ in present:
             p.requires_grad_(self._trainable[id(p)])
         try:
             yield
         finally:
-            for p in changed:
-                p.requires_grad_(not self._trainable[id(p)])
+            for p, trainable in present:
+                p.requires_grad_(trainable)
             for parameters, name, p in others:
                 parameters[name] = p
 
@@ -300,7 +300,7 @@ class StartingState:
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
         self._generators = Generators(self._devices)
-        self._taken = {id(t): (t, t._version, t.requires_grad) for t in tensors}
+        self._taken = {id(t): (t, version_of(t), t.requires_grad) for t in tensors}
         self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
         self._lent: list[int] = []
         self._read: dict[int, int] = {}
@@ -318,7 +318,7 @@ class StartingState:
     def settle(self) -> None:
         """Forward has ended: keep what it changed, for those who only read it before, too."""
         for key, (tensor, version, needs_gradient) in self._taken.items():
-            if tensor._version == version and tensor.dim() > 1 and same_bits(tensor.detach(), self._copies[key]):
+            if version_of(tensor) == version and tensor.dim() > 1 and same_bits(tensor.detach(), self._copies[key]):
                 # Bits are compared, for ``.data`` is written without raising the version.  Vectors stay, small as they
                 # are: batch norm writes its statistics so.
                 del self._copies[key]
@@ -326,7 +326,7 @@ class StartingState:
                 _readers.setdefault(tensor, WeakSet()).add(self)
                 continue
             self._copies[key].requires_grad_(needs_gradient)
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 self._hand_over(tensor, version)
         self._taken.clear()
         self._state.forget(self._lent)
@@ -342,11 +342,11 @@ class StartingState:
     def _check(self) -> None:
         for tensor in self._state.tensors():
             key = id(tensor)
-            if key not in self._copies and tensor._version != self._read.get(key, tensor._version):
+            if key not in self._copies and version_of(tensor) != self._read.get(key, version_of(tensor)):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that {type(self._module).__name__} reads was modified in "
-                    f"place between forward and backward (version {self._read[key]} -> {tensor._version}); recomputing "
-                    "with it would be wrong. Call backward before, or assign a new tensor."
+                    f"place between forward and backward (version {self._read[key]} -> {version_of(tensor)}); "
+                    "recomputing with it would be wrong. Call backward before, or assign a new tensor."
                 )
 
     def enter(self, lent: Sequence[Tensor] = ()) -> None:

@@ -43,6 +43,9 @@ class FakeMemory:
         self._highest = 0
 
 
+_DEVICES: list[FakeMemory] = []
+
+
 class Metered(nn.Module):
     """A linear layer that says to a device how large each batch is."""
 
@@ -50,10 +53,11 @@ class Metered(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
         self.norm = nn.BatchNorm1d(outputs)
-        self._step = memory.step  # a trial puts back what lies in objects; the device is none of the model's
+        self._device = len(_DEVICES)  # no reference: a trial puts back what lies in objects, and this one is no state
+        _DEVICES.append(memory)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._step(len(x))
+        _DEVICES[self._device].step(len(x))
         return self.norm(self.linear(x))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import dataclasses
+import functools
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -155,20 +159,33 @@ class Inner(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        between = self.first(x).tanh()
+        between = self.first(x) + 1
         result = self.second(between)
         between.detach().zero_()  # the graph does not know of it
         return result.sin().square()
 
 
-@pytest.mark.parametrize("outer", [True, False])
-def test_the_input_of_a_nested_segment_changed_afterwards_is_told(outer: bool) -> None:
-    model = nn.Sequential(Inner())
-    if outer:
-        install_segment(model[0], PLAIN)
-    install_segment(model[0].second, PLAIN)
+@pytest.mark.parametrize("paths", [["0.second"], ["0", "0.second"], ["", "0", "0.second"]])
+def test_the_input_of_a_segment_changed_afterwards_is_told(paths: list[str]) -> None:
+    _, model = pair(nn.Sequential(Inner()), PLAIN, *paths)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+class Overwriting(nn.Module):
+    """Begins with writing over its input, and what it computes of it depends on what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.add_(1)).tanh()
+
+
+def test_a_nested_segment_that_writes_over_its_input(judge: Judge) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Overwriting()), nn.Tanh())
+    judge(model, {"0": PLAIN, "0.1": PLAIN}, torch.ones(2, 4), steps=3)
 
 
 class Codebook(nn.Module):
@@ -451,3 +468,156 @@ def test_a_parameter_changed_before_backward_is_told(config: SegmentConfig) -> N
         model[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified"):
         y.sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------- objects of many kinds
+
+
+class Box:
+    def __init__(self, held: Any = None) -> None:
+        self.held, self.number = held, 0
+
+
+class Holding(nn.Module):
+    """``advance`` gives a factor from what it holds, and moves that on."""
+
+    def __init__(self, held: Any, advance: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.linear, self.held, self.advance = nn.Linear(4, 4), held, advance
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.advance(self.held)).sin()
+
+
+def _counted(box: Box) -> float:
+    box.number += 1
+    return float(box.number)
+
+
+def _item(values: Any) -> float:
+    values[0] += 1
+    return float(values[0])
+
+
+def _drawn(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator))
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "an iterator": (lambda: iter([1.0, 2.0, 3.0, 4.0]), next),
+    "an iterator in an object": (lambda: Box(itertools.count(1.0)), lambda box: next(box.held)),
+    "a cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), next),
+    "a generator in a tuple": (lambda: (torch.Generator().manual_seed(1),), lambda held: _drawn(held[0])),
+    "a generator in an object": (lambda: Box(torch.Generator().manual_seed(1)), lambda box: _drawn(box.held)),
+    "a bytearray": (lambda: bytearray(1), _item),
+    "an array of Python's": (lambda: array.array("f", [0]), _item),
+    "an array of objects": (lambda: np.array([0, None]), _item),
+    "what a method belongs to": (lambda: functools.partial(_counted, Box()), lambda held: held()),
+    "random numbers of the system's": (random.SystemRandom, lambda held: 2.0),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_held_is_moved_on_once_a_step(name: str) -> None:
+    make, advance = HELD[name]
+    found = []
+    for config in (None, PLAIN):
+        torch.manual_seed(0)
+        model = Holding(make(), advance)
+        if config:
+            install_segment(model, config)
+        outputs = []
+        for _ in range(4):
+            outputs.append(model(torch.ones(2, 4)))
+            outputs[-1].sum().backward()
+        found.append([*outputs, *gradients(model)])
+    assert equal(*found)
+
+
+def test_an_object_that_is_moved_and_put_back_stays_there() -> None:
+    def there_and_back(box: Box) -> float:
+        box.number += 1
+        return float(box.number)
+
+    class Leaving(Holding):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.held.number -= 1
+            return y
+
+    model = Leaving(Box(), there_and_back)
+    install_segment(model, PLAIN)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.held.number == 0
+
+
+def test_an_object_that_others_change_before_backward_is_read_as_it_was() -> None:
+    found = []
+    for config in (None, PLAIN):
+        torch.manual_seed(0)
+        box = Box()
+        model = Holding(box, lambda box: box.number)
+        if config:
+            install_segment(model, config)
+        total = torch.zeros(())
+        for _ in range(3):
+            box.number += 1
+            total = total + model(torch.ones(2, 4)).sum()
+        total.backward()
+        assert box.number == 3
+        found.append(gradients(model))
+    assert equal(*found)
+
+
+def test_state_made_in_inference_mode() -> None:
+    class Caching(Holding):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.held is None:
+                self.held = torch.arange(4.0)
+            return self.linear(x).sin() + self.held
+
+    model, optimized = pair(Caching(None, float), PLAIN)
+    for net in (model, optimized):
+        with torch.inference_mode():
+            net(torch.ones(2, 4))
+        net(torch.ones(2, 4)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
+def test_a_segment_around_others_that_keeps_outputs_tells_no_false_change() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    model, optimized = pair(nn.Sequential(block(), nn.Tanh()), PLAIN, "0", "0.1")
+    install_segment(optimized, SegmentConfig(keep=("aten::convolution",)))
+    for net in (model, optimized):
+        net(torch.ones(16, 4, 16).transpose(0, 1)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
+def test_noise_that_is_handed_on_in_a_list() -> None:
+    class Handing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, WIDE)
+
+        def forward(self, x: Tensor, into: list[Tensor]) -> None:
+            into.append(F.rrelu(self.linear(x), training=True))
+
+    class Receiving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Handing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            into: list[Tensor] = []
+            self.inner(x, into)
+            return into[0]
+
+    model, optimized = pair(Receiving(), PLAIN, "inner")
+    for net in (model, optimized):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            net(torch.ones(4, 4)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
