@@ -216,6 +216,9 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
     if tracking := _tracking_norm(module, config, config.chunks):
         return tracking
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    if config.chunks > 1 and any(isinstance(m, kinds) and m.scale_grad_by_freq for m in module.modules()):
+        return "an embedding in it scales gradients by how often each row is used, which no chunk knows"
     if config.batch_statistics:
         return statistics_refusal(module, config.chunks)
     return _mixing_norms(module, config, config.chunks)

@@ -225,7 +225,11 @@ class _Parameters:
         held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
-        self._versions: dict[int, int] = {}
+        # An embedding with a largest norm scales rows of its own, and the second time finds them scaled.
+        scaled = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None}
+        self._versions = {id(p): version_of(p) for p in self.tensors() if id(p) not in scaled and not is_lazy(p)}
+        self._written = ""
+        """Name of a parameter that forward itself wrote."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Those that there are."""
@@ -233,16 +237,23 @@ class _Parameters:
 
     def settle(self) -> None:
         """Forward has ended: from now on they stay as they are."""
-        self._versions = {id(p): p._version for p in self.tensors()}
+        named = ((name, p) for _, used in self._used for name, p in used.items() if _is_plain(p))
+        self._written = next((n for n, p in named if version_of(p) != self._versions.get(id(p), version_of(p))), "")
+        self._versions = {id(p): version_of(p) for p in self.tensors()}
 
     def check(self) -> None:
-        """Raises :class:`RuntimeError` if one was modified in place since."""
+        """Raises :class:`RuntimeError` if one was modified in place since, or in forward itself."""
+        if self._written:
+            raise RuntimeError(
+                f"forward writes to the parameter {self._written} in place, and a recomputation would write to it once "
+                "more; take this module out of the plan, or make what it keeps a buffer"
+            )
         for _, used in self._used:
             for name, p in used.items():
-                if _is_plain(p) and p._version != self._versions[id(p)]:
+                if _is_plain(p) and version_of(p) != self._versions[id(p)]:
                     raise RuntimeError(
                         f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "
-                        f"backward (version {self._versions[id(p)]} -> {p._version}); recomputing with it would be "
+                        f"backward (version {self._versions[id(p)]} -> {version_of(p)}); recomputing with it would be "
                         "wrong. Call backward before the optimizer's step."
                     )
 

@@ -621,3 +621,43 @@ def test_noise_that_is_handed_on_in_a_list() -> None:
             torch.manual_seed(seed)
             net(torch.ones(4, 4)).sum().backward()
     assert equal(gradients(model), gradients(optimized))
+
+
+# ---------------------------------------------------------------------------------------------- parameters written
+
+
+class Teacher(nn.Module):
+    """Moves the parameters of one layer towards another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        return (self.student(x) * self.teacher(x)).sin()
+
+
+def test_a_forward_that_writes_to_its_parameters_is_told() -> None:
+    model = Teacher()
+    install_segment(model, PLAIN)
+    with pytest.raises(RuntimeError, match="forward writes to the parameter weight in place"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_chunks_of_an_embedding_that_scales_by_frequency_are_refused() -> None:
+    with pytest.raises(ValueError, match="scales gradients by how often each row is used"):
+        install_segment(nn.Embedding(9, 4, scale_grad_by_freq=True), SegmentConfig(chunks=2))
+
+
+def test_an_embedding_with_a_largest_norm(judge: Judge) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4, max_norm=0.5)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            return (self.embedding(indices) * self.embedding(indices + 1)).sin()
+
+    judge(Looking(), {"": PLAIN}, torch.arange(5))
