@@ -204,7 +204,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         self._made[operator] += 1
         call = operator, self._made[operator]
-        return call if self._kept.wants(call) else None
+        # A call with ``out=`` is one of the same operator, and what it writes to must be written again.
+        return call if self._kept.wants(call) and not func._schema.is_mutable else None
 
 
 class _Recording(_Calls):  # type: ignore[no-untyped-call]

@@ -661,3 +661,18 @@ def test_an_embedding_with_a_largest_norm(judge: Judge) -> None:
             return (self.embedding(indices) * self.embedding(indices + 1)).sin()
 
     judge(Looking(), {"": PLAIN}, torch.arange(5))
+
+
+def test_a_kept_operator_that_is_told_where_to_write(judge: Judge) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, into = self.linear(x), torch.zeros(4, 4)
+            with torch.no_grad():
+                torch.sin(y, out=into)
+            return (y * into).exp() + y.sin()
+
+    judge(Writing(), {"": SegmentConfig(keep=("aten::sin",))}, torch.randn(4, 4))
