@@ -6,6 +6,7 @@ be called late, by way of the memo.
 
 from __future__ import annotations
 
+import gc
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # Python 2's names, which protocol 2 writes
 from collections import Counter
@@ -61,11 +62,15 @@ class PickleScan:
     work: int = 0
     taken: int = 0
     """Bytes and characters that calls take in."""
+    most_work: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most_work = min(_LEAST_WORK + self.size // _BYTES_PER_WORK, _MOST_WORK)
 
     def spend(self, work: int) -> None:
         """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""
         self.work += work
-        if self.is_costly:
+        if self.work > self.most_work:
             raise ValueError(_EXHAUSTING)
 
     def take(self, size: int) -> None:
@@ -74,11 +79,6 @@ class PickleScan:
         if self.taken > _COPIES * self.size + _LEAST_TAKEN:
             raise ValueError(_EXHAUSTING)
 
-    @property
-    def is_costly(self) -> bool:
-        """More was spent than a model of this size takes."""
-        return self.work > min(_LEAST_WORK + self.size // _BYTES_PER_WORK, _MOST_WORK)
-
 
 def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     """Follow the pickle at the stream's position to its end, and add what it wants to ``scan``.
@@ -86,12 +86,17 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     Raises :class:`ValueError` if the bytes there are no complete pickle, or unpickling them is made to take forever.
     """
     machine = _Machine(scan)
+    collects = gc.isenabled()
+    gc.disable()  # all that is made here stays, and would be looked through again and again
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             machine.step(opcode, argument)
         return Pickle(root=machine.result, steps=tuple(machine.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
         raise ValueError("its bytes are no pickle, or a broken one") from err
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Machine:
