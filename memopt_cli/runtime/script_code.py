@@ -196,6 +196,8 @@ def _check_calls(tree: ast.AST) -> None:
 
 
 def _check_method(name: str) -> None:
+    if not name.isascii():  # escaped, in a text
+        raise UnsafeScript(f"the method {name!r}")
     if not is_allowed(f"aten::{name}") and torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
         raise UnsafeScript(f"the method {name}")
 

@@ -356,6 +356,7 @@ def test_a_saved_leaf_with_harmful_code_is_never_compiled(tmp_path: Path) -> Non
         "__torch__.torch.classes.mine.Thing(x)",
         "(x).save('f')",
         "open('f')",
+        "getattr(x, '\\ud800')",
         "import os",
         "a = (",
     ],
