@@ -20,7 +20,7 @@ from memopt_cli.documents import printable
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
-from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, needs_script
+from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
 
@@ -177,9 +177,6 @@ def _defined_as(wanted: Global) -> type[ast.stmt] | None:
             spec = importlib.machinery.PathFinder.find_spec(name, list(places or ()))
         if spec is None or spec.origin is None:
             return None
-        body = ast.parse(Path(spec.origin).read_bytes()).body
-    except (ImportError, OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ImportError, OSError, ValueError):
         return None
-    first = wanted.name.partition(".")[0]
-    named = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first)
-    return next((type(node) for node in named), None)
+    return defined_as(Path(spec.origin), wanted)

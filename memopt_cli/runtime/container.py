@@ -214,14 +214,17 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
         return "the states of its chunks are to be recomputed, and it runs in one"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact are chunks, two or more, whose batch statistics are not gathered"
-    if tracking := _tracking_norm(module, config, config.chunks):
-        return tracking
+    if reason := _norm_refusal(module, config, config.chunks):
+        return reason
     kinds = (nn.Embedding, nn.EmbeddingBag)
     if config.chunks > 1 and any(isinstance(m, kinds) and m.scale_grad_by_freq for m in module.modules()):
         return "an embedding in it scales gradients by how often each row is used, which no chunk knows"
-    if config.batch_statistics:
-        return statistics_refusal(module, config.chunks)
-    return _mixing_norms(module, config, config.chunks)
+    return statistics_refusal(module, config.chunks) if config.batch_statistics else ""
+
+
+def _norm_refusal(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why the norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    return _tracking_norm(module, config, chunks) or _mixing_norms(module, config, chunks)
 
 
 def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
@@ -388,9 +391,7 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(module, config, sequences)
-    if reason := _mixing_norms(module, config, chunks) or _tracking_norm(
-        module, config, chunks
-    ):  # it became a segment in eval mode
+    if reason := _norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{type(module).__name__} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:

@@ -1,7 +1,7 @@
 """What forward may move on in objects: attributes, arrays, random generators, iterators, caches.
 
 What a module itself keeps is put back whole (:mod:`memopt_cli.runtime.state`).  Other objects belong to the rest of the
-program as well: they are looked at before and after forward, and only those that moved are put back.
+program as well: they are looked at before forward, and for a recomputation only what differs from then is written.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from memopt_cli.runtime.compressor import same_bits
 
 _MOST_PARTS: Final = 1000
 """Objects that are looked at: more are a program, and no state of a module's."""
@@ -122,7 +124,7 @@ class _Noted:
         if tensor is None:
             return False
         if self.copy is not None:
-            return self.copy.shape != tensor.shape or not same_bits(self.copy, tensor.detach())
+            return self.copy.shape != tensor.shape or not is_unchanged(tensor.detach(), self.copy)
         return self._version != version_of(tensor)
 
     def settle(self, *, was_written: bool) -> None:
@@ -144,13 +146,11 @@ def version_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, a NaN to itself as well."""
-    if a.is_meta or type(a) is not Tensor or a.layout is not torch.strided or torch.equal(a, b):
+def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a tensor is as it was copied, a NaN too; one that holds no plain values counts as unchanged."""
+    if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
-    if not a.is_floating_point() and not a.is_complex():
-        return False
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))
 
 
 # ---------------------------------------------------------------------------------------------- kinds of objects

@@ -183,10 +183,12 @@ class PackedSaves:
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._untouched:
             return _Untouched(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
-        if is_large and not self._known(tensor) and _may_be_filled_later(tensor):
-            self._late.append(_Late(tensor))
-            return self._late[-1]
-        saved = (self._known(tensor) or self._new(tensor)) if is_large else None
+        saved = self._known(tensor) if is_large else None
+        if saved is None and is_large:
+            if _may_be_filled_later(tensor):
+                self._late.append(_Late(tensor))
+                return self._late[-1]
+            saved = self._new(tensor)
         if saved is None:  # the version is checked: with hooks, PyTorch does not
             return COMPRESSORS["null"].compress(tensor)
         return saved, tensor.shape, tensor.stride()

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt_cli.runtime.objects import Objects, same_bits, version_of
+from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
@@ -329,7 +329,7 @@ class StartingState:
     def settle(self) -> None:
         """Forward has ended: keep what it changed, for those who only read it before, too."""
         for key, (tensor, version, needs_gradient) in self._taken.items():
-            if version_of(tensor) == version and tensor.dim() > 1 and same_bits(tensor.detach(), self._copies[key]):
+            if version_of(tensor) == version and tensor.dim() > 1 and is_unchanged(tensor.detach(), self._copies[key]):
                 # Bits are compared, for ``.data`` is written without raising the version.  Vectors stay, small as they
                 # are: batch norm writes its statistics so.
                 del self._copies[key]

@@ -43,6 +43,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(settings))
 
 
+def assert_refused(location: Path, says: str) -> None:
+    with pytest.raises(FileFormatError, match=says) as caught:
+        load(location)
+    assert caught.value.hint
+
+
 def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:
     loaded = load_model(ModelSource(location=str(folder)))
     assert (loaded.format, loaded.module.training) == ("pretrained", True)
@@ -144,9 +150,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_folder_is_refused_in_a_sentence(name: str, folder: Path) -> None:
     damage, says = DAMAGED[name]
     damage(folder)
-    with pytest.raises(FileFormatError, match=says) as caught:
-        load(folder)
-    assert caught.value.hint
+    assert_refused(folder, says)
 
 
 def test_infinity_as_transformers_writes_it(folder: Path) -> None:
@@ -181,9 +185,7 @@ HUGE: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_far_larger_than_the_weights_are_refused_before_they_are_built(name: str, folder: Path) -> None:
     settings, says = HUGE[name]
     rewrite(folder / "config.json", lambda given: given.update(settings))
-    with pytest.raises(FileFormatError, match=says) as caught:
-        load(folder)
-    assert caught.value.hint
+    assert_refused(folder, says)
 
 
 def test_an_adapter_that_repeats_layers_is_refused(adapter: Path) -> None:
@@ -204,9 +206,7 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_adapters_that_would_take_forever_are_refused(name: str, adapter: Path) -> None:
     settings, says = HUGE_ADAPTERS[name]
     rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
-    with pytest.raises(FileFormatError, match=says) as caught:
-        load(adapter)
-    assert caught.value.hint
+    assert_refused(adapter, says)
 
 
 def test_an_adapter_may_name_its_modules_by_a_pattern(adapter: Path) -> None:

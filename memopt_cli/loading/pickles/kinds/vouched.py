@@ -96,12 +96,18 @@ def needs_script(wanted: Global) -> Denied:
 
 
 def _defines(path: Path, wanted: Global) -> bool:
+    return path.is_file() and path.stat().st_size <= _LONGEST_SCRIPT and defined_as(path, wanted) is not None
+
+
+def defined_as(path: Path, wanted: Global) -> type[ast.stmt] | None:
+    """Whether a source defines a class or a function of that name; read, not imported."""
     first = wanted.name.partition(".")[0]
     try:
-        body = ast.parse(path.read_bytes()).body if path.stat().st_size <= _LONGEST_SCRIPT else []
+        body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return any(isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first for node in body)
+        return None
+    named = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first)
+    return next((type(node) for node in named), None)
 
 
 def by_name(use: Use) -> Trust:
