@@ -75,6 +75,10 @@ _PUBLIC = {
 
 __all__ = list(_PUBLIC)
 
+on_unsafe = "warn"
+"""What a segment does whose forward did what a recomputation cannot repeat: ``warn``, and run plainly from then on; or
+``raise``."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":

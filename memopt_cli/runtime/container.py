@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
@@ -41,6 +42,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
+from memopt_cli.runtime.held import Held
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.noise import ends_in_noise, first_node, save_nothing
 from memopt_cli.runtime.objects import version_of
@@ -49,6 +51,7 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
+from memopt_cli.runtime.unsafe import as_of, run_plainly, runs_plainly, this_moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,8 +522,8 @@ def _checkpoint(
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
     tensors, skeleton = split_tensors((args, kwargs))
-    plainly = not torch.is_grad_enabled() or module in _running_plainly or _is_forward_mode()
-    if plainly or not _needs_gradient(module, tensors):
+    plainly = not torch.is_grad_enabled() or runs_plainly(module) or _is_forward_mode()
+    if plainly or not _needs_gradient(module, tensors) or _has_lazy_buffers(module):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
@@ -529,38 +532,18 @@ def _checkpoint(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = _Run(module, first, call, start, len(tensors), keep)
-    try:
-        if _is_nested():
-            run.is_nested = True
-            if module in _overwrites_input:
-                tensors = [t.clone() for t in tensors]
-            # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-            return _recomputed(run, *tensors, *start.lend())
-        if starts is not None:
-            needs_gradient = [t.requires_grad for t in tensors]
-            # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
-        with inputs.hooks():
-            return _recomputed(run, *tensors)
-    except _BackwardWithin:
-        if starts is not None:  # chunks before this one have run
-            raise
-    _running_plainly.add(module)
-    warnings.warn(
-        f"{type(module).__name__} computes gradients in its forward, of what a segment does not hold: "
-        "it runs without recomputation from now on",
-        stacklevel=1,
-    )
-    start.enter()
-    return forward(*args, **kwargs)
-
-
-class _BackwardWithin(RuntimeError):
-    """A forward asked for gradients of its own, and PyTorch's checkpoint can recompute nothing before it has ended."""
-
-
-_running_plainly: WeakSet[nn.Module] = WeakSet()
-"""Segments that were seen to be none."""
+    if module in _overwrites_input:
+        tensors = [t.clone() for t in tensors]
+    if _is_nested():
+        run.is_nested = True
+        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+        return _recomputed(run, *tensors, *start.lend())
+    if starts is not None:
+        needs_gradient = [t.requires_grad for t in tensors]
+        # Not with the run, which holds the chunks before it: a cycle would outlive backward.
+        run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
+    with inputs.hooks():
+        return _recomputed(run, *tensors)
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
@@ -569,7 +552,7 @@ def _recomputed(run: _Run, *given: Tensor) -> Any:
 
 
 _overwrites_input: WeakSet[nn.Module] = WeakSet()
-"""Nested segments that were seen to write over their inputs: a recomputation needs copies."""
+"""Segments that were seen to write over their inputs: a recomputation needs copies."""
 
 
 @contextlib.contextmanager
@@ -668,6 +651,11 @@ def _run_again(call: Callable[..., Any], inputs: _Packed, needs_gradient: Sequen
     call([t.detach().requires_grad_(needed) for t, needed in given], {})
 
 
+def _has_lazy_buffers(module: nn.Module) -> bool:
+    """Whether this is the first call, which makes them: there is no state yet to start from again."""
+    return any(b is not None and is_lazy(b) for m in module.modules() for b in m._buffers.values())
+
+
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
 
@@ -723,8 +711,7 @@ class _Run:
         self._inputs = inputs
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._statistics = FoundStatistics(module, keep)
-        self._is_over = False
-        """The first run is."""
+        self._began = this_moment()
         self._ends_in_noise = False
         self.is_nested = False
         """Its inputs belong to the recomputation of the segment around."""
@@ -737,40 +724,37 @@ class _Run:
 
     def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
         self._first, handed = None, (first.args, first.keywords)
-        inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]] if self.is_nested else []
-        before = first_node()
+        inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
+        before, held = first_node(), Held()
         try:
-            with self._kept.recording(), self._statistics.recording(), _within_segment():
+            with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
-        except _BackwardWithin:
-            raise
-        except BaseException:
-            self._settle()
-            raise
-        self._settle()
+        finally:
+            self._start.settle()
+        if reason := self._start.lost():
+            run_plainly(self._module, reason)
+            held.keep()
+            return output
         if any(version_of(t) != version for _, t, version in inputs):
             _overwrites_input.add(self._module)
-        elif inputs and getattr(_thread, "inputs", None) is not None:
+            if not self.is_nested:
+                held.keep()
+        elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
+        held.drop()
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), before)
         if self._ends_in_noise:
             save_nothing()
         return output
 
-    def _settle(self) -> None:
-        self._is_over = True
-        self._start.settle()
-
     def _recompute(self, given: Sequence[Tensor]) -> Any:
         """From the state in which the first run started, and without a trace."""
-        if not self._is_over:
-            raise _BackwardWithin(f"{type(self._module).__name__} computes gradients in its forward")
         outer = getattr(_thread, "recomputing", ())
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
-                with _within_segment(), _holding_inputs():
+                with _within_segment(), _holding_inputs(), as_of(self._began):
                     output = self._call(given, replaced)
                 if self._ends_in_noise:
                     save_nothing()

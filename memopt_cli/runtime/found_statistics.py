@@ -26,6 +26,8 @@ from memopt_cli.runtime.selective import uncounted
 
 _thread = threading.local()
 
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that, in eval mode, take other kernels where functions pass through a mode."""
 _NATIVE, _NAME = torch.ops.aten.native_batch_norm.default, "aten::native_batch_norm"
 _LAYOUTS = {torch.contiguous_format: range(2, 6), torch.channels_last: (4,), torch.channels_last_3d: (5,)}
 """Layouts of an input, and of how many dimensions it may be, for which the kernel is the one that this is about."""
@@ -112,7 +114,7 @@ class FoundStatistics:
 
     def __init__(self, module: nn.Module, keep: Sequence[str]) -> None:
         """``keep``: the operators whose outputs are kept; if norms are among them, there is nothing to repeat."""
-        self._has_norms = bool(batch_norms(module))
+        self._has_norms = bool(batch_norms(module)) and not any(isinstance(m, _FAST) for m in module.modules())
         self._are_kept = any(name.partition("#")[0] == _NAME for name in keep)
         self._calls: list[_Call] = []
 

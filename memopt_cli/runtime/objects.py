@@ -79,15 +79,20 @@ class Objects:
         for noted in self._tensors.values():
             noted.settle(was_written=noted.was_written())
 
+    def lost(self) -> str:
+        """What forward did to them that nothing can undo, a sentence without its subject; empty if nothing."""
+        moved = next((part.lost for part in self._parts if part.lost), "")
+        written = next((noted for noted in self._tensors.values() if noted.is_lost()), None)
+        if moved:
+            return f"moves {moved} on"
+        return f"writes in place to a tensor of shape {written.shape} in an object" if written else ""
+
     def check(self) -> None:
-        """Raises :class:`RuntimeError`, with the reason, where forward cannot start again from what was there."""
-        for part in self._parts:
-            if part.lost:
-                raise RuntimeError(f"{part.lost} moved on in forward, and nothing can put it back for a recomputation")
+        """Raises :class:`RuntimeError` where forward cannot start again from what was there: it was written since."""
         for noted in self._tensors.values():
             if noted.is_lost():
                 raise RuntimeError(
-                    f"a tensor of shape {noted.shape} in an object was written in place in forward or after it; "
+                    f"a tensor of shape {noted.shape} in an object was written in place between forward and backward; "
                     "recomputing with it would be wrong. Give the object a new tensor instead."
                 )
 
@@ -110,14 +115,18 @@ class Objects:
 
 
 class _Noted:
-    """A tensor that an object holds, and its version; of a small one a copy."""
+    """A tensor that an object holds, its version and sums; of a small one a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self.shape = tuple(tensor.shape)
-        self._version = version_of(tensor)
         self.copy = tensor.detach().clone() if tensor.nbytes <= _LARGEST_COPY else None
+        self._note(tensor)
         self._is_lost = False
+
+    def _note(self, tensor: Tensor | None) -> None:
+        self._version = version_of(tensor)
+        self._sums = _sums(tensor) if tensor is not None and self.copy is None else None
 
     def was_written(self) -> bool:
         tensor = self._tensor()
@@ -125,20 +134,41 @@ class _Noted:
             return False
         if self.copy is not None:
             return self.copy.shape != tensor.shape or not is_unchanged(tensor.detach(), self.copy)
-        return self._version != version_of(tensor)
+        # Sums too, for ``.data`` is written without raising the version.
+        return self._version != version_of(tensor) or not _are_equal(self._sums, _sums(tensor))
 
     def settle(self, *, was_written: bool) -> None:
         tensor = self._tensor()
-        if not was_written:
-            self.copy = None
-        elif self.copy is not None and tensor is not None:
-            self.copy.requires_grad_(tensor.requires_grad)
         self._is_lost = was_written and self.copy is None
-        self._version = version_of(tensor)
+        if self.copy is not None and tensor is not None and was_written:
+            self.copy.requires_grad_(tensor.requires_grad)
+        elif not was_written:
+            self.copy = None
+        self._note(tensor)
 
     def is_lost(self) -> bool:
-        tensor = self._tensor()
-        return self._is_lost or (self.copy is None and tensor is not None and self._version != version_of(tensor))
+        return self._is_lost or (self.copy is None and self.was_written())
+
+
+def _sums(tensor: Tensor) -> Tensor | None:
+    """Sums over the rows and the columns of its bits, laid out as a table: they tell most writes, in little memory.
+
+    ``None`` of a tensor that does not lie in one piece.
+    """
+    if not tensor.is_contiguous():
+        return None
+    words = tensor.detach().view(-1).view(_WORDS[min(8, tensor.element_size())])
+    table, rest = words[: words.numel() - words.numel() % _ROW].view(-1, _ROW), words[-(words.numel() % _ROW) :]
+    return torch.cat((table.sum(0), table.sum(1), rest.sum().view(1)))
+
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW: Final = 251
+"""Elements in a row of such a table: a prime, so that rows of the tensor lie otherwise."""
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def version_of(tensor: Tensor | None) -> int:

@@ -24,7 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memopt_cli.runtime.copies import again, copies_of
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
+from memopt_cli.runtime.settings import Settings
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
 """Attributes that make a module a segment, and divide a Sequential into runs."""
@@ -228,7 +230,7 @@ class _Parameters:
         # An embedding with a largest norm scales rows of its own, and the second time finds them scaled.
         scaled = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None}
         self._versions = {id(p): version_of(p) for p in self.tensors() if id(p) not in scaled and not is_lazy(p)}
-        self._written = ""
+        self.written = ""
         """Name of a parameter that forward itself wrote."""
 
     def tensors(self) -> Iterator[Tensor]:
@@ -238,16 +240,11 @@ class _Parameters:
     def settle(self) -> None:
         """Forward has ended: from now on they stay as they are."""
         named = ((name, p) for _, used in self._used for name, p in used.items() if _is_plain(p))
-        self._written = next((n for n, p in named if version_of(p) != self._versions.get(id(p), version_of(p))), "")
+        self.written = next((n for n, p in named if version_of(p) != self._versions.get(id(p), version_of(p))), "")
         self._versions = {id(p): version_of(p) for p in self.tensors()}
 
     def check(self) -> None:
-        """Raises :class:`RuntimeError` if one was modified in place since, or in forward itself."""
-        if self._written:
-            raise RuntimeError(
-                f"forward writes to the parameter {self._written} in place, and a recomputation would write to it once "
-                "more; take this module out of the plan, or make what it keeps a buffer"
-            )
+        """Raises :class:`RuntimeError` if one was modified in place since."""
         for _, used in self._used:
             for name, p in used.items():
                 if _is_plain(p) and version_of(p) != self._versions[id(p)]:
@@ -305,6 +302,7 @@ class StartingState:
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), others: Iterable[Any] = ()) -> None:
         """``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them."""
         self._module = module
+        self._settings = Settings()
         self._state = ModuleState(module)
         self._objects = Objects((*self._state.others(), *others))
         self._parameters = _Parameters(module)
@@ -312,7 +310,7 @@ class StartingState:
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
         self._generators = Generators(self._devices)
         self._taken = {id(t): (t, version_of(t), t.requires_grad) for t in tensors}
-        self._copies = {key: t.detach().clone() for key, (t, *_) in self._taken.items()}
+        self._copies = copies_of(tensors)
         self._lent: list[int] = []
         self._read: dict[int, int] = {}
         """The id of a tensor that is not copied -> its version."""
@@ -329,14 +327,16 @@ class StartingState:
     def settle(self) -> None:
         """Forward has ended: keep what it changed, for those who only read it before, too."""
         for key, (tensor, version, needs_gradient) in self._taken.items():
-            if version_of(tensor) == version and tensor.dim() > 1 and is_unchanged(tensor.detach(), self._copies[key]):
+            copy = self._copies[key]
+            is_large = tensor.dim() > 1 or copy.shared is not None
+            if version_of(tensor) == version and is_large and is_unchanged(tensor.detach(), copy.values):
                 # Bits are compared, for ``.data`` is written without raising the version.  Vectors stay, small as they
                 # are: batch norm writes its statistics so.
                 del self._copies[key]
                 self._read[key] = version
                 _readers.setdefault(tensor, WeakSet()).add(self)
                 continue
-            self._copies[key].requires_grad_(needs_gradient)
+            copy.needs_gradient = needs_gradient
             if version_of(tensor) != version:
                 self._hand_over(tensor, version)
         self._taken.clear()
@@ -344,6 +344,11 @@ class StartingState:
         self._objects.settle()
         self._parameters.settle()
         self._generators.keep_moved()
+
+    def lost(self) -> str:
+        """What forward did that nothing can undo, a sentence without its subject; empty if nothing."""
+        written = self._parameters.written
+        return f"writes to its parameter {written} in place" if written else self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
         for reader in _readers.pop(tensor, ()):
@@ -366,7 +371,7 @@ class StartingState:
 
     def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
         replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
-        replaced |= {key: copy.clone() for key, copy in self._copies.items()} | self._objects.again()
+        replaced |= again(self._copies) | self._objects.again()
         self._state.restore(replaced)
         self._objects.restore(replaced)
         self._generators.restore()
@@ -384,7 +389,7 @@ class StartingState:
         self._objects.check()
         current, objects = ModuleState(self._module), self._objects.now()
         generators = self._generators.now()
-        with self._parameters.in_place():
+        with self._settings.again(), self._parameters.in_place():
             try:
                 yield self._enter(lent)
             finally:

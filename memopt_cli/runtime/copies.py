@@ -1,0 +1,99 @@
+"""Copies of a module's tensors that lie in memory as these do: with their strides, and together if they overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from memopt_cli.runtime.compressor import is_dense
+
+
+@dataclass(slots=True)
+class Copy:
+    """What a tensor held."""
+
+    values: Tensor
+    """A tensor of its own, or a view of ``shared``."""
+    stride: tuple[int, ...] = ()
+    """The tensor's, if those of ``values`` differ."""
+    shared: Tensor | None = None
+    """What several copies are views of, in one dimension."""
+    needs_gradient: bool = False
+
+
+def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
+    """Copies of the values that tensors have now, by the ``id`` of each."""
+    distinct = {id(t): t for t in tensors}
+    copies: dict[int, Copy] = {}
+    for piece in _pieces([t for t in distinct.values() if _lies_in_memory(t)]):
+        if len(piece) > 1 or _span(piece[0]) < piece[0].numel():
+            copies |= _copied_together(piece)
+    for key, tensor in distinct.items():
+        if key not in copies:
+            is_gapped = _lies_in_memory(tensor) and not is_dense(tensor)
+            copies[key] = Copy(tensor.detach().clone(), tensor.stride() if is_gapped else ())
+    return copies
+
+
+def again(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
+    """New tensors of what the copies hold, by the same keys."""
+    needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
+    wholes = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
+    made = {key: whole.detach().requires_grad_(key in needing).clone() for key, whole in wholes.items()}
+    return {key: _again(copy, made) for key, copy in copies.items()}
+
+
+def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
+    if copy.shared is not None:
+        x = copy.values
+        view = made[id(copy.shared)].as_strided(x.shape, x.stride(), x.storage_offset())
+        return view if copy.needs_gradient else view.detach()
+    values = copy.values.detach().requires_grad_(copy.needs_gradient)
+    if not copy.stride:
+        return values.clone()
+    return torch.empty_strided(values.shape, copy.stride, dtype=values.dtype, device=values.device).copy_(values)
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    """Whether its elements are where its strides say, as its bits say."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from its first to its last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _end(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) + _span(tensor)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, together those that overlap in memory."""
+
+    def memory(tensor: Tensor) -> tuple[int, str]:
+        return tensor.untyped_storage()._cdata, str(tensor.dtype)
+
+    for _, group in groupby(sorted(tensors, key=lambda t: (memory(t), t.storage_offset())), key=memory):
+        piece: list[Tensor] = []
+        end = 0
+        for tensor in group:
+            if piece and tensor.storage_offset() >= end:
+                yield piece
+                piece = []
+            piece.append(tensor)
+            end = max(end, _end(tensor))
+        yield piece
+
+
+def _copied_together(piece: Sequence[Tensor]) -> dict[int, Copy]:
+    start = min(t.storage_offset() for t in piece)
+    end = max(map(_end, piece))
+    shared = piece[0].detach().as_strided((end - start,), (1,), start).clone()
+    views = ((t, shared.as_strided(t.shape, t.stride(), t.storage_offset() - start)) for t in piece)
+    return {id(t): Copy(view, shared=shared) for t, view in views}

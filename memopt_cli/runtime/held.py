@@ -1,0 +1,61 @@
+"""What a segment's forward saves, held until it is known that the forward can run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt_cli.runtime.objects import version_of
+
+
+class Held:
+    """The tensors that one forward saves, beside what the checkpoint around it keeps of each.
+
+    They are all alive at once again when the forward is recomputed, so holding them until it ends does not raise a
+    step's peak.  A forward may compute gradients of its own: it finds them here.
+    """
+
+    def __init__(self) -> None:
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saved: list[_Saved] = []
+
+    def holding(self) -> saved_tensors_hooks:
+        """Forward runs within, directly in PyTorch's checkpoint."""
+        return saved_tensors_hooks(self._hold, self._give)
+
+    def drop(self) -> None:
+        """Forward can run again: leave them to the checkpoint."""
+        for saved in self._saved:
+            saved.tensor = None
+        self._saved.clear()
+
+    def keep(self) -> None:
+        """Forward cannot run again: backward gets them as they are."""
+        self._saved.clear()
+
+    def _hold(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
+        self._saved.append(saved)
+        return saved
+
+    def _give(self, saved: _Saved) -> Tensor:
+        if saved.tensor is None:
+            return self._unpack(saved.remade)
+        if version_of(saved.tensor) != saved.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} needed for backward has been modified by an inplace "
+                f"operation: it is at version {version_of(saved.tensor)}, and {saved.version} was expected"
+            )
+        return saved.tensor
+
+
+@dataclass(slots=True)
+class _Saved:
+    tensor: Tensor | None
+    version: int
+    remade: Any
+    """What the checkpoint around makes again of the tensor."""

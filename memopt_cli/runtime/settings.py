@@ -1,0 +1,52 @@
+"""How PyTorch computes: the settings, global or of a thread, by which the same call gives other bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.backends import cuda, cudnn
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _attribute(holder: Any, name: str) -> _Setting:
+    return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
+
+
+# Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
+_SETTINGS: Final[tuple[_Setting, ...]] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+)
+
+
+class Settings:
+    """What they are at one moment."""
+
+    def __init__(self) -> None:
+        self._values = [read() for read, _ in _SETTINGS]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """They are so within, and as they were before afterwards."""
+        present = Settings()
+        present._become(self)
+        try:
+            yield
+        finally:
+            Settings()._become(present)
+
+    def _become(self, wanted: Settings) -> None:
+        for (_, write), there, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
+            if there != value:
+                write(value)

@@ -1,0 +1,64 @@
+"""Segments that cannot run again: what their forward did once, no recomputation could repeat.
+
+They say so and run plainly from then on; with ``memopt_cli.on_unsafe = "raise"`` the forward that did it fails instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, MutableMapping
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_thread = threading.local()
+_marks = itertools.count(1)
+_marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+"""A module that runs plainly -> the number of its mark, in the order in which they were made."""
+_WAYS = ("warn", "raise")
+
+
+def run_plainly(module: nn.Module, reason: str) -> None:
+    """From now on ``module`` runs plainly.
+
+    ``reason``: what its forward did, a sentence without its subject.  Warns, or raises :class:`RuntimeError` if
+    ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor ``raise``.
+    """
+    way = sys.modules[__name__.partition(".")[0]].on_unsafe
+    if way not in _WAYS:
+        raise ValueError(f"memopt_cli.on_unsafe is {way!r}; it must be one of: {', '.join(_WAYS)}")
+    message = f"{type(module).__name__} {reason}, which a recomputation cannot repeat"
+    if way == "raise":
+        raise RuntimeError(f"{message}; take this module out of the plan")
+    _marked[module] = next(_marks)
+    # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
+    warnings.warn(f"{message}: it runs without recomputation from now on", stacklevel=1)
+
+
+def runs_plainly(module: nn.Module) -> bool:
+    """Whether ``module`` was marked; in a recomputation, whether it was when the first run began."""
+    mark = _marked.get(module)
+    return mark is not None and mark < getattr(_thread, "now", mark + 1)
+
+
+def this_moment() -> int:
+    """Now, for :func:`as_of`; in a recomputation, when the first run began."""
+    now: int = getattr(_thread, "now", 0)
+    return now or next(_marks)
+
+
+@contextlib.contextmanager
+def as_of(moment: int) -> Iterator[None]:
+    """Within, only what was marked before that moment runs plainly."""
+    outer, _thread.now = getattr(_thread, "now", None), moment
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _thread.now
+        else:
+            _thread.now = outer

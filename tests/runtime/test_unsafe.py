@@ -1,0 +1,209 @@
+"""Segments whose forward does what no recomputation can repeat: they say so, and train on as plain modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.runtime import SegmentConfig, install_segment
+from tests.runtime.conftest import train
+
+PLAIN = SegmentConfig()
+
+
+class Bank:
+    """A memory too large to be copied at every forward."""
+
+    def __init__(self) -> None:
+        self.rows, self.next = torch.zeros(64, 512), 0
+
+
+class _Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor()).sin()
+
+    def factor(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Generating(_Reading):
+    """Reads a generator, which nothing can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = self.make()
+
+    def make(self) -> Iterator[float]:
+        yield from (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+
+    def factor(self) -> Tensor:
+        return torch.tensor(next(self.numbers))
+
+    def __deepcopy__(self, memo: Any) -> Generating:
+        other = Generating()
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+class Banking(_Reading):
+    """Fills a memory in an object, a row a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Bank()
+
+    def factor(self) -> Tensor:
+        self.bank.next += 1
+        self.written()[self.bank.next] = self.bank.next
+        return self.bank.rows.sum().clone() / 512
+
+    def written(self) -> Tensor:
+        return self.bank.rows
+
+
+class BankingAside(Banking):
+    """The same, past the count of writes."""
+
+    def written(self) -> Tensor:
+        return self.bank.rows.data
+
+
+class Teacher(_Reading):
+    """Moves the parameters of one layer towards another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 4).requires_grad_(False)
+
+    def factor(self) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+        return self.teacher.weight.sum()
+
+
+KINDS = {
+    Generating: "moves the generator make on",
+    Banking: r"writes in place to a tensor of shape \(64, 512\) in an object",
+    BankingAside: r"writes in place to a tensor of shape \(64, 512\) in an object",
+    Teacher: "writes to its parameter weight in place",
+}
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def kind(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
+    torch.manual_seed(0)
+    found: Callable[[], nn.Module] = request.param
+    return found
+
+
+def _model(kind: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), kind(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return train(model, (torch.ones(2, 4),), {}, 3, lambda _: None)
+
+
+@pytest.mark.parametrize("paths", [["1"], [""], ["", "1"], ["", "1", "2"]], ids=" and ".join)
+def test_trains_on_as_without_a_plan(kind: Callable[[], nn.Module], paths: list[str]) -> None:
+    model = _model(kind)
+    optimized = copy.deepcopy(model)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), PLAIN)
+    expected = _trained(model)
+    with pytest.warns(UserWarning, match=f"{KINDS[kind]}, .* it runs without recomputation from now on"):  # type: ignore[index]
+        found = _trained(optimized)
+    assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+def test_in_chunks(kind: Callable[[], nn.Module]) -> None:
+    model = kind()
+    twice = copy.deepcopy(model)
+    install_segment(twice, SegmentConfig(chunks=2))
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="runs without recomputation"):
+        found = twice(x)
+    assert torch.equal(found, torch.cat([model(x[:1]), model(x[1:])]))
+    found.sum().backward()
+
+
+def test_only_what_was_seen_runs_plainly(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(Teacher(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    for part in model:
+        install_segment(part, PLAIN)
+    saved: list[Any] = []
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            model(torch.ones(2, 4)).sum().backward()
+        saved.append(None)
+    assert [str(w.message).split()[0] for w in recwarn] == ["Teacher"]
+
+
+def test_an_error_instead_if_asked(kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memopt_cli, "on_unsafe", "raise")
+    model = kind()
+    install_segment(model, PLAIN)
+    with pytest.raises(RuntimeError, match=f"{KINDS[kind]}, .*; take this module out of the plan"):  # type: ignore[index]
+        model(torch.ones(2, 4))
+
+
+def test_a_way_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memopt_cli, "on_unsafe", "ignore")
+    model = Teacher()
+    install_segment(model, PLAIN)
+    with pytest.raises(ValueError, match="on_unsafe is 'ignore'; it must be one of: warn, raise"):
+        model(torch.ones(2, 4))
+
+
+class Overwriting(nn.Module):
+    """Writes over its input, and its caller reads that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return self.linear(x).tanh()
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Overwriting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sigmoid() + 0
+        return self.second(x) + x
+
+
+def test_an_input_that_forward_writes_over_is_copied_from_then_on(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model = Around()
+    optimized = copy.deepcopy(model)
+    install_segment(optimized.second, PLAIN)
+    expected, found = _trained(model), _trained(optimized)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    assert not recwarn.list
+
+
+def test_what_is_kept_after_all_must_not_be_written() -> None:
+    model = nn.Sequential(Teacher(), nn.Tanh())
+    install_segment(model, PLAIN)
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="runs without recomputation"):
+        output = model(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \(2, 4\) needed for backward has been modified by an inplace"):
+        output.sum().backward()
