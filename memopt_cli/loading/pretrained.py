@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -130,10 +132,18 @@ def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str,
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     most = max(_MOST_COUNTED, len(weights), largest)
     for key, value in _named(settings):
-        if _COUNT.fullmatch(key) and isinstance(value, int) and value > most:
+        counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
+        if counted > most:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key}, {value}, is far beyond what its weights have", hint=_SAVE
+                f"{folder} was not loaded: its {key}, {counted}, is far beyond what its weights have", hint=_SAVE
             )
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        yield from (number for item in value for number in _whole_numbers(item))
+    elif isinstance(value, int):
+        yield max(value, 0)
 
 
 _COUNT: Final = re.compile(r"(num|n)_\w+|\w*_(layers|labels|heads|experts|blocks|depth|depths)|depth|depths|layers")
@@ -177,7 +187,7 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
         )
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
-    _refuse_slow_patterns(folder, settings)
+    _refuse_adapter(folder, settings)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     peft = _library("peft", folder)
@@ -185,19 +195,73 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
 
 
-def _refuse_slow_patterns(folder: Path, settings: dict[str, Any]) -> None:
-    """PEFT takes names of modules for regular expressions, and some take forever."""
-    for text in _texts(settings):
-        if len(_REPEATS.findall(text)) > _MOST_REPEATS or _REPEATED_GROUP.search(text):
+def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
+    """Only kinds whose settings are known, for PEFT reads other models and files by some settings of the others."""
+    kind = settings.get("peft_type")
+    if kind not in _ADAPTERS:
+        raise UnsafeFileError(
+            f"{folder} was not loaded: it is an adapter of the kind {kind!r}, which may read other files",
+            hint=f"Known kinds: {', '.join(_ADAPTERS)}. Build others in code of your own: package.module:callable.",
+        )
+    for key, value in settings.items():
+        texts = [value] if isinstance(value, str) else list(_texts(value))
+        if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
+            raise UnsafeFileError(
+                f"{folder} was not loaded: memopt does not know its {key}, which may name a file: {texts[0]!r}",
+                hint=f"Remove {key} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
+            )
+        slow = next((text for text in texts if key in _PATTERNS and _most_steps(text) > _MOST_STEPS), None)
+        if slow is not None:
             raise FileFormatError(
-                f"{folder / ADAPTER_SETTINGS} has a regular expression that may take forever: {text!r}",
+                f"{folder / ADAPTER_SETTINGS} has a regular expression that may take forever: {slow!r}",
                 hint="List the names of the modules instead.",
             )
 
 
-_MOST_REPEATS: Final = 8
-_REPEATS: Final = re.compile(r"[*+{]")
-_REPEATED_GROUP: Final = re.compile(r"\)[*+{]")
+_ADAPTERS: Final = (
+    *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
+    "RANDLORA",
+)
+_PLAIN_TEXTS: Final = frozenset(
+    """peft_type task_type base_model_name_or_path peft_version revision bias auto_mapping megatron_core
+    init_lora_weights init_weights trainable_token_indices""".split()
+)
+_PATTERNS: Final = frozenset(
+    """target_modules exclude_modules feedforward_modules modules_to_save layers_pattern target_parameters rank_pattern
+    alpha_pattern n_frequency_pattern""".split()
+)
+"""Settings that PEFT takes for names of modules, and names for regular expressions."""
+_MOST_STEPS: Final = 10**6
+_LONGEST_NAME: Final = 200
+"""Characters of a module's name, to estimate by."""
+
+
+def _most_steps(pattern: str) -> float:
+    """How many ways there are to match a name by a regular expression, at most; infinite if that is not known."""
+    try:
+        return _ways(sre_parser.parse(pattern))
+    except (re.error, RecursionError, OverflowError):
+        return math.inf
+
+
+def _ways(parts: Iterable[tuple[Any, Any]]) -> float:
+    return math.prod(_ways_of(str(kind), value) for kind, value in parts)
+
+
+def _ways_of(kind: str, value: Any) -> float:
+    if kind in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+        return 1
+    if kind == "SUBPATTERN":
+        return _ways(value[-1])
+    if kind == "BRANCH":
+        return sum(map(_ways, value[1]))
+    if kind in ("ASSERT", "ASSERT_NOT"):
+        return _ways(value[1])
+    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+        _, most, repeated = value
+        once = _ways(repeated)
+        return 1 + once if most == 1 else _LONGEST_NAME if once == 1 and len(repeated) == 1 else math.inf
+    return math.inf
 
 
 # ---------------------------------------------------------------------------------------------- files

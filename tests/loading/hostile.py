@@ -236,7 +236,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     )
     hidden = Created(BertConfig, state={"to_dict": 1})
     yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
-    for function in (torch.lstm, torch._weight_norm, nn.functional.ctc_loss):
+    for function in (torch.lstm, torch._weight_norm, nn.functional.ctc_loss, torch.empty_like, torch.grid_sampler_2d):
         yield f"{function.__name__}, which trusts its arguments", _of(_linear(act=function), "was not loaded")
     neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))
     yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "makes itself anew")

@@ -544,3 +544,12 @@ def test_a_flipped_byte_gives_a_model_or_one_of_our_errors(
     (tmp_path / "model.pt").write_bytes(data)
     with contextlib.suppress(MemoptError):
         assert isinstance(load_model(source(tmp_path / "model.pt")).module, nn.Module)
+
+
+def test_sparse_blocks_of_no_size_are_refused(tmp_path: Path) -> None:
+    blocks = (torch.tensor([0, 1]), torch.tensor([0]), torch.zeros(1, 0, 3), torch.Size((0, 3)))
+    module = nn.Linear(1, 1)
+    vars(module)["extra"] = Call(torch._utils._rebuild_sparse_tensor, torch.sparse_bsr, blocks)
+    torch.save(module, tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match="blocks of no size"):
+        load(tmp_path / "model.pt")

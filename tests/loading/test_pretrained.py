@@ -177,6 +177,7 @@ HUGE: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"num_labels": 3 * 10**6}, "its num_labels, 3000000, is far beyond"),
     "words": ({"vocab_size": 10**10}, "far more bytes than its weights"),
     "positions": ({"n_positions": 10**9}, "its n_positions, 1000000000, is far beyond"),
+    "layers in a list": ({"depths": [5_000, 6_000]}, "its depths, 11000, is far beyond"),
     "features": ({"n_embd": 10**9, "n_head": 1}, "is far beyond"),
 }
 
@@ -198,6 +199,10 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a rank": ({"r": 10**8}, "far more bytes than its weights"),
     "nested repeats": ({"target_modules": "((a*)*)*b"}, "regular expression that may take forever"),
     "many repeats": ({"target_modules": ".*a" * 9}, "regular expression that may take forever"),
+    "alternatives": ({"target_modules": "(a|a)" * 30 + "b"}, "regular expression that may take forever"),
+    "options": ({"exclude_modules": ".?" * 40 + "!"}, "regular expression that may take forever"),
+    "references": ({"layers_pattern": r"(a*)\1*b"}, "regular expression that may take forever"),
+    "no expression": ({"layers_pattern": "("}, "regular expression that may take forever"),
     "repeats in a key": ({"rank_pattern": {"(a+)+b": 3}}, "regular expression that may take forever"),
 }
 
@@ -207,6 +212,24 @@ def test_adapters_that_would_take_forever_are_refused(name: str, adapter: Path) 
     settings, says = HUGE_ADAPTERS[name]
     rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
     assert_refused(adapter, says)
+
+
+READING: dict[str, tuple[dict[str, Any], str]] = {
+    "another model": ({"peft_type": "SHADOW", "shadow_model": "/"}, "an adapter of the kind 'SHADOW'"),
+    "other adapters": ({"peft_type": "XLORA", "adapters": {"a": "/"}}, "an adapter of the kind 'XLORA'"),
+    "no kind": ({"peft_type": None}, "an adapter of the kind None"),
+    "a cache": ({"corda_config": {"cache_file": "evil.pt"}}, "does not know its corda_config, .*'"),
+    "a tokenizer": ({"tokenizer_name_or_path": "evil"}, "does not know its tokenizer_name_or_path"),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_adapters_that_read_other_files_are_refused(name: str, adapter: Path) -> None:
+    settings, says = READING[name]
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
+    with pytest.raises(UnsafeFileError, match=says) as caught:
+        load(adapter)
+    assert caught.value.hint
 
 
 def test_an_adapter_may_name_its_modules_by_a_pattern(adapter: Path) -> None:

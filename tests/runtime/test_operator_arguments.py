@@ -216,7 +216,17 @@ def padded(*batch_sizes: int) -> Any:
     return behind_its_check("aten::_pad_packed_sequence")(ones(3, 4), numbers(batch_sizes), False, 0.0, 2)
 
 
+def grid(interpolation: int, padding: int) -> Any:
+    return behind_its_check("aten::grid_sampler_2d")(ones(1, 1, 4, 4), ones(1, 4, 4, 2), interpolation, padding, True)
+
+
 FINE: dict[str, Call] = {
+    "grid": lambda: grid(2, 2),
+    "upsampling": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [12], 1.55),
+    "upsampling by scales": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(
+        ones(1, 1, 8, 8), None, False, [2.0, 0.5]
+    ),
+    "upsampling to a size": lambda: behind_its_check("aten::upsample_bicubic2d")(ones(1, 1, 8, 8), [3, 20], False),
     "weight norm": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(4, 1)),
     "weight norm of all": lambda: behind_its_check("aten::_weight_norm")(ones(4, 3), ones(()), -1),
     "fused weight norm": lambda: behind_its_check("aten::_weight_norm_interface")(ones(4, 3), ones(1, 3), 1),
@@ -329,6 +339,16 @@ REFUSED: dict[str, Call] = {
         *[ones(2, 3, 4)] * 3, 4, 0, ones(12, 4), ones(12), ones(4, 4), ones(4)
     ),
     "layout": lambda: behind_its_check("aten::zeros")([2], layout=2),
+    "attention without keys": lambda: attention(ones(2, 2, 0, 16), ones(2, 2, 0, 16)),
+    "a way to interpolate": lambda: grid(9, 0),
+    "a way to pad": lambda: grid(0, -1),
+    "a way to normalize": lambda: behind_its_check("aten::_fft_c2c")(complex_ones(2, 8), [0, 1], 7, True),
+    "a way to sum a bag": lambda: bag([0, 2], mode=3),
+    "a tiny scale": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [8], 1e-300),
+    "a scale of another size": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [64], 0.5),
+    "a scale that is no number": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(
+        ones(1, 1, 8, 8), None, False, [2.0, float("nan")]
+    ),
     "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=4),
 }
 
@@ -359,6 +379,22 @@ def test_what_no_model_has_cannot_be_called(name: str) -> None:
 def test_a_result_is_written_elsewhere_only_by_arithmetic() -> None:
     assert find_operator("aten::div.out") is not None
     assert find_operator("aten::cat.out") is None
+
+
+EMPTY: dict[str, Call] = {
+    "empty": lambda: behind_its_check("aten::empty.memory_format")([4096]),
+    "permuted": lambda: behind_its_check("aten::empty_permuted")([64, 64], [1, 0]),
+    "strided": lambda: behind_its_check("aten::empty_strided")([64, 64], [1, 64]),
+    "like": lambda: behind_its_check("aten::empty_like")(ones(4096)),
+    "new": lambda: behind_its_check("aten::new_empty")(ones(1), [4096]),
+    "new strided": lambda: behind_its_check("aten::new_empty_strided")(ones(1), [64, 64], [64, 1]),
+}
+
+
+@pytest.mark.parametrize("call", EMPTY.values(), ids=EMPTY)
+def test_memory_is_not_shown_as_it_was_left(call: Call) -> None:
+    ones(4096).mul_(7)  # freed memory is given out again
+    assert not call().any()
 
 
 # ---------------------------------------------------------------------------------------------- nobody sees a check

@@ -73,13 +73,15 @@ class PickledTensor:
 def items_in(sizes: Iterable[int]) -> int:
     """How many items a tensor of these sizes has, at most :data:`LARGEST`.
 
-    Raises :class:`ValueError` for sizes that no tensor has.
+    Raises :class:`ValueError` for sizes that no tensor has; an empty one's strides have to be numbers too.
     """
-    count = 1
+    count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
         if dims > _MOST_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
             raise ValueError(f"a tensor has more than {_MOST_SIZES} sizes, or one that is no whole number of 63 bits")
-        count = min(count * size, LARGEST)
+        count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
+    if not count and widest == LARGEST:
+        raise ValueError("an empty tensor has sizes whose product is no number of 63 bits")
     return count
 
 

@@ -56,7 +56,7 @@ _NAMES: Final[Mapping[str, str]] = {
         cumsum cumulative_trapezoid data deg2rad degrees dequantize det detach detach_copy device diag diag_embed
         diagflat diagonal diagonal_copy diagonal_scatter dict diff digamma dim dist div divide divmod dot dropout dsplit
         dstack einsum element_size elu embedding embedding_bag embedding_renorm empty empty_like empty_permuted
-        empty_quantized empty_strided endswith eq equal erf erfc erfinv exp exp2 expand expand_as expand_copy expandtabs
+        empty_strided endswith eq equal erf erfc erfinv exp exp2 expand expand_as expand_copy expandtabs
         expm1 exponential extend eye fabs factorial fake_quantize_per_channel_affine
         fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine
         fake_quantize_per_tensor_affine_cachemask feature_alpha_dropout feature_dropout fft_fft fft_fft2 fft_fftfreq

@@ -1,8 +1,9 @@
 """What some of PyTorch's operators trust their arguments to be, checked before they run.
 
 Most operators look at what they are given.  Those of :data:`_CHECKS` read or write outside of their tensors where a
-shape, an index or a length is wrong, and every operator does so for a dtype, layout or memory format whose number means
-nothing.  Shapes are compared on all tensors, those of a dry run too; numbers are read only where there are some.
+shape, an index or a length is wrong, and every operator does so for a number that names a dtype, a layout or a way to
+compute, and means nothing.  Shapes are compared on all tensors, those of a dry run too; numbers are read only where
+there are some.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..
     """
     check = _check_of(operator._schema)
     codes = codes_of(operator) if with_codes else ()
-    if check is None and not codes:
+    is_empty = operator._schema.name in _EMPTY
+    if check is None and not codes and not is_empty:
         return operator
     names = [argument.name for argument in operator._schema.arguments]
     defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
@@ -47,7 +49,8 @@ def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..
                 raise ArgumentError(f"{operator} was given {given[names[position]]!r} as its {names[position]}")
         if check is not None and not check(given):
             raise ArgumentError(f"{operator} was given arguments that do not fit each other: {_shapes(given)}")
-        return operator(*args, **kwargs)
+        result = operator(*args, **kwargs)
+        return result.zero_() if is_empty else result
 
     return call
 
@@ -57,7 +60,8 @@ def is_checked(schema: Any) -> bool:
 
     Scripts that could not be lifted have no checks, and must not use it.
     """
-    return _check_of(schema) not in (None, _groups)  # scripts of quantized layers need the latter's: it only divides
+    # Scripts of quantized layers need the latter's: it only divides.
+    return schema.name in _EMPTY or _check_of(schema) not in (None, _groups)
 
 
 def trusts_arguments(operator: str) -> bool:
@@ -79,8 +83,10 @@ _CODES: Final[Mapping[str, frozenset[int]]] = {
     "ScalarType": frozenset({*range(16), *range(23, 30), 44}),  # without those of less than a byte
     "Layout": frozenset({0}),
     "MemoryFormat": frozenset(range(4)),
+    **dict.fromkeys(("interpolation_mode", "padding_mode", "normalization", "mask_type"), frozenset(range(3))),
 }
-"""TorchScript's numbers of dtypes, layouts and memory formats; of layouts the plain one."""
+"""TorchScript's numbers of dtypes, layouts and memory formats; of layouts the plain one.  And numbers that name a way
+to compute, by the name of the argument: kernels know no others."""
 
 
 @functools.cache
@@ -96,7 +102,10 @@ def codes_in(schema: Any) -> tuple[tuple[int, str], ...]:
 
 def _kind(argument: Any) -> str:
     kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
-    return "ScalarType" if argument.name == "dtype" and kind == "int" else kind
+    return _NAMED.get(argument.name, kind) if kind == "int" else kind
+
+
+_NAMED: Final = {name: name for name in _CODES if name.islower()} | {"dtype": "ScalarType"}
 
 
 def is_code(value: Any, kind: str) -> bool:
@@ -247,6 +256,8 @@ def _attention(given: Arguments) -> bool:
     of_keys = key.shape[1]
     fits = key.shape[0] == value.shape[0] == batch and key.shape[3] == features
     fits = fits and tuple(value.shape[1:3]) == tuple(key.shape[1:3]) and of_keys > 0 and heads % of_keys == 0
+    if not all(t.numel() for t in (query, key, value)):  # kernels divide by sizes
+        return False
     mask = given.get("attn_mask", given.get("attn_bias"))
     return fits and (mask is None or _broadcasts(mask, (batch, heads, length, key.shape[2])))
 
@@ -306,6 +317,8 @@ def _quantized_embedding_bag(given: Arguments) -> bool:
 def _bags(given: Arguments) -> bool:
     """Where each bag begins in the list of indices: one after another, and not beyond its end."""
     indices, offsets, weights = given["indices"], given["offsets"], given["per_sample_weights"]
+    if given.get("mode", 0) not in (0, 1, 2):  # sum, mean, max
+        return False
     if weights is not None and weights.shape != indices.shape:
         return False
     if offsets is None:
@@ -336,6 +349,34 @@ def _real_fourier(given: Arguments) -> bool:
     return _fourier(given) and size > 0 and given["self"].shape[given["dim"][-1]] == size // 2 + 1
 
 
+# ---------------------------------------------------------------------------------------------- resizing
+
+
+def _upsample(given: Arguments) -> bool:
+    """Scales from which no index is computed that lies outside."""
+    x, sizes = given.get("self", given.get("input")), given.get("output_size", given.get("size"))
+    scales = given.get("scale_factors", given.get("scale_factor"))
+    if scales is None:
+        scales = [value for name, value in given.items() if name.startswith("scales")]
+    scales = scales if isinstance(scales, list | tuple) else [scales]
+    sizes = sizes if isinstance(sizes, list | tuple) else [sizes] * len(scales)
+    return all(
+        _is_scale(scale, before, after)
+        for scale, before, after in itertools.zip_longest(scales, x.shape[2:], sizes, fillvalue=None)
+    )
+
+
+def _is_scale(scale: float | None, before: int | None, after: int | None) -> bool:
+    if scale is None:
+        return True
+    if before is None or not _LEAST_SCALE <= scale <= 1 / _LEAST_SCALE:
+        return False
+    return after is None or abs(before * scale - after) <= 1
+
+
+_LEAST_SCALE: Final = 2.0**-20
+
+
 # ---------------------------------------------------------------------------------------------- others
 
 
@@ -361,6 +402,13 @@ def _prepacked(given: Arguments) -> bool:
     return all(_is_list(numbers, 2) for numbers in lists) and _is_list(given["input_size"], 4) and given["groups"] > 0
 
 
+_UPSAMPLE: Final = (
+    *(f"upsample_{way}" for way in ("bicubic2d", "bilinear2d", "linear1d", "trilinear3d")),
+    *(f"upsample_nearest{d}d" for d in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{d}d" for d in (1, 2, 3)),
+    *(f"_upsample_{way}2d_aa" for way in ("bicubic", "bilinear", "lanczos")),
+    *("__upsample", "__upsample_bilinear", "__upsample_nearest", "__interpolate"),
+)
 _QUANTIZED: Final = ("quantized", "_quantized")
 _CONVOLUTIONS: Final = ("", "1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
 
@@ -397,8 +445,16 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "aten::_adaptive_avg_pool2d": _pool(2),
     "aten::_adaptive_avg_pool3d": _pool(3),
     "mkldnn_prepacked::conv2d_prepack": _prepacked,
+    **{f"aten::{name}": _upsample for name in _UPSAMPLE},
     **{f"{library}::conv{kind}_prepack": _groups for library in _QUANTIZED for kind in _CONVOLUTIONS},
 }
 """By an operator's name; with its overload where another overload needs another check, or none."""
-_TRUSTING: Final = frozenset(name.partition(".")[0] for name in _CHECKS) - {"aten::to"}
+_EMPTY: Final = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
+"""Operators that show memory as it was left: what they return is filled with zeros."""
+_NAMING: Final = frozenset({"aten::grid_sampler", "aten::grid_sampler_2d", "aten::grid_sampler_3d"})
+"""Operators that take numbers which name a way to compute."""
+_TRUSTING: Final = _EMPTY | _NAMING | frozenset(name.partition(".")[0] for name in _CHECKS) - {"aten::to"}
 """Names of those operators; what is checked of ``to`` are TorchScript's own overloads."""

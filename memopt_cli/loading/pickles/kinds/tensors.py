@@ -7,7 +7,6 @@ when its storage is known to hold it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, view_end
+from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, items_in, view_end
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
@@ -93,11 +92,18 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
     if len(sizes) != len(strides):
         raise Broken(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
-    items, held = math.prod(sizes), storage.data.nbytes()
+    items, held = _items(sizes), storage.data.nbytes()
     if items and view_end(sizes, strides, start) * dtype.itemsize > held:
         raise Broken(f"a tensor of the shape {sizes} reaches beyond its storage")
     if items * dtype.itemsize > _EXPANSION * held + _ALLOWANCE:
         raise Broken(f"a tensor of the shape {sizes} is far larger than its {held} bytes")
+
+
+def _items(sizes: tuple[int, ...]) -> int:
+    try:
+        return items_in(sizes)
+    except ValueError as err:
+        raise Broken(f"a tensor has the shape {sizes}") from err
 
 
 def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
@@ -163,6 +169,8 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
             indices, values, _sizes(size), check_invariants=True, is_coalesced=any(is_coalesced) or None
         )
     compressed, plain, values, size = data
+    if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
+        raise Broken("a sparse tensor has blocks of no size")  # by which kernels divide
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
