@@ -20,6 +20,7 @@ _PUBLIC = {
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",
     "read_plan": "memopt_cli.write",
+    "plan_of": "memopt_cli.apply",
     "remove_plan": "memopt_cli.apply",
     "GCContainer": "memopt_cli.runtime",
     "MemOptSummary": "memopt_cli.records",

@@ -132,10 +132,10 @@ def memory_optimization(
     with _logged(verbose) as progress:
         if dummy_input is None or resolved.options.level == 0:
             summary = _unmeasured(net, listed_modules(net), resolved, settings.device)
+            assert summary.plan is not None
+            apply_plan(net, summary.plan)
         else:
             summary = _measured(net, dummy_input, request, resolved, settings, progress)
-    assert summary.plan is not None
-    apply_plan(net, summary.plan)
     summary.notes[:0] = notes
     summary.spent_s = time.monotonic() - started
     return (net, summary) if return_summary else net
@@ -234,7 +234,7 @@ def _measured(
     settings: StepSettings,
     progress: Progress,
 ) -> MemOptSummary:
-    """The pipeline of ``memopt optimize``, less the files and the batch that fits."""
+    """The pipeline of ``memopt optimize``, less the files and the batch that fits; the plan is on ``net`` then."""
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
@@ -247,6 +247,7 @@ def _measured(
         assert summary.verification is not None
         if not summary.verification.passed:
             raise _difference(summary.verification)
+        apply_plan(net, summary.plan)  # before anything that can fail
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
             summary.notes += _warm_up(net, prepared, summary.plan)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import MemoptError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -825,6 +825,8 @@ class OptimizeRequest:
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False
     """Search and report, write nothing."""
+    plan_only: bool = False
+    """Write no model: the plan is applied where it trains."""
     force: bool = False
     """Existing files may be replaced."""
     timeout_s: float = 600.0
@@ -874,6 +876,8 @@ class OptimizeResult:
     """Paths written; empty for a dry run."""
     steps: RecordedSteps | None = None
     """``None`` unless asked for."""
+    ended_by: MemoptError | None = None
+    """What kept it from its end once the plan was found; all that was found before is here."""
 
 
 # ---------------------------------------------------------------------------------------------- how large a step fits

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,16 +40,37 @@ class OutputPaths:
     """Where the four files of one optimization go."""
 
     model: Path
-    summary: Path
-    plan: Path
-    batch: Path
+    plan_only: bool = False
+    """The model is not written; its name is the one that the others follow."""
+
+    @property
+    def summary(self) -> Path:
+        """``model.memopt.summary.json``."""
+        return self.model.with_name(f"{self.model.stem}.summary.json")
+
+    @property
+    def plan(self) -> Path:
+        """``model.memopt.plan.yaml``."""
+        return self.model.with_name(f"{self.model.stem}.plan.yaml")
+
+    @property
+    def batch(self) -> Path:
+        """``model.memopt.batch.yaml``."""
+        return self.model.with_name(f"{self.model.stem}.batch.yaml")
 
     def all(self) -> tuple[Path, ...]:
-        """The four, the model first."""
-        return self.model, self.summary, self.plan, self.batch
+        """Those that are written, the model first."""
+        others = self.summary, self.plan, self.batch
+        return others if self.plan_only else (self.model, *others)
+
+    def free(self) -> OutputPaths:
+        """The same, or if one of them has come to exist the first with a number: ``model.memopt-2.pt``."""
+        numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
+        candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
+        return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
 
 
-def output_paths(location: str, output: str | None) -> OutputPaths:
+def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
     """``model.pt`` -> ``model.memopt.pt`` beside it; ``package.module:callable`` -> ``module.memopt.pt`` here.
 
     ``output`` names the model's file instead; the other three follow its stem.
@@ -59,13 +81,7 @@ def output_paths(location: str, output: str | None) -> OutputPaths:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
     if os.path.exists(model) and os.path.exists(location) and os.path.samefile(model, location):
         raise UsageError(f"the output {model} is the model itself", hint="Name another file with -o.")
-    stem = model.stem
-    return OutputPaths(
-        model=model,
-        summary=model.with_name(f"{stem}.summary.json"),
-        plan=model.with_name(f"{stem}.plan.yaml"),
-        batch=model.with_name(f"{stem}.batch.yaml"),
-    )
+    return OutputPaths(model=model, plan_only=plan_only)
 
 
 def _beside(location: str) -> Path:
@@ -187,7 +203,7 @@ def _os_errors(path: Path) -> Iterator[None]:
             raise
         raise WriteError(
             f"cannot write {path}: {cause.strerror or cause}",
-            hint="Nothing was written; make room or choose another folder with -o.",
+            hint="Make room, or choose another folder with -o.",
         ) from err
 
 

@@ -558,6 +558,18 @@ def test_who_warms_up(options: dict[str, Any], workers: bool, main: bool, monkey
 
 
 @pytest.mark.usefixtures("in_process")
+def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memopt_cli.api._warm_up", interrupt)
+    net = blocks()
+    with pytest.raises(KeyboardInterrupt):
+        memory_optimization(net, Block, (X,), level=1)
+    assert len(memopt_cli.plan_of(net).segments) == len(segments(net)) > 0
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, *_: object, **__: object) -> None:
         raise RuntimeError("no room here")

@@ -150,8 +150,6 @@ CTRL_C = [
     ("optimize good.pt -i 8x6 --level 4", "level 3", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 4", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 0", "verifying", AN_ANSWER),
-    ("optimize good.pt -i 8x6 --level 0", "finding the batch", AN_ANSWER),
-    ("optimize good.pt -i 8x6 --level 0", "writing", FILLED),
     ("profile good.pt -i 8x6", "loading", LOADED),
     ("profile good.pt -i 8x6", "measuring", AN_ANSWER),
     ("profile good.pt -i 8x6", "recording", AN_ANSWER),
@@ -169,6 +167,14 @@ CTRL_C = [
     ("recommend-batch good.pt -i 8x6", "loading", LOADED),
     ("recommend-batch good.pt -i 8x6", "finding the batch", AN_ANSWER),
     ("profile good.pt -i 8x6 --html p.html", "", FILLED),
+]
+PLAN = {"good.memopt.plan.yaml", "good.memopt.summary.json"}
+CTRL_C_LATER = [
+    # in which stage, just after what, the files that are there by then
+    ("writing the plan", FILLED, {"good.memopt.plan.yaml"}),
+    ("writing the model", FILLED, PLAN),
+    ("finding the batch", AN_ANSWER, {*PLAN, "good.memopt.pt"}),
+    ("recording the step", AN_ANSWER, {*PLAN, "good.memopt.pt", "good.memopt.batch.yaml"}),
 ]
 STARTING = ["typer", "memopt_cli.cli.app", "torch", "torch._C", "numpy", "memopt_cli.pipeline"]
 """What is being imported, before a command has begun."""
@@ -284,6 +290,21 @@ def test_fault_ctrl_c(
     assert left == [1 if moment == AN_ANSWER else 0]
 
 
+@pytest.mark.parametrize(("stage", "moment", "written"), CTRL_C_LATER)
+def test_fault_ctrl_c_once_there_is_a_plan(
+    stage: str, moment: str, written: set[str], memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "Session", Attended)
+    press_ctrl_c(stage, moment, monkeypatch)
+    done = memopt(*"optimize good.pt -i 8x6 --level 0 --snapshot s.pickle".split())
+    assert (done.code, done.changed) == (130, written)
+    assert "verified: " in done.out
+    assert done.err.endswith(
+        "error: interrupted; what had been found is kept\nhint: The verified plan is in good.memopt.plan.yaml.\n"
+    )
+    assert wait_for(lambda: not workers_of(os.getpid()), 5)
+
+
 def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have it pressed once, in a stage, just after a function has returned; tells how many subprocesses lived then."""
     alive: list[int] = []
@@ -300,7 +321,7 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
 
     def pressed(*arguments: Any, **named: Any) -> Any:
         result = original(*arguments, **named)
-        if announced.startswith(stage):
+        if announced.startswith(stage) and not alive:
             alive.append(len(workers_of(os.getpid())))
             signal.raise_signal(signal.SIGINT)
         return result
@@ -317,7 +338,16 @@ def test_fault_full_disk(
 ) -> None:
     with files_no_larger_than(room):
         done = memopt(*command.split())
-    assert_failed(done, 3, [f"cannot write {file}: File too large", "Nothing was written"])
+    first = file.replace(".memopt.pt", ".memopt.plan.yaml") if command.startswith("optimize") else file
+    assert_failed(done, 3, [f"cannot write {first}: File too large", "Make room"], reported=file != first)
+
+
+def test_a_disk_too_full_for_the_model_has_the_plan(memopt: Memopt, tmp_path: Path, in_process: None) -> None:
+    torch.save(nn.Linear(600, 600), "good.pt")
+    with files_no_larger_than(300_000):
+        done = memopt(*"optimize good.pt -i 8x600 --level 0".split())
+    said = ["cannot write good.memopt.pt: File too large", "Make room", "verified plan is in good.memopt.plan.yaml"]
+    assert_failed(done, 3, said, written=PLAN, reported=True)
 
 
 @contextmanager
@@ -357,10 +387,12 @@ def test_fault_full_stdout(
     assert_failed(done, 3, said, written=written)
 
 
-def assert_failed(done: Any, code: int, said: list[str], *, written: set[str] | None = None) -> None:
+def assert_failed(
+    done: Any, code: int, said: list[str], *, written: set[str] | None = None, reported: bool = False
+) -> None:
     """An exit code and one message; no subprocess and no file is left, but for those written in full."""
     assert done.code == code, done.out + done.err
-    assert done.out == ""
+    assert bool(done.out) == reported
     assert done.err.count("error: ") == 1
     message = done.err.partition("error: ")[2]
     for words in said:
@@ -516,6 +548,15 @@ def test_ctrl_c_while_writing(tmp_path: Path, user_code: str) -> None:
         assert wait_for(lambda: len(os.listdir(tmp_path)) > 1)
         assert_interrupted(process)
     assert os.listdir(tmp_path) == ["p.yaml"]
+
+
+def test_ctrl_c_while_writing_the_model_keeps_the_plan(tmp_path: Path, user_code: str) -> None:
+    command = "optimize faulty:SlowToSave -i 2x3 --level 0 --no-recommend-batch"
+    with running(command, tmp_path, user_code) as process:
+        assert wait_for(lambda: len(os.listdir(tmp_path)) > 2)
+        said = "interrupted; what had been found is kept\nhint: The verified plan is in faulty.memopt.plan.yaml."
+        assert "verified: " in assert_interrupted(process, said)
+    assert {*os.listdir(tmp_path)} == {"faulty.memopt.plan.yaml", "faulty.memopt.summary.json"}
 
 
 def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str) -> None:

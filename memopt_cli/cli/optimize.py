@@ -12,7 +12,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.errors import Interrupted, UsageError, VerificationError
+from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.measure import processes
 from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
 from memopt_cli.report.html import optimize_page
@@ -67,6 +67,7 @@ def optimize(
     output: options.Output = None,
     force: options.Force = False,
     dry_run: options.DryRun = False,
+    plan_only: options.PlanOnly = False,
     html: Html = None,
     snapshot: Snapshot = None,
     json: options.Json = False,
@@ -104,6 +105,7 @@ def optimize(
         goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
         output=output,
         dry_run=dry_run,
+        plan_only=plan_only,
         force=force,
         timeout_s=timeout,
         recommend_batch=recommend_batch,
@@ -117,11 +119,14 @@ def optimize(
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
-        if result.steps is not None:
-            files.write(lambda: optimize_page(result), result.steps.optimized, progress)
     report: Report = JsonReport() if json else TextReport()
-    report.optimized(result, sys.stdout)
+    try:
+        report.optimized(result, sys.stdout)
+    finally:  # whatever became of stdout
+        if result.steps is not None:
+            with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
+                files.write(lambda: optimize_page(result), result.steps.optimized, progress)
+    if result.ended_by is not None:
+        raise result.ended_by
     if result.summary.verification and not result.summary.verification.passed:
         raise typer.Exit(VerificationError.exit_code)
-    if result.summary.interrupted:
-        raise Interrupted("interrupted; the plan is the best of what had been tried")

@@ -284,6 +284,14 @@ Output = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=_OUTPUT, help="Replace files that exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=_OUTPUT, help="Search and report; write nothing.")]
+PlanOnly = Annotated[
+    bool,
+    typer.Option(
+        "--plan-only",
+        rich_help_panel=_OUTPUT,
+        help="Write no model: the training script applies the plan. For models that cannot be saved.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="The report as JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=_OUTPUT, help="No progress on stderr.")]
 Verbose = Annotated[

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.errors import StepError
+from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import find_spec
 from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, SaveJob, Subject
@@ -66,11 +67,17 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
-    """The same of a model at hand, which then has the plan."""
+    """The same of a model at hand, which then has the plan.  Raises :class:`StepError` for one that does not pickle."""
     remove_plan(model)
     apply_plan(model.models if isinstance(model, BatchModule) else model, plan)
     reset_hidden_state(model)
-    torch.save(model, file)
+    try:
+        torch.save(model, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as err:  # as pickle says it of what it cannot
+        raise StepError(
+            first_line(err),
+            hint="In the training script: memopt_cli.apply_plan(model, memopt_cli.read_plan('PLAN')[1]).",
+        ) from err
 
 
 def _refuse_names(model: nn.Module) -> None:

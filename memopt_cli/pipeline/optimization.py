@@ -1,4 +1,4 @@
-"""``memopt optimize``: load, measure, search, verify, advise, write."""
+"""``memopt optimize``: load, measure, search, verify; what was found is kept, and the rest follows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.batching.advice import TARGET_SHARE, Limits
-from memopt_cli.batching.capacity import device_capacity
-from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
 from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.loading.input_spec import batch_of, with_batch
+from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
+from memopt_cli.pipeline.batch_advice import TRIAL_LOST
+from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
+from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.narrowing import agreeing
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare, saved_model
+from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -32,20 +31,16 @@ from memopt_cli.plan.strategies import STRATEGIES
 from memopt_cli.plan.strategies.segments import matching_targets
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
-    BatchAdvice,
-    BatchEstimate,
     Counted,
     Failure,
     LevelRow,
     Measurement,
     MemOptSummary,
-    NoBatchFits,
     OptimizeRequest,
     OptimizeResult,
     OutOfMemory,
     ParetoPoint,
     Plan,
-    RecordedSteps,
     SearchGoal,
     SearchOptions,
     SegmentPlan,
@@ -53,33 +48,21 @@ from memopt_cli.records import (
     StepTrace,
     Verification,
     describe,
-    to_data,
 )
 from memopt_cli.units import format_bytes
-from memopt_cli.write import (
-    OutputPaths,
-    batch_yaml,
-    check_targets,
-    content,
-    output_paths,
-    plan_yaml,
-    recommended_data,
-    summary_json,
-    write_all,
-)
+from memopt_cli.write import check_targets, output_paths
 
 _Count = Callable[[Plan], Counted | Failure | NotTried]
 
 _CHUNKS_FROM = 3
 """The level from which modules run in chunks."""
-_PROBES = 3
-"""Batch sizes that the batch advice rests on, at least, where so many can be run."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
     """Search for the plan of the level asked for, measure it, prove it, and write the four files.
 
-    Raises :class:`MemoptError`; a plan that fails verification is reported and not written.
+    Raises :class:`MemoptError` as long as there is no plan; what fails later is in the result.  A plan that fails
+    verification is reported and not written.
     """
     started = time.monotonic()
     resolved = resolve(request.search)
@@ -87,25 +70,19 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         raise OptionError(
             "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
         )
-    paths = output_paths(request.source.location, request.output)
+    paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     summary = find_plan(request, resolved, prepared, progress)
     if request.search.warmup_in_main_process:
         summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
-    steps = _record_steps(request, prepared, summary, progress) if request.record_steps else None
-    result = OptimizeResult(header=file_header(prepared), summary=summary, files=(), steps=steps)
-    result.summary.spent_s = time.monotonic() - started
-    if summary.verification and summary.verification.passed and not request.dry_run:
-        progress.stage("writing")
-        written = _write(paths, result, prepared, request.timeout_s, force=request.force)
-        result = replace(result, files=written)
-    return result
+    kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
+    return kept.result()
 
 
 def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> MemOptSummary:
-    """Search, measure and verify, and find the batch that fits if asked to; writes nothing.
+    """Search, measure and verify; writes nothing.
 
     The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
     """
@@ -115,8 +92,6 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
     rows = job.search()
     best, verification = job.verify(rows) if request.goal.applies else (rows[0], None)
-    wants_advice = request.recommend_batch and not job.interrupted
-    advice = job.advise(best) if verification and verification.passed and wants_advice else None
     summary = summarize(
         Findings(
             resolved=resolved,
@@ -132,29 +107,13 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
             notes=job.notes,
         )
     )
-    summary.advice, summary.budget_bytes, summary.frontier = advice, job.budget_bytes, job.frontier
-    summary.interrupted = job.interrupted
+    summary.budget_bytes, summary.frontier, summary.interrupted = job.budget_bytes, job.frontier, job.interrupted
     return summary
 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
     """Search and measure, level by level; verifies nothing.  Raises :class:`MemoptError`."""
     return _Job(request=request, options=resolved.options, prepared=prepared, progress=progress).search()
-
-
-def _record_steps(
-    request: OptimizeRequest, prepared: Prepared, summary: MemOptSummary, progress: Progress
-) -> RecordedSteps:
-    """The step of the original, and that of the applied plan."""
-    progress.stage("recording the step before and after")
-    traces = {}
-    fits = isinstance(summary.levels[0].outcome, Measurement)  # kernel workspace is recorded of the original
-    data: Data = "full size" if fits else "small batch"
-    for row in summary.levels:
-        if row.level in (0, summary.applied_level):
-            with prepared.session(request.timeout_s, data) as session:
-                traces[row.level] = record_step(session, row.plan, row.outcome, summary.notes).trace
-    return RecordedSteps(original=traces[0], optimized=traces[summary.applied_level])
 
 
 def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
@@ -399,7 +358,7 @@ class _Job:
             yield f"{probes.over}: a longer one may find a better plan"
 
     def _session_lost(self) -> None:
-        self.notes.append("A trial ended its profiling subprocess; another took over.")
+        self.notes.append(TRIAL_LOST)
 
     def _probes(self, probes: SearchProbes, level: int, best: Candidate) -> Probes:
         """What the search of one level may ask, with its progress shown against ``best``."""
@@ -490,38 +449,6 @@ class _Job:
                 return found
             size = max(1, size // 2)
 
-    def advise(self, best: LevelRow) -> BatchAdvice | None:
-        """How large a batch the plan allows on this device."""
-        self.progress.stage("finding the batch that fits")
-        batch = batch_of(self.prepared.subject.spec)
-        try:
-            with_batch(self.prepared.subject.spec, batch + 1)
-        except UsageError as err:
-            self.notes.append(f"No batch recommendation: {err.message}.")
-            return None
-        capacity = device_capacity(self.prepared.subject.settings.device)
-        budget = int(capacity.device_bytes * TARGET_SHARE)
-        limits = Limits(
-            budget_bytes=budget,
-            device_bytes=capacity.device_bytes,
-            runnable_bytes=budget,
-            name=f"80 % of {capacity.limited_by}",
-            longest_step_s=self.request.longest_step_s,
-        )
-        open_session = functools.partial(self.session, "small batch")
-        with replaceable(open_session, self._session_lost) as session:
-            probes = BatchProbes(session=session, plan=best.plan, progress=self.progress)
-            search = probes.search(batch, limits)
-            search.find()
-            for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
-                if len(search.measured) < _PROBES:
-                    search.also_run([size])
-            advice = search.outcome()
-        if not isinstance(advice, BatchAdvice):
-            self.notes.append(f"No batch recommendation: {_why_none(advice)}.")
-            return None
-        return advice
-
     def session(self, data: Data = "full size") -> Session:
         """A fresh profiling subprocess, and what it may run."""
         return self.prepared.session(self.request.timeout_s, data)
@@ -559,14 +486,6 @@ class _Reporter:
         return counted
 
 
-def _why_none(found: BatchEstimate | NoBatchFits) -> str:
-    match found:
-        case BatchEstimate(batch=batch):
-            return f"none could be run; about {batch} would fit (an estimate)"
-        case NoBatchFits(batch=batch, reason=reason):
-            return f"not even batch {batch} could be run: {reason}"
-
-
 def _has_chunks(row: LevelRow) -> bool:
     return any(segment.chunks > 1 for segment in row.plan.segments)
 
@@ -588,21 +507,3 @@ def _row(
         candidates=tried,
         search_s=time.monotonic() - started,
     )
-
-
-def _write(
-    paths: OutputPaths, result: OptimizeResult, prepared: Prepared, timeout_s: float, *, force: bool
-) -> tuple[str, ...]:
-    header, summary = result.header, result.summary
-    assert summary.plan is not None
-    measured = {"batch_size": batch_of(prepared.subject.spec), "verified": True}
-    recommended = recommended_data(summary.advice) if summary.advice else measured
-    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
-    contents = {
-        paths.summary: summary_json(header, summary),
-        paths.plan: plan_yaml(header, summary.plan),
-        paths.batch: batch_yaml(header, shaping=to_data(shaping), recommended=recommended),
-    }
-    writers = {path: content(data) for path, data in contents.items()}
-    model = saved_model(prepared.subject.source, summary.plan, timeout_s)
-    return write_all({paths.model: model, **writers}, force=force)

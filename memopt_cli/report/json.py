@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TextIO
 
 from memopt_cli.documents import json_text
@@ -38,8 +37,9 @@ class JsonReport:
         """Nothing: where there is no answer, there is no document."""
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
-        data = to_data(replace(result, steps=None))  # they are for looking at: --html, --snapshot
-        stream.write(json_text({key: value for key, value in data.items() if key != "steps"}))
+        # Steps are for looking at (--html, --snapshot), and what ended it is on stderr.
+        data = {name: getattr(result, name) for name in ("header", "summary", "files")}
+        stream.write(json_text(to_data(data)))
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))

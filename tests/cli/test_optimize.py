@@ -1,12 +1,15 @@
 """From flags and the config file to one request."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memopt_cli.cli.app import main
+from memopt_cli.errors import WriteError
 from memopt_cli.records import (
     Budget,
     InputSpec,
@@ -37,7 +40,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--no-warmup-in-profile-workers".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
-        *"-o out.pt --search-time 40 --force --dry-run --no-recommend-batch -q".split(),
+        *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
     )
     assert request == OptimizeRequest(
         source=ModelSource(
@@ -74,6 +77,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         output="out.pt",
         force=True,
         dry_run=True,
+        plan_only=True,
         recommend_batch=False,
         timeout_s=12.5,
         search_limit_s=40,
@@ -261,6 +265,16 @@ def test_a_failed_verification_is_reported_and_is_the_exit_code(
     )
     assert main(["optimize", "model.pt", "--dry-run"]) == 1
     assert "fc.weight" in capsys.readouterr().out
+
+
+def test_what_ended_it_is_told_after_the_report(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.result = replace(pipeline.result, ended_by=WriteError("no room", hint="Make some."))
+    assert main(["optimize", "model.pt"]) == 3
+    out, diagnostics = capsys.readouterr()
+    assert "wrote model.memopt.pt" in out
+    assert diagnostics.endswith("error: no room\nhint: Make some.\n")
+    assert main(["optimize", "model.pt", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out).keys() == {"header", "summary", "files"}
 
 
 def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,18 @@ class SlowToSave(_After):
         return vars(self)
 
 
+class CannotBeSaved(nn.Module):
+    """Fine, but for a function of its own among its attributes; input ``8x32``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Tanh())
+        self.scale = lambda y: y * 2
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scale(self.layers(x))
+
+
 class Remembers(_After):
     """Keeps its last output, graph and all; it was run once before it was saved."""
 

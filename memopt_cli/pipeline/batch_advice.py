@@ -1,0 +1,66 @@
+"""How large a batch a plan allows on this device: what ``memopt optimize`` adds to the plan."""
+
+from __future__ import annotations
+
+import functools
+
+from memopt_cli.batching.advice import TARGET_SHARE, Limits
+from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.input_spec import batch_of, with_batch
+from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.progress import Progress
+from memopt_cli.records import BatchAdvice, BatchEstimate, NoBatchFits, OptimizeRequest, Plan
+
+_PROBES = 3
+"""Batch sizes that the advice rests on, at least, where so many can be run."""
+
+TRIAL_LOST = "A trial ended its profiling subprocess; another took over."
+
+
+def advise(
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, notes: list[str], progress: Progress
+) -> BatchAdvice | None:
+    """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name."""
+    progress.stage("finding the batch that fits")
+    batch = batch_of(prepared.subject.spec)
+    try:
+        with_batch(prepared.subject.spec, batch + 1)
+    except UsageError as err:
+        notes.append(f"No batch recommendation: {err.message}.")
+        return None
+    limits = _limits(prepared.subject.settings.device, request.longest_step_s)
+    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
+    with replaceable(open_session, lambda: notes.append(TRIAL_LOST)) as session:
+        probes = BatchProbes(session=session, plan=plan, progress=progress)
+        search = probes.search(batch, limits)
+        search.find()
+        for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
+            if len(search.measured) < _PROBES:
+                search.also_run([size])
+        advice = search.outcome()
+    if not isinstance(advice, BatchAdvice):
+        notes.append(f"No batch recommendation: {_why_none(advice)}.")
+        return None
+    return advice
+
+
+def _limits(device: str, longest_step_s: float) -> Limits:
+    capacity = device_capacity(device)
+    budget = int(capacity.device_bytes * TARGET_SHARE)
+    return Limits(
+        budget_bytes=budget,
+        device_bytes=capacity.device_bytes,
+        runnable_bytes=budget,
+        name=f"80 % of {capacity.limited_by}",
+        longest_step_s=longest_step_s,
+    )
+
+
+def _why_none(found: BatchEstimate | NoBatchFits) -> str:
+    match found:
+        case BatchEstimate(batch=batch):
+            return f"none could be run; about {batch} would fit (an estimate)"
+        case NoBatchFits(batch=batch, reason=reason):
+            return f"not even batch {batch} could be run: {reason}"

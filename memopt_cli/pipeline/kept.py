@@ -1,0 +1,175 @@
+"""What an optimization found, on the disk as soon as it is found: what ends the run later leaves it there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
+from memopt_cli.errors import Interrupted, MemoptError, Terminated
+from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.measure.jobs import Data
+from memopt_cli.pipeline.batch_advice import advise
+from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
+from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Measurement,
+    MemOptSummary,
+    OptimizeRequest,
+    OptimizeResult,
+    Plan,
+    RecordedSteps,
+    to_data,
+)
+from memopt_cli.write import (
+    Fill,
+    OutputPaths,
+    batch_yaml,
+    content,
+    plan_yaml,
+    recommended_data,
+    summary_json,
+    write_all,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """A plan that was found, and what follows from it, one thing after another."""
+
+    request: OptimizeRequest
+    prepared: Prepared
+    summary: MemOptSummary
+    paths: OutputPaths
+    progress: Progress
+    started: float
+    """By the monotonic clock."""
+    files: list[Path] = field(default_factory=list)
+    """Those written so far."""
+    steps: RecordedSteps | None = None
+
+    def result(self) -> OptimizeResult:
+        """The plan on the disk, then the model, the batch that fits and the recorded steps.
+
+        Ctrl-C, a full disk and a model that cannot be saved end it; what was there before stays, and is in the result.
+        """
+        ended_by = self._ended_by()
+        return OptimizeResult(
+            header=file_header(self.prepared),
+            summary=self.summary,
+            files=tuple(str(path) for path in self.paths.all() if path in self.files),
+            steps=self.steps,
+            ended_by=ended_by,
+        )
+
+    def _ended_by(self) -> MemoptError | None:
+        try:
+            self._go_on()
+        except KeyboardInterrupt as err:
+            if isinstance(err, Terminated):
+                raise
+            return self._with_hint(Interrupted("interrupted; what had been found is kept"))
+        except MemoptError as err:
+            return self._with_hint(err)
+        finally:
+            self.summary.spent_s = time.monotonic() - self.started
+        if self.summary.interrupted:
+            return Interrupted("interrupted; the plan is the best of what had been tried")
+        return None
+
+    def _go_on(self) -> None:
+        """In the order of what would be missed most."""
+        verification = self.summary.verification
+        passed = verification is not None and verification.passed
+        writes = passed and not self.request.dry_run
+        if writes:
+            self._keep_plan()
+            self._keep_model()
+        if passed and self.request.recommend_batch and not self.summary.interrupted:
+            notes = self.summary.notes
+            self.summary.advice = advise(self.request, self.prepared, self._plan, notes, self.progress)
+        if writes:
+            self._keep(self.paths.batch, content(self._batch_yaml()))
+            self._keep_summary()
+        if self.request.record_steps:
+            self.steps = self._recorded_steps()
+            if writes:
+                self._keep_summary()
+
+    @property
+    def _plan(self) -> Plan:
+        assert self.summary.plan is not None
+        return self.summary.plan
+
+    # ------------------------------------------------------------------------------------------ to the disk
+
+    def _keep_plan(self) -> None:
+        self.progress.stage("writing the plan")
+        if not self.request.force:
+            self._step_aside()
+        if self.paths.plan_only:
+            self.summary.notes.append(
+                "No model is written, as asked. In the training script: "
+                f"memopt_cli.apply_plan(model, memopt_cli.read_plan({str(self.paths.plan)!r})[1])."
+            )
+        plan = content(plan_yaml(file_header(self.prepared), self._plan))
+        try:
+            self._keep(self.paths.plan, plan)
+        except KeyboardInterrupt:  # at this one moment it waits for the plan
+            self._keep(self.paths.plan, plan)
+            raise
+        self._keep_summary()
+
+    def _step_aside(self) -> None:
+        """Nobody's file is replaced, and none that has come to exist since the search began costs the plan."""
+        paths = self.paths.free()
+        if paths != self.paths:
+            note = f"Files of {self.paths.model.stem} have come to exist meanwhile; these are {paths.model.stem}."
+            self.summary.notes.append(note)
+            self.progress.note(note)
+            self.paths = paths
+
+    def _keep_model(self) -> None:
+        if self.paths.plan_only:
+            return
+        self.progress.stage("writing the model")
+        source, timeout_s = self.prepared.subject.source, self.request.timeout_s
+        self._keep(self.paths.model, saved_model(source, self._plan, timeout_s))
+
+    def _keep_summary(self) -> None:
+        self.summary.spent_s = time.monotonic() - self.started
+        self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self.summary)))
+
+    def _keep(self, path: Path, fill: Fill) -> None:
+        """Write a file; one that was written before is brought up to date."""
+        write_all({path: fill}, force=self.request.force or path in self.files)
+        if path not in self.files:
+            self.files.append(path)
+
+    def _batch_yaml(self) -> bytes:
+        advice = self.summary.advice
+        measured = {"batch_size": batch_of(self.prepared.subject.spec), "verified": True}
+        recommended = recommended_data(advice) if advice else measured
+        shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
+        return batch_yaml(file_header(self.prepared), shaping=to_data(shaping), recommended=recommended)
+
+    def _with_hint(self, error: MemoptError) -> MemoptError:
+        kept = [f"The verified plan is in {self.paths.plan}."] if self.paths.plan in self.files else []
+        error.hint = "\n".join(filter(None, [error.hint, *kept]))
+        return error
+
+    # ------------------------------------------------------------------------------------------ recorded steps
+
+    def _recorded_steps(self) -> RecordedSteps:
+        """The step of the original, and that of the applied plan."""
+        self.progress.stage("recording the step before and after")
+        summary, traces = self.summary, {}
+        fits = isinstance(summary.levels[0].outcome, Measurement)  # kernel workspace is recorded of the original
+        data: Data = "full size" if fits else "small batch"
+        for row in summary.levels:
+            if row.level in (0, summary.applied_level):
+                with self.prepared.session(self.request.timeout_s, data) as session:
+                    traces[row.level] = record_step(session, row.plan, row.outcome, summary.notes).trace
+        return RecordedSteps(original=traces[0], optimized=traces[summary.applied_level])

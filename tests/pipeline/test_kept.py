@@ -1,0 +1,147 @@
+"""What was found is on the disk before anything follows from it, and stays there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt_cli
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import kept
+from memopt_cli.records import Plan
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+Memopt = Callable[..., Any]
+
+STEP = "-i 256x32 --level 1".split()
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    """In ``net.pt``; segments pay."""
+    model = nn.Sequential(layer(), layer(), layer())
+    torch.save(model, "net.pt")
+    return model
+
+
+def names(*ends: str) -> set[str]:
+    return {f"net.memopt.{end}" for end in ends}
+
+
+PLAN = names("plan.yaml", "summary.json")
+
+
+def test_the_plan_is_there_before_anything_follows(
+    memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[set[str]] = []
+    save, advise = kept.saved_model, kept.advise
+    monkeypatch.setattr(kept, "saved_model", lambda *given: found.append({*os.listdir()}) or save(*given))
+    monkeypatch.setattr(kept, "advise", lambda *given: found.append({*os.listdir()}) or advise(*given))
+    done = memopt("optimize", "net.pt", *STEP)
+    assert done.code == 0, done.err
+    assert found == [{"net.pt", *PLAN}, {"net.pt", *PLAN, "net.memopt.pt"}]
+    assert done.changed == PLAN | names("pt", "batch.yaml")
+    _, plan = memopt_cli.read_plan("net.memopt.plan.yaml")
+    assert memopt_cli.plan_of(memopt_cli.load("net.memopt.pt")).segments == plan.segments
+
+
+@pytest.mark.parametrize("model", ["faulty:CannotBeSaved", "spiking:build"])
+def test_a_model_that_cannot_be_saved(
+    model: str, memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model.startswith("spiking"):
+        pytest.importorskip("snntorch")
+    name = model.partition(":")[0]
+    command = ["optimize", model, "-i", "8x32", "--code-path", user_code, "--level", "1"]
+    plan_path = f"{name}.memopt.plan.yaml"
+    done = memopt(*command)
+    assert done.code == 3
+    assert done.changed == {plan_path, f"{name}.memopt.summary.json"}
+    assert "error: the model could not be saved: " in done.err
+    assert "memopt_cli.apply_plan(model, memopt_cli.read_plan(" in done.err
+    assert f"The verified plan is in {plan_path}.\n" in done.err
+    assert "verified: " in done.out
+
+    done = memopt(*command, "--plan-only", "--force")
+    assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
+    (line,) = (line for line in done.out.splitlines() if line.startswith("No model is written, as asked."))
+    monkeypatch.syspath_prepend(user_code)
+    built = __import__(name).build() if name == "spiking" else __import__(name).CannotBeSaved()
+    exec(line.partition("In the training script: ")[2].rstrip("."), {"memopt_cli": memopt_cli, "model": built})
+    _, plan = memopt_cli.read_plan(plan_path)
+    assert memopt_cli.plan_of(built).segments == plan.segments
+
+
+def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module) -> None:
+    Path("net.memopt.pt").write_text("mine")
+    assert memopt("optimize", "net.pt", *STEP).code == 2
+    done = memopt("optimize", "net.pt", *STEP, "--plan-only")
+    assert (done.code, done.changed) == (0, PLAN | names("batch.yaml"))
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_a_file_that_has_come_to_exist_meanwhile(
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs neither its owner's content nor the plan."""
+    verify = LocalSession.verify
+
+    def meanwhile(session: LocalSession, plan: Plan, batch: int) -> Any:
+        Path("net.memopt.pt").write_text("theirs")
+        return verify(session, plan, batch)
+
+    monkeypatch.setattr(LocalSession, "verify", meanwhile)
+    done = memopt("optimize", "net.pt", *STEP, *flags)
+    assert done.code == 0, done.err
+    if flags:
+        assert done.changed == PLAN | names("pt", "batch.yaml")
+    else:
+        assert done.changed == {"net.memopt.pt"} | {
+            f"net.memopt-2.{end}" for end in ("pt", "plan.yaml", "summary.json", "batch.yaml")
+        }
+        assert Path("net.memopt.pt").read_text() == "theirs"
+        assert "Files of net.memopt have come to exist meanwhile; these are net.memopt-2." in done.out
+
+
+def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
+    memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pressed while the plan that failed is narrowed: none of its parts has been proven as a whole."""
+    verify, asked = LocalSession.verify, []
+
+    def pressed(session: LocalSession, plan: Plan, batch: int) -> Any:
+        asked.append(plan)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return verify(session, plan, batch)
+
+    monkeypatch.setattr(LocalSession, "verify", pressed)
+    done = memopt("optimize", "faulty:one_sees_backward", *STEP, "--code-path", user_code)
+    assert (done.code, done.out, done.changed) == (130, "", set())
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_what_fails_in_the_advice_costs_the_advice_alone(
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise memopt_cli.errors.MeasurementError("no more", hint="Less.")
+
+    monkeypatch.setattr(kept, "advise", fail)
+    done = memopt("optimize", "net.pt", *STEP, *flags)
+    assert (done.code, "verified: " in done.out) == (3, True)
+    assert done.changed == (set() if flags else PLAN | names("pt"))
+    where = "" if flags else "      The verified plan is in net.memopt.plan.yaml.\n"
+    assert done.err.endswith(f"error: no more\nhint: Less.\n{where}")
