@@ -354,10 +354,18 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a segment saves is dropped; hooks within would keep it.
-    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_forward_mode():
+    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed():
         return forward(*args, **kwargs)
-    with PackedSaves((*module.parameters(), *module.buffers())).hooks():
-        return forward(*args, **kwargs)
+    try:
+        with PackedSaves((*module.parameters(), *module.buffers())).hooks():
+            return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if _forbids_hooks(error):
+            raise RuntimeError(
+                f"{type(module).__name__} computes gradients by torch.func in its forward, which cannot be while what "
+                "is saved there is packed; set packed to false in the plan"
+            ) from error
+        raise
 
 
 def _run_through_loss(
@@ -519,7 +527,7 @@ def _checkpoint(
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
     tensors, skeleton = split_tensors((args, kwargs))
-    plainly = not torch.is_grad_enabled() or module in _running_plainly or _is_forward_mode()
+    plainly = not torch.is_grad_enabled() or module in _running_plainly or _is_transformed()
     if plainly or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -529,13 +537,15 @@ def _checkpoint(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = _Run(module, first, call, start, len(tensors), keep)
+    lent: Sequence[Tensor] = ()
     try:
         if _is_nested():
             run.is_nested = True
             if module in _overwrites_input:
                 tensors = [t.clone() for t in tensors]
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-            return _recomputed(run, *tensors, *start.lend())
+            lent = start.lend()
+            return _recomputed(run, *tensors, *lent)
         if starts is not None:
             needs_gradient = [t.requires_grad for t in tensors]
             # Not with the run, which holds the chunks before it: a cycle would outlive backward.
@@ -551,7 +561,7 @@ def _checkpoint(
         "it runs without recomputation from now on",
         stacklevel=1,
     )
-    start.enter()
+    start.enter(lent)
     return forward(*args, **kwargs)
 
 
@@ -599,9 +609,17 @@ def _check_unchanged(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
             )
 
 
-def _is_forward_mode() -> bool:
-    """Whether tangents are computed along: they need nothing from backward, and a checkpoint would drop them."""
-    return forward_ad._current_level >= 0
+def _is_transformed() -> bool:
+    """Whether forward runs on what no checkpoint can hold: tensors of ``torch.func``, ``vmap``'s too, or tangents.
+
+    Tangents need nothing from backward, and a checkpoint would drop them.
+    """
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _forbids_hooks(error: RuntimeError) -> bool:
+    """Whether ``torch.func`` was to compute gradients where hooks hold what is saved, which PyTorch cannot do."""
+    return "support saved tensor hooks" in str(error)
 
 
 def _is_nested() -> bool:
@@ -744,7 +762,9 @@ class _Run:
                 output = first()
         except _BackwardWithin:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and _forbids_hooks(error):
+                raise _BackwardWithin(f"{type(self._module).__name__} computes gradients by torch.func") from error
             self._settle()
             raise
         self._settle()
