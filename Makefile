@@ -12,7 +12,11 @@ SMALLER_gpt := --dim B=1
 SMALLER_resnet := --dim B=1
 SMALLER_spiking_vgg := --dim T=4 --dim B=1
 
-.PHONY: demo samples test lint check-memory baselines bench clean
+# Cases of the fuzz, and which.
+COUNT ?= 100000
+SEED ?= 0
+
+.PHONY: demo samples test lint fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -27,6 +31,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
 
 check-memory: $(SAMPLES)
 	failed=0; for name in $(MODELS); do echo "$$name:"; \

@@ -357,10 +357,18 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a segment saves is dropped; hooks within would keep it.
-    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_forward_mode():
+    if _is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed():
         return forward(*args, **kwargs)
-    with PackedSaves((*module.parameters(), *module.buffers())).hooks():
-        return forward(*args, **kwargs)
+    try:
+        with PackedSaves((*module.parameters(), *module.buffers())).hooks():
+            return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if _forbids_hooks(error):
+            raise RuntimeError(
+                f"{type(module).__name__} computes gradients by torch.func in its forward, which cannot be while what "
+                "is saved there is packed; set packed to false in the plan"
+            ) from error
+        raise
 
 
 def _run_through_loss(
@@ -522,7 +530,7 @@ def _checkpoint(
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
     tensors, skeleton = split_tensors((args, kwargs))
-    plainly = not torch.is_grad_enabled() or runs_plainly(module) or _is_forward_mode()
+    plainly = not torch.is_grad_enabled() or runs_plainly(module) or _is_transformed()
     if plainly or not _needs_gradient(module, tensors) or _has_lazy_buffers(module):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -534,16 +542,29 @@ def _checkpoint(
     run = _Run(module, first, call, start, len(tensors), keep)
     if module in _overwrites_input:
         tensors = [t.clone() for t in tensors]
-    if _is_nested():
-        run.is_nested = True
-        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
-        return _recomputed(run, *tensors, *start.lend())
-    if starts is not None:
-        needs_gradient = [t.requires_grad for t in tensors]
-        # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-        run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
-    with inputs.hooks():
-        return _recomputed(run, *tensors)
+    lent: Sequence[Tensor] = ()
+    try:
+        if _is_nested():
+            run.is_nested = True
+            # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+            lent = start.lend()
+            return _recomputed(run, *tensors, *lent)
+        if starts is not None:
+            needs_gradient = [t.requires_grad for t in tensors]
+            # Not with the run, which holds the chunks before it: a cycle would outlive backward.
+            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
+        with inputs.hooks():
+            return _recomputed(run, *tensors)
+    except _HooksForbidden:
+        if starts is not None:  # chunks before this one have run
+            raise
+    run_plainly(module, "computes gradients by torch.func")
+    start.enter(lent)
+    return forward(*args, **kwargs)
+
+
+class _HooksForbidden(RuntimeError):
+    """A forward computes gradients by ``torch.func``, whose transforms forbid the hooks of a checkpoint around them."""
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
@@ -582,9 +603,17 @@ def _check_unchanged(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
             )
 
 
-def _is_forward_mode() -> bool:
-    """Whether tangents are computed along: they need nothing from backward, and a checkpoint would drop them."""
-    return forward_ad._current_level >= 0
+def _is_transformed() -> bool:
+    """Whether forward runs on what no checkpoint can hold: tensors of ``torch.func``, ``vmap``'s too, or tangents.
+
+    Tangents need nothing from backward, and a checkpoint would drop them.
+    """
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _forbids_hooks(error: RuntimeError) -> bool:
+    """Whether ``torch.func`` was to compute gradients where hooks hold what is saved, which PyTorch cannot do."""
+    return "support saved tensor hooks" in str(error)
 
 
 def _is_nested() -> bool:
@@ -729,6 +758,10 @@ class _Run:
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
+        except RuntimeError as error:
+            if _forbids_hooks(error):
+                raise _HooksForbidden(str(error)) from error
+            raise
         finally:
             self._start.settle()
         if reason := self._start.lost():

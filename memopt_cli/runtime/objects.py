@@ -173,7 +173,12 @@ def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def version_of(tensor: Tensor | None) -> int:
     """How often a tensor was written in place; 0 for one of inference, which does not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    if tensor is None or tensor.is_inference():
+        return 0
+    try:
+        return tensor._version
+    except RuntimeError:  # it was one of inference, whose ``.data`` was exchanged
+        return 0
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:

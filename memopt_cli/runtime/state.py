@@ -269,7 +269,7 @@ class _Parameters:
     def in_place(self) -> Iterator[None]:
         """They stand where they stood within, and need gradients if they did; others before and after."""
         others = self._exchange()
-        present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf]
+        present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf and not p.is_inference()]
         for p, _ in present:
             p.requires_grad_(self._trainable[id(p)])
         try:
@@ -318,9 +318,9 @@ class StartingState:
     def lend(self) -> list[Tensor]:
         """Hand the tensors over: their values come back in :meth:`enter`, and are not held here meanwhile.
 
-        Vectors stay: they are small.
+        Vectors stay: they are small; and so do tensors of inference, which autograd does not save.
         """
-        tensors = self._state.large_tensors()
+        tensors = [t for t in self._state.large_tensors() if not t.is_inference()]
         self._lent = [id(t) for t in tensors]
         return tensors
 

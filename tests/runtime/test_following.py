@@ -368,6 +368,73 @@ def test_tangents_are_computed_along(config: SegmentConfig) -> None:
     assert torch.equal(*found)
 
 
+class Mapping(nn.Module):
+    """Transforms of ``torch.func`` around its layers, or within."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.linear, self.inner, self.transform = (
+            nn.Linear(64, 64),
+            nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
+            transform,
+        )
+        self.register_buffer("calls", torch.zeros(2, 2))
+
+    def _mapped(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        result: Tensor = self.inner(y * (y.detach() > 0).float()).square()
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        if self.transform == "vmap":
+            return torch.vmap(self._mapped)(x) * self.calls.sum()
+        return torch.func.grad(lambda t: self._mapped(t).sum())(x) * self.calls.sum()
+
+
+@pytest.mark.parametrize("paths", [["0.inner"], ["0"], ["", "0"], ["", "0", "0.inner"]])
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+@pytest.mark.filterwarnings("ignore:Mapping computes gradients", "ignore:Sequential computes gradients")
+def test_transforms_of_functions_in_forward(transform: str, paths: list[str]) -> None:
+    plain = nn.Sequential(Mapping(transform))
+    optimized = copy.deepcopy(plain)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), SegmentConfig(compressor="bit"))
+    for net in (plain, optimized):
+        for _ in range(2):
+            net(torch.ones(64, 64)).sum().backward()
+    assert equal(gradients(plain), gradients(optimized))
+    assert torch.equal(plain[0].calls, optimized[0].calls)
+
+
+@pytest.mark.parametrize("config", [PLAIN, SegmentConfig(compressor="sparse")], ids=["recomputed", "sparse"])
+def test_a_model_that_is_mapped(config: SegmentConfig) -> None:
+    model, optimized = pair(nn.Sequential(nn.Linear(64, 64), nn.Dropout(1.0), nn.Linear(64, 64)), config)
+    for net in (model, optimized):
+        torch.vmap(net, randomness="different")(torch.ones(64, 3, 64)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+def test_a_model_that_is_differentiated_as_a_function(config: SegmentConfig) -> None:
+    model, optimized = pair(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), config)
+    x = torch.randn(64, 64)
+    found = [
+        torch.func.grad(lambda p, net=net: torch.func.functional_call(net, p, x).sum())(dict(net.named_parameters()))
+        for net in (model, optimized)
+    ]
+    assert equal([*found[0].values()], [*found[1].values()])
+
+
+def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
+    model = nn.Sequential(Mapping("grad"))
+    install_segment(model, PACKED)
+    with pytest.raises(
+        RuntimeError, match=r"Sequential computes gradients by torch.func in its forward.*set packed to"
+    ):
+        model(torch.ones(64, 64))
+
+
 # ---------------------------------------------------------------------------------------------- forms of tensors
 
 
@@ -581,6 +648,37 @@ def test_state_made_in_inference_mode() -> None:
             net(torch.ones(2, 4))
         net(torch.ones(2, 4)).sum().backward()
     assert equal(gradients(model), gradients(optimized))
+
+
+def test_matrices_made_in_inference_mode_in_a_nested_segment() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.held = nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.held is None:
+                self.held = torch.ones(4, 4)
+            return self.linear(x).sin() + self.held.sum()
+
+    model, optimized = pair(nn.Sequential(nn.Linear(4, 4), Caching()), PLAIN, "", "1")
+    for net in (model, optimized):
+        with torch.inference_mode():
+            net(torch.ones(2, 4))
+        net(torch.ones(2, 4)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
+def test_a_layer_made_in_inference_mode() -> None:
+    model = Making()
+    install_segment(model, PLAIN)
+    for way in ("as it was made", "moved"):
+        with torch.inference_mode():
+            model(torch.ones(2, 4))
+        if way == "moved":
+            model.made.weight.data = model.made.weight.data.clone()
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.made.weight.grad is not None
 
 
 def test_a_segment_around_others_that_keeps_outputs_tells_no_false_change() -> None:

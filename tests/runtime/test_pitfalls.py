@@ -720,13 +720,6 @@ def test_parameters_of_a_functional_call() -> None:
     assert all(own[name] is p for name, p in block.named_parameters())
 
 
-def test_function_transforms_are_refused_by_pytorch() -> None:
-    block = mlp()
-    install_segment(block, PLAIN)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        torch.func.grad(lambda p: functional_call(block, p, torch.randn(3, 4)).sum())(dict(block.named_parameters()))
-
-
 def test_forward_mode_differentiation() -> None:
     block = mlp()
     x, tangent = torch.randn(3, 4), torch.randn(3, 4)

@@ -1,7 +1,7 @@
 """Broken files of every format that memopt reads: each is read, or refused by a sentence.
 
-    python -m tests.fuzz                                # a hundred thousand of each, for hours
-    python -m tests.fuzz zip.pt plan.yaml --count 1000
+    python -m tests.fuzz files                          # a hundred thousand of each, for hours
+    python -m tests.fuzz files zip.pt plan.yaml --count 1000
 
 A sound file is taken into pieces (opcodes, words, bytes; of an archive those of one record), a few pieces are changed,
 and what that gives is read in a process of its own.  What is neither read nor refused is printed, and kept in
@@ -21,7 +21,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import tempfile
 import traceback
 import zipfile
@@ -244,7 +243,7 @@ timeout: 100
 
 
 def _measured() -> list[bytes]:
-    folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
+    folder = Path(__file__).parents[2] / "benchmarks" / "baselines"
     return [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
 
 
@@ -373,20 +372,19 @@ def _used() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def main() -> None:
-    """Every format that is named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which formats, and how many files."""
     parser.add_argument("formats", nargs="*", default=list(FORMATS), choices=[*FORMATS, []])
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Every format that is named, or all; returns the number of failures."""
     failed = 0
     for name in given.formats or FORMATS:
         found = failures(name, given.seed, given.count, Path("fuzz-failures"))
         failed += len(found)
         print(f"{name}: {given.count} files, {len(found)} failures", *found, sep="\n  ", flush=True)  # noqa: T201
-    sys.exit(min(failed, 1))
-
-
-if __name__ == "__main__":
-    main()
+    return failed

@@ -1,4 +1,4 @@
-"""A short run of the fuzz, and that it notices what it is for."""
+"""A short run of the fuzz of files, and that it notices what it is for."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import pytest
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
 from memopt_cli.records import ModelSource
-from tests import fuzz
+from tests.fuzz import files
 
 
-@pytest.mark.parametrize("name", fuzz.FORMATS)
+@pytest.mark.parametrize("name", files.FORMATS)
 def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    assert fuzz.failures(name, seed=1, count=40, keep=tmp_path) == []
+    assert files.failures(name, seed=1, count=40, keep=tmp_path) == []
 
 
-@pytest.mark.parametrize("name", fuzz.FORMATS)
+@pytest.mark.parametrize("name", files.FORMATS)
 def test_sound_files_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for data in fuzz.FORMATS[name].sound():
+    for data in files.FORMATS[name].sound():
         Path(name).write_bytes(data)
-        fuzz.FORMATS[name].read(name)
+        files.FORMATS[name].read(name)
         if name in ("zip.pt", "legacy.pt", "script.ts", "program.pt2"):
             load_model(ModelSource(location=name))
 
 
 def test_files_are_the_same_again_and_mostly_differ() -> None:
-    cases = [fuzz.case("plan.yaml", 0, index) for index in range(30)]
-    assert cases == [fuzz.case("plan.yaml", 0, index) for index in range(30)]
+    cases = [files.case("plan.yaml", 0, index) for index in range(30)]
+    assert cases == [files.case("plan.yaml", 0, index) for index in range(30)]
     assert len({*cases}) > 20
 
 
@@ -54,7 +54,7 @@ def _die(path: str) -> None:
 
 
 def _take_memory(path: str) -> None:
-    bytearray(2 * fuzz._CASE_BYTES)
+    bytearray(2 * files._CASE_BYTES)
 
 
 def _leave(path: str) -> None:
@@ -80,10 +80,10 @@ def _print(path: str) -> None:
 def test_what_goes_wrong_is_noticed_and_kept(
     read: Callable[[str], None], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = fuzz.Format(lambda: [b"one two"], lambda data, draws: data + bytes([draws.randrange(9)]), read)
-    monkeypatch.setitem(fuzz.FORMATS, "words", form)
-    fuzz._sound.cache_clear()
-    found = fuzz.failures("words", seed=0, count=2, keep=tmp_path)
+    form = files.Format(lambda: [b"one two"], lambda data, draws: data + bytes([draws.randrange(9)]), read)
+    monkeypatch.setitem(files.FORMATS, "words", form)
+    files._sound.cache_clear()
+    found = files.failures("words", seed=0, count=2, keep=tmp_path)
     assert len(found) == (2 if says else 0)
     assert all(says in line for line in found)
     assert len(list(tmp_path.iterdir())) == len(found)
@@ -91,6 +91,6 @@ def test_what_goes_wrong_is_noticed_and_kept(
 
 def test_pieces_join_to_the_whole() -> None:
     draws = random.Random(0)
-    for data in (*fuzz.FORMATS["plain.pt"].sound(), *fuzz.FORMATS["plan.yaml"].sound()):
-        for split in (fuzz._split_bytes, fuzz._split_words, fuzz._split_opcodes):
+    for data in (*files.FORMATS["plain.pt"].sound(), *files.FORMATS["plan.yaml"].sound()):
+        for split in (files._split_bytes, files._split_words, files._split_opcodes):
             assert b"".join(split(data, draws)) == data

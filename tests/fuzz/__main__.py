@@ -1,0 +1,71 @@
+"""Random inputs for what memopt takes.
+
+python -m tests.fuzz training --count 1000          # models, plans and trainings: the plan changes nothing
+python -m tests.fuzz training --seed 7 --first 500  # others; a failure is made as small as it gets, and printed
+python -m tests.fuzz training --case '{"blocks":[{"kind":"lstm"}],"packed":true}'
+python -m tests.fuzz files zip.pt plan.yaml         # broken files of every format
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from tests.fuzz import files
+from tests.fuzz.cases import Case, drawn_case, from_text, to_text
+from tests.fuzz.shrinking import shrunk
+from tests.fuzz.training import Outcome, outcome
+
+
+def main() -> None:
+    """One kind of fuzz, by its name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True)
+    training = kinds.add_parser("training")
+    training.add_argument("--case", type=from_text, help="one case, as a failure prints it")
+    training.add_argument("--count", type=int, default=1000)
+    training.add_argument("--first", type=int, default=0, help="number of the first case")
+    training.add_argument("--seed", type=int, default=0)
+    training.set_defaults(run=_run_training)
+    files.add_arguments(kinds.add_parser("files"))
+    given = parser.parse_args()
+    sys.exit(min(given.run(given), 1))
+
+
+def _run_training(given: argparse.Namespace) -> int:
+    """Returns the number of failures."""
+    torch.set_num_threads(1)
+    found: Counter[str] = Counter()
+    for name, case in _cases(given):
+        result = outcome(case)
+        found[result.kind] += 1
+        if given.case or result.kind == "refused":
+            print(f"{name}: {result.kind} {result.reason}", flush=True)  # noqa: T201
+        if result.is_failure:
+            print(_report(name, case, result), flush=True)  # noqa: T201
+    print(", ".join(f"{count} {kind}" for kind, count in found.most_common()))  # noqa: T201
+    return found["differs"] + found["fails"]
+
+
+def _cases(given: argparse.Namespace) -> Iterator[tuple[str, Case]]:
+    if given.case:
+        yield "case", given.case
+    else:
+        for index in range(given.first, given.first + given.count):
+            yield f"seed {given.seed}, case {index}", drawn_case(given.seed, index)
+
+
+def _report(name: str, case: Case, result: Outcome) -> str:
+    smallest = shrunk(case, lambda smaller: outcome(smaller).is_like(result))
+    return (
+        f"{name}: {result.kind}: {result.reason}\n"
+        f"  {outcome(smallest).reason}\n  python -m tests.fuzz training --case '{to_text(smallest)}'"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Models at random: blocks in turn and in each other, any of which can be left out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.records import SegmentPlan
+from tests.fuzz.forwards import FORWARDS
+from tests.fuzz.layers import LAYERS, WIDTH, Kind
+
+KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS
+"""Name of a block -> its kind."""
+
+_MOST_BLOCKS: Final = 4
+_DEEPEST: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of a model, and what a plan does to it."""
+
+    kind: str
+    """A key of :data:`KINDS`."""
+    inner: tuple[Block, ...] = ()
+    """The blocks that it holds."""
+    segments: tuple[SegmentPlan, ...] = ()
+    """Their paths begin at the block."""
+
+
+class Network(nn.Module):
+    """Blocks in turn; what they keep from one time step to the next is forgotten before and behind."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*map(_module_of, blocks))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._reset()
+        output: Tensor = self.blocks(x) * self.scale
+        self._reset()
+        return output
+
+    def _reset(self) -> None:
+        for module in self.modules():
+            if hasattr(module, "voltage"):
+                module.voltage = None
+
+
+def _module_of(block: Block) -> nn.Module:
+    kind = KINDS[block.kind]
+    return kind.make(nn.Sequential(*map(_module_of, block.inner))) if kind.holds else kind.make()
+
+
+def drawn_blocks(draws: random.Random, known: Sequence[str], depth: int = 0) -> tuple[Block, ...]:
+    """One to four blocks, none of a kind that is ``known`` to fail."""
+    kinds = [name for name, kind in KINDS.items() if name not in known and (depth < _DEEPEST or not kind.holds)]
+    return tuple(
+        _drawn(draws, draws.choice(kinds), known, depth) for _ in range(draws.randint(1, _MOST_BLOCKS - depth))
+    )
+
+
+def _drawn(draws: random.Random, kind: str, known: Sequence[str], depth: int) -> Block:
+    inner = drawn_blocks(draws, known, depth + 1) if KINDS[kind].holds else ()
+    return Block(kind=kind, inner=inner)
+
+
+def placed(blocks: Sequence[Block], prefix: str = "blocks.") -> Iterator[tuple[str, Block]]:
+    """Every block and its path."""
+    for index, block in enumerate(blocks):
+        yield f"{prefix}{index}", block
+        yield from placed(block.inner, f"{prefix}{index}.inner.")

@@ -1,0 +1,99 @@
+"""Plans at random: segments on any module, within each other, packed, in chunks, with kept outputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+import memopt_cli
+from memopt_cli.errors import PlanError
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.runtime import find_part
+from tests.fuzz.models import KINDS, Block, placed
+
+_COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse")
+_KEPT: Final = (
+    *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
+    *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),
+    *("aten::_softmax", "aten::relu", "aten::sigmoid", "aten::index", "aten::embedding", "aten::rand"),
+)
+
+
+def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool) -> Plan:
+    """What is said of the whole model and of its blocks, as one plan."""
+    within = (replace(s, path=_joined(path, s.path)) for path, block in placed(blocks) for s in block.segments)
+    return Plan(level=3, segments=(*segments, *within), packed=packed)
+
+
+def _joined(path: str, rest: str) -> str:
+    return f"{path}.{rest}" if rest else path
+
+
+def drawn_segments(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[Block, ...]:
+    """The blocks with segments on some of their modules, those that ``model``, made of the blocks, does not refuse."""
+    return tuple(_planned(draws, block, f"blocks.{index}", model) for index, block in enumerate(blocks))
+
+
+def _planned(draws: random.Random, block: Block, path: str, model: nn.Module) -> Block:
+    inner = tuple(_planned(draws, b, f"{path}.inner.{i}", model) for i, b in enumerate(block.inner))
+    block = replace(block, inner=inner)
+    drawn = [s for s in _candidates(draws, block, find_part(model, path)) if _fits(model, path, s)]
+    return replace(block, segments=tuple(drawn))
+
+
+def _candidates(draws: random.Random, block: Block, module: nn.Module) -> Iterator[SegmentPlan]:
+    if draws.random() < 0.55:
+        yield _segment(draws, "", _chunks(draws, block))
+    parts = [path for path, _ in module.named_modules() if path and not path.startswith("inner.")]
+    if parts and draws.random() < 0.3:
+        yield _segment(draws, draws.choice(parts), {})
+    if len(block.inner) > 1 and draws.random() < 0.2:
+        first = draws.randrange(len(block.inner) - 1)
+        yield _segment(draws, f"inner.{first}-{draws.randrange(first + 1, len(block.inner))}", {})
+
+
+def _segment(draws: random.Random, path: str, settings: dict[str, Any]) -> SegmentPlan:
+    kept = tuple(sorted(draws.sample(_KEPT, draws.choice([1, 2, 3])))) if draws.random() < 0.25 else ()
+    return SegmentPlan(path=path, compressor=draws.choice(_COMPRESSORS), keep=kept, **settings)
+
+
+def _chunks(draws: random.Random, block: Block) -> dict[str, Any]:
+    if block.kind == "split" and draws.random() < 0.5:
+        return {"spatial_split": True}
+    axes = _axes(block)
+    if not axes or draws.random() > 0.25:
+        return {}
+    chunks: dict[str, Any] = {"chunks": draws.choice([2, 3]), "axis": draws.choice(sorted(axes))}
+    gathers = any(KINDS[b.kind].gathers for _, b in placed([block]))
+    return (
+        chunks
+        | ({"batch_statistics": True} if gathers else {})
+        | ({"recompute_states": True} if draws.random() < 0.3 else {})
+    )
+
+
+def _axes(block: Block) -> set[int]:
+    """Dimensions along which nothing in the block mixes."""
+    return set.intersection(*(set(KINDS[b.kind].axes) for _, b in placed([block])))
+
+
+def drawn_around(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[SegmentPlan, ...]:
+    """Segments on the whole model, on all of its blocks, or on a run of them."""
+    last = len(blocks) - 1
+    run = f"blocks.{draws.randrange(last)}-{last}" if last else "blocks"
+    paths = {"": 0.15, "blocks": 0.15, run: 0.15}
+    drawn = [_segment(draws, path, {}) for path, share in paths.items() if draws.random() < share]
+    return tuple(s for s in drawn if _fits(model, "", s))
+
+
+def _fits(model: nn.Module, path: str, segment: SegmentPlan) -> bool:
+    try:
+        memopt_cli.apply_plan(model, Plan(level=3, segments=(replace(segment, path=_joined(path, segment.path)),)))
+    except PlanError:
+        return False
+    memopt_cli.remove_plan(model)
+    return True

@@ -1,0 +1,102 @@
+"""A short run of the fuzz of trainings, and that it notices what it is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from memopt_cli.records import SegmentPlan
+from memopt_cli.runtime.state import Generators
+from tests.fuzz.cases import Case, build, drawn_case, from_text, to_text
+from tests.fuzz.models import KINDS, Block
+from tests.fuzz.scenarios import Scenario
+from tests.fuzz.shrinking import shrunk
+from tests.fuzz.training import Outcome, outcome
+
+CASES = 300
+ROOT = (SegmentPlan(path=""),)
+
+
+@pytest.mark.parametrize("first", range(0, CASES, CASES // 6))
+def test_a_plan_changes_nothing(first: int) -> None:
+    found = {index: outcome(drawn_case(1, index)) for index in range(first, first + CASES // 6)}
+    assert {index: result for index, result in found.items() if result.is_failure} == {}
+    counted = Counter(result.kind for result in found.values())
+    assert counted["same"] > len(found) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_block_computes_and_is_trained(kind: str) -> None:
+    inner = (Block(kind="linear"),) if KINDS[kind].holds else ()
+    model = build(Case(blocks=(Block(kind=kind, inner=inner),)))
+    x = torch.randn(4, 6, 8)
+    assert model(x).shape == x.shape
+    model(x).square().sum().backward()
+    assert model.scale.grad is not None
+
+
+def test_cases_are_the_same_again_and_survive_a_command_line() -> None:
+    cases = [drawn_case(0, index) for index in range(30)]
+    assert cases == [drawn_case(0, index) for index in range(30)]
+    assert [from_text(to_text(case)) for case in cases] == cases
+    assert len({*cases}) == 30
+
+
+def _putting_nothing_back(self: Generators) -> None:
+    pass
+
+
+DROPOUT = Block(kind="dropout")
+
+
+def test_what_goes_wrong_is_noticed_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = (Block(kind="linear"), Block(kind="residual", inner=(DROPOUT, Block(kind="gelu"))))
+    scenario = Scenario(between=("draw",), update="adam", after=("copied",))
+    case = Case(blocks=blocks, segments=ROOT, packed=True, scenario=scenario)
+    assert outcome(case) == Outcome("same")
+    monkeypatch.setattr(Generators, "restore", _putting_nothing_back)
+    assert outcome(case).kind == "differs"
+    smallest = shrunk(case, lambda smaller: outcome(smaller).is_failure)
+    assert smallest == Case(blocks=(DROPOUT,), segments=ROOT, scenario=smallest.scenario, steps=1)
+    assert smallest.scenario in (Scenario(), replace(Scenario(), between=("draw",)))
+
+
+def test_an_error_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Generators) -> None:
+        raise KeyError("no such luck")
+
+    refused = Case(blocks=(Block(kind="written"),), segments=ROOT)
+    assert outcome(refused).kind == "refused"
+    missing = Case(blocks=(DROPOUT,), segments=(SegmentPlan(path="absent"),))
+    assert outcome(missing).kind == "refused"
+    monkeypatch.setattr(Generators, "restore", broken)
+    found = outcome(Case(blocks=(DROPOUT,), segments=ROOT))
+    assert found.kind == "fails"
+    assert "no such luck" in found.reason
+
+
+def test_what_the_plain_model_cannot_do_says_nothing_of_the_plan() -> None:
+    scenario = Scenario(between=("change the inputs",), inputs="trained")
+    assert outcome(Case(blocks=(Block(kind="linear"),), segments=ROOT, scenario=scenario)).kind == "plain fails"
+
+
+def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drifting(x: Tensor, _counter: list[int] = [0]) -> Tensor:  # noqa: B006
+        _counter[0] += 1
+        return x * _counter[0]
+
+    monkeypatch.setitem(KINDS, "drifting", replace(KINDS["relu"], make=lambda: _Calling(drifting)))
+    assert outcome(Case(blocks=(Block(kind="drifting"),), packed=True)).kind == "noisy"
+
+
+class _Calling(torch.nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[operator]

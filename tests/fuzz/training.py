@@ -1,0 +1,208 @@
+"""The same training with and without a plan, and whether it leaves the same behind."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import random
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.equality import TOLERANCE, bit_equal, difference
+from memopt_cli.errors import MemoptError
+from memopt_cli.runtime.tree import tensors_of
+from tests.fuzz.cases import Case, build
+from tests.fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
+
+Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a case ended."""
+
+    kind: Kind
+    reason: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """The planned model does something else than the plain one, or ends where that goes on, without a reason."""
+        return self.kind in ("differs", "fails")
+
+    def is_like(self, other: Outcome) -> bool:
+        """Whether the same went wrong; an error is known by how it begins."""
+        return self.kind == other.kind and (self.kind != "fails" or self.reason[:60] == other.reason[:60])
+
+
+@dataclass
+class Trained:
+    """What a training left behind, as far as it came."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+def outcome(case: Case) -> Outcome:
+    """Run a case."""
+    plain = _trained(case, lambda model: model)
+    if plain.error is not None:
+        return Outcome("plain fails", _told(plain.error))
+    planned = _trained(case, lambda model: memopt_cli.apply_plan(model, case.plan))
+    if planned.error is not None:
+        return Outcome("refused" if _is_refusal(planned.error) else "fails", _told(planned.error))
+    differs = _difference(plain, planned, exact=case.is_exact)
+    if not differs:
+        return Outcome("same")
+    again = _trained(case, lambda model: model)
+    return Outcome("noisy" if _difference(plain, again, exact=True) else "differs", differs)
+
+
+def _difference(plain: Trained, planned: Trained, *, exact: bool) -> str:
+    """The first thing that is not the same; empty if everything is."""
+    for name in plain.others.keys() | planned.others.keys():
+        one, other = plain.others.get(name), planned.others.get(name)
+        if one != other:
+            return f"{name}: {one} became {other}"
+    if bit_equal(plain.tensors, planned.tensors):
+        return ""
+    worst = difference(plain.tensors, planned.tensors)
+    return f"{worst.name}: {worst.relative:.2g}" if exact or worst.relative > TOLERANCE else ""
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def _trained(case: Case, plan: Callable[[nn.Module], nn.Module]) -> Trained:
+    trained = Trained()
+    with _one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _train(plan(build(case)), case, trained)
+        except Exception as error:
+            trained.error = error
+    return trained
+
+
+def _train(model: nn.Module, case: Case, trained: Trained) -> None:
+    scenario = case.scenario
+    torch.manual_seed(case.seed), random.seed(case.seed), np.random.seed(case.seed)
+    for step in range(case.steps):
+        if step == 0 or scenario.after:
+            optimizer = UPDATES[scenario.update](list(model.parameters()))
+        x = batch_of(scenario, step)
+        if x.requires_grad and not x.is_leaf:
+            x.retain_grad()
+        for name in scenario.before:
+            EVENTS[name](model, x)
+        with contextlib.ExitStack() as stack:
+            for name in scenario.around:
+                stack.enter_context(AROUND[name]())
+            outputs = tensors_of(CALLS[scenario.call](model, x))
+        _note(trained, f"step {step}: output", outputs)
+        for name in scenario.between:
+            EVENTS[name](model, x)
+        _differentiate(model, case, outputs, x)
+        _note_state(trained, f"step {step}: ", case, model, x)
+        if optimizer is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # rounding must not grow from step to step
+            optimizer.step()
+            optimizer.zero_grad()
+        for name in scenario.after:
+            model = AFTER[name](model)
+
+
+def _differentiate(model: nn.Module, case: Case, outputs: list[Tensor], x: Tensor) -> None:
+    roots = [t for t in outputs if t.requires_grad]
+    if roots:
+        cotangents = [torch.randn(t.shape).to(t.dtype) for t in roots]
+        leaves = [t for t in (*model.parameters(), x) if t.requires_grad]
+        BACKWARDS[case.scenario.backward](roots, cotangents, leaves)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over several would differ from run to run; and nothing that is set here stays."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------------------------------- what is left behind
+
+_STRUCTURE: Final = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Tensor) -> None:
+    _note(trained, f"gradient {step}input", x.grad if x.requires_grad else None)
+    for name, p in model.named_parameters():
+        _note(trained, f"gradient {step}{name}", p.grad)
+        if case.is_exact:  # what follows from a gradient that vanishes but for rounding says nothing
+            _note(trained, f"{step}{name}", p)
+        trained.others[f"{step}{name} is trained"] = str(p.requires_grad)
+    for name, b in model.named_buffers():
+        _note(trained, f"{step}{name}", b)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _STRUCTURE and not name.startswith("_memopt"):
+                _note(trained, f"{step}{path}.{name}", value)
+    _note(trained, f"{step}random numbers", torch.get_rng_state())
+    trained.others[f"{step}random numbers"] = str(hash((str(np.random.get_state()), random.getstate())))
+
+
+def _note(trained: Trained, name: str, value: Any) -> None:
+    """Write down copies of tensors, and other values as text."""
+    match value:
+        case Tensor():
+            trained.tensors[name] = value.detach().clone().to_dense()
+            trained.others[f"{name} needs a gradient"] = str(value.requires_grad)
+        case torch.Generator():
+            trained.tensors[name] = value.get_state()
+        case np.random.Generator():
+            trained.others[name] = str(value.bit_generator.state)
+        case random.Random():
+            trained.others[name] = str(hash(value.getstate()))
+        case dict():
+            for key, item in value.items():
+                _note(trained, f"{name}.{key}", item)
+        case np.ndarray():
+            trained.others[name] = str(hash(value.tobytes()))
+        case nn.Module() | weakref.ref() | None:
+            pass
+        case str() | int() | float():
+            trained.others[name] = str(value)
+        case _ if hasattr(value, "__len__"):
+            for index, item in enumerate(value):
+                _note(trained, f"{name}.{index}", item)
+        case _:
+            trained.others[name] = str(value)
+
+
+# ---------------------------------------------------------------------------------------------- what went wrong
+
+
+def _told(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{frame.filename.rpartition('/')[2]}, line {frame.lineno}"
+    return f"{type(error).__name__}: {error} ({where})".replace("\n", " ")[:400]
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether memopt, or PyTorch's look at versions, says what cannot be done; an accident in memopt says nothing."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    is_own = "/memopt_cli/" in frame.filename
+    is_said = linecache.getline(frame.filename, frame.lineno or 0).strip().startswith("raise ")
+    changed = "modified by an inplace operation" in str(error)
+    return isinstance(error, MemoptError) or (is_own and is_said) or changed
