@@ -4,7 +4,8 @@ It sees every storage that an operator returns, on real tensors and on fake ones
 every run: the *tensor peak*.  What kernels allocate for themselves it does not see (the allocated peak does).
 
 Where a tensor has several gradients, autograd adds each to the first in place if nobody else holds that; but not while
-somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.
+somebody watches the dispatcher, or on fake tensors.  Such a sum is counted in place of the first.  So is what a
+derivative formula would write to (:mod:`memopt_cli.trace.formulas`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything
-from memopt_cli.trace.operators import is_bookkeeping
-from memopt_cli.trace.recurrent import as_on_real_tensors
+from memopt_cli.trace.formulas import Formula, formula_at
+from memopt_cli.trace.operators import is_bookkeeping, name_of
+from memopt_cli.trace.real_storages import as_on_real_tensors
 from memopt_cli.workspace import Workspaces, argument_shapes
 
 
@@ -71,11 +73,16 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_tick = 0
         self._tick = 0
         self.module_running = module_running
-        self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
+        """The last is its size; what a plain step does not have has fewer bytes in the record."""
         self._made: Counter[str] = Counter()
+        self._formula: Formula | None = None
+        """Of the operator that ran last."""
         self._first: Storage | None = None
-        """What autograd would have added to in place when the last operator ran, if nobody else holds it."""
+        """What the last operator would have written to in a plain step, if nobody else holds it."""
         self._with_first_bytes = 0
+        self._written: Storage | None = None
+        """What the last operator made, if it would have written to the first whoever holds that."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.settle()
@@ -83,49 +90,85 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
         output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
+        self._formula = formula_at(self._tick, self._formula) if self.phase == "backward" else None
         self._tick += counts
+        share = 0.0 if func is _ZEROS else self._formula.share_of(name_of(func)) if self._formula else 1.0
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                self.see(leaf)
-        workspace = self._workspace_bytes(func, args)
-        if self.phase == "backward" and _adds_gradients(func, args):
+                self.see(leaf, share=share)
+        workspace = self._workspace_bytes(func, args) if share else 0
+        if self.phase == "backward" and (self._is_written(func, args) or self._is_sum(func, args)):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
+            combines = self._formula is not None and self._formula.combines(name_of(func))
+            self._written = self.known(output) if combines else None
         else:
             self._raise_peaks(self.live_bytes, workspace)
         if counts:
             self.ran(func, args, kwargs or {}, output, workspace)
         return output
 
+    def _is_written(self, func: Any, args: Any) -> bool:
+        """Whether a formula calls an operator that in a plain step writes to its first argument."""
+        formula = self._formula
+        return formula is not None and formula.writes(name_of(func)) and self._is_of(formula, args[0])
+
+    def _is_sum(self, func: Any, args: Any) -> bool:
+        """Whether autograd adds one gradient of a tensor to another, and no formula two of the tensors that it made."""
+        formula = self._formula
+        return _adds_gradients(func, args) and (
+            formula is None or formula.is_shared or not self._is_of(formula, args[0])
+        )
+
+    def _is_of(self, formula: Formula, tensor: Tensor) -> bool:
+        made = self.known(tensor)
+        return made is not None and made.born > formula.began
+
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         """An operator ran; a subclass may take notes."""
 
-    def see(self, tensor: Tensor, kind: str | None = None, path: str | None = None) -> Storage | None:
-        """The record of a tensor's storage, made now if it is new; ``None`` for tensors without one."""
+    def see(
+        self, tensor: Tensor, kind: str | None = None, path: str | None = None, *, share: float = 1.0
+    ) -> Storage | None:
+        """The record of a tensor's storage, made now if it is new; ``None`` for tensors without one.
+
+        ``share``: of its bytes, what a plain step has.
+        """
         if not _has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
-        if known is not None and known[1].nbytes == nbytes:
+        if known is not None and known[2] == nbytes:
             return known[1]
         if known is not None:  # resized in place
             self._end(key, self._tick - 1)
         if path is None:
             path = self.module_running()
-        record = Storage(len(self.storages), nbytes, self._tick, path, kind or self._kind())
+        record = Storage(len(self.storages), int(nbytes * share), self._tick, path, kind or self._kind())
         if kind is None and self.phase == "forward" and not is_packing():
             record.rank = self._made[path]
             self._made[path] += 1
-        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self._tick)), record)
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self._tick)), record, nbytes)
         self.storages.append(record)
-        self.live_bytes += nbytes
+        self.live_bytes += record.nbytes
         return record
 
     def settle(self) -> None:
-        """Nothing more happens to what the last operator made: a sum whose first summand others hold is one more."""
+        """Nothing more happens to what the last operator made.
+
+        A sum whose first summand others hold is one more, and so is what would have been written to.
+        """
         if self._first is not None and self._first.died is None:
-            self._raise_peaks(self._with_first_bytes, 0)
-        self._first = None
+            if self._written is None:
+                self._raise_peaks(self._with_first_bytes, 0)
+            else:
+                self._drop(self._written)
+        self._first = self._written = None
+
+    def _drop(self, storage: Storage) -> None:
+        """It has no bytes from now on, nor had any."""
+        self.live_bytes -= storage.nbytes if storage.died is None else 0
+        storage.nbytes = 0
 
     def _raise_peaks(self, live_bytes: int, workspace_bytes: int) -> None:
         if live_bytes > self.peak_bytes:
@@ -152,7 +195,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._workspaces.of(func.name().partition(".")[0], shapes)
 
     def _end(self, key: int, tick: int) -> None:
-        _, record = self._alive.pop(key)
+        _, record, _ = self._alive.pop(key)
         record.died = tick - 1 if record is self._first else tick
         self.live_bytes -= record.nbytes
 
@@ -291,13 +334,15 @@ def _adds_gradients(func: Any, args: Any) -> bool:
         return False
     if other.layout is not torch.strided and not first.is_contiguous():
         return False
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _AROUND:
         frame = frame.f_back
     return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
 _DEVICE = torch.ops.prim.device.default
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+"""What it makes says that it is zero and holds nothing."""
 
-_AROUND = {"torch._compile", "torch._dynamo.eval_frame"}
+_AROUND = {__name__, "torch._compile", "torch._dynamo.eval_frame"}
 """What stands between an operator and a mode that sees it."""

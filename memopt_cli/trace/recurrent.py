@@ -18,15 +18,18 @@ _TENSORS = 7
 """The layer's leading arguments: input, four weights and biases, two states."""
 
 
-def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
-    """The output of an operator; that of a recurrent layer on fake tensors with the storages that real ones have."""
-    if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(output[3], FakeTensor):
-        steps, batch, _ = args[0].shape
-        layer = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
-        return (*output[:3], output[3].new_empty(_workspace_bytes(steps, batch, layer, args[0].dtype)))
-    if func is torch.ops.aten.mkldnn_rnn_layer_backward.default and output[3] is output[4]:
-        return (*output[:4], output[4].clone(), *output[5:])  # until it has met the shapes, one for both biases
-    return output
+def with_workspace(args: Any, output: Any) -> Any:
+    """What ``mkldnn_rnn_layer`` makes of fake tensors, with the workspace that it makes of real ones."""
+    if not isinstance(output[3], FakeTensor):
+        return output
+    steps, batch, _ = args[0].shape
+    layer = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
+    return (*output[:3], output[3].new_empty(_workspace_bytes(steps, batch, layer, args[0].dtype)))
+
+
+def with_two_biases(args: Any, output: Any) -> Any:
+    """What ``mkldnn_rnn_layer_backward`` makes; until it has met the shapes, fake tensors get one for both biases."""
+    return (*output[:4], output[4].clone(), *output[5:]) if output[3] is output[4] else output
 
 
 def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torch.dtype) -> int:

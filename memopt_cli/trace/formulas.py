@@ -1,0 +1,111 @@
+"""What derivative formulas do under a dispatch mode, or on fake tensors, and what they do in a plain step.
+
+Many of PyTorch's formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which
+is true of every tensor while somebody watches the dispatcher.  Then they write to nothing that they have made: where a
+plain step has one tensor, the watched one has two; some take another way altogether.  It cannot be asked not to, as
+fake tensors are subclasses.  So what a watched formula makes is counted as the plain one makes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+_WRITES = {
+    "aten::index_add",
+    "aten::index_copy",
+    "aten::index_fill",
+    "aten::index_put",
+    "aten::masked_scatter",
+    "aten::put",
+    "aten::scatter",
+    "aten::scatter_add",
+}
+"""What a formula calls on what it has made, and holds no more, only in place of the same operator in place."""
+
+_COMBINES = {"aten::logical_and", "aten::logical_or"}
+"""The same of a mask, which it may hold on to."""
+
+_WRITES_IN = {"BinaryCrossEntropyBackward0": {"aten::mul"}, "AminmaxBackward0": {"aten::add"}}
+"""Formula -> further ones."""
+
+
+def _without(*operators: str) -> dict[str, float]:
+    return dict.fromkeys(operators, 0.0)
+
+
+_MASK = 1 / 4
+"""Of a tensor of single precision."""
+_SPREAD = _without("aten::isnan", "aten::logical_and")
+_SHARES: dict[str, dict[str, float]] = {
+    "MaxBackward1": _SPREAD,
+    "MinBackward1": _SPREAD,
+    "MedianBackward0": _SPREAD,
+    "NanmedianBackward0": _SPREAD,
+    "ProdBackward0": _without("aten::ones", "aten::cat", "aten::cumprod", "aten::flip"),
+    "ProdBackward1": _without("aten::ones", "aten::cat#2", "aten::cumprod", "aten::flip") | {"aten::cat#1": _MASK},
+    "LinalgMatrixExpBackward0": _without("aten::cat#1", "aten::cat#2", "aten::zeros_like"),
+    "CumprodBackward0": _without(
+        *("aten::zeros", "aten::cumsum#1", "aten::eq#2", "aten::eq#3", "aten::bitwise_not", "aten::masked_fill"),
+        *("aten::max", "aten::zeros_like", "aten::cumprod", "aten::ne", "aten::mul#2", "aten::sub", "aten::gather"),
+    ),
+}
+"""Formula -> what a watched one calls in place of something else, and the share of its bytes that a plain one takes.
+
+A watched formula may not look at values.  A plain one does, and is taken to find neither zeros, in a product, nor NaN.
+``aten::cumsum#1``: the first such call.
+"""
+
+
+@dataclass(slots=True)
+class Formula:
+    """The derivative formula that runs: a node of autograd in its backward."""
+
+    name: str
+    """Of the node."""
+    number: int
+    """Of the node, in the order in which forward made them."""
+    began: int
+    """Tick before its first operator."""
+    is_shared: bool
+    """Two of its gradients are of the same tensor, and are summed."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Operator -> how often it was called."""
+
+    def writes(self, operator: str) -> bool:
+        """Whether the operator, called on what the formula has made, writes to it in a plain step."""
+        return operator in _WRITES | _COMBINES or operator in _WRITES_IN.get(self.name, ())
+
+    def combines(self, operator: str) -> bool:
+        """Whether it does so even if the formula holds on to that."""
+        return operator in _COMBINES
+
+    def share_of(self, operator: str) -> float:
+        """What a plain step takes of the bytes that the operator makes here; asked once for every call."""
+        shares = _SHARES.get(self.name)
+        if shares is None:
+            return 1.0
+        self.calls[operator] += 1
+        return shares.get(operator, shares.get(f"{operator}#{self.calls[operator]}", 1.0))
+
+
+def formula_at(tick: int, before: Formula | None) -> Formula | None:
+    """The formula of PyTorch's own that runs; ``before``: when the operator before ran."""
+    if torch.is_grad_enabled():
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction):
+        return None
+    name, number = node.name(), node._sequence_nr()
+    if before is not None and (before.name, before.number) == (name, number):
+        return before
+    return Formula(name, number, tick, _is_shared(node))
+
+
+def _is_shared(node: Any) -> bool:
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
