@@ -531,10 +531,12 @@ def _checkpoint(
     """
     tensors, skeleton = split_tensors((args, kwargs))
     plainly = not torch.is_grad_enabled() or runs_plainly(module) or _is_transformed()
-    if plainly or not _needs_gradient(module, tensors) or _has_lazy_buffers(module):
+    if plainly or not _needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
+    if _has_lazy_buffers(module):
+        return forward(*args, **kwargs)
     start = StartingState(module, tensors, others_in(skeleton))
     call = functools.partial(_call_as_written, forward, skeleton)
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.

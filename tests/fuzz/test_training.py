@@ -69,8 +69,6 @@ def test_an_error_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Generators) -> None:
         raise KeyError("no such luck")
 
-    refused = Case(blocks=(Block(kind="written"),), segments=ROOT)
-    assert outcome(refused).kind == "refused"
     missing = Case(blocks=(DROPOUT,), segments=(SegmentPlan(path="absent"),))
     assert outcome(missing).kind == "refused"
     monkeypatch.setattr(Generators, "restore", broken)

@@ -57,11 +57,11 @@ def test_the_plan_is_there_before_anything_follows(
     assert memopt_cli.plan_of(memopt_cli.load("net.memopt.pt")).segments == plan.segments
 
 
-@pytest.mark.parametrize("model", ["faulty:CannotBeSaved", "spiking:build"])
+@pytest.mark.parametrize("model", ["faulty:CannotBeSaved", "leaky:build"])
 def test_a_model_that_cannot_be_saved(
     model: str, memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if model.startswith("spiking"):
+    if model.startswith("leaky"):
         pytest.importorskip("snntorch")
     name = model.partition(":")[0]
     command = ["optimize", model, "-i", "8x32", "--code-path", user_code, "--level", "1"]
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_saved(
     assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
     (line,) = (line for line in done.out.splitlines() if line.startswith("No model is written, as asked."))
     monkeypatch.syspath_prepend(user_code)
-    built = __import__(name).build() if name == "spiking" else __import__(name).CannotBeSaved()
+    built = __import__(name).build() if name == "leaky" else __import__(name).CannotBeSaved()
     exec(line.partition("In the training script: ")[2].rstrip("."), {"memopt_cli": memopt_cli, "model": built})
     _, plan = memopt_cli.read_plan(plan_path)
     assert memopt_cli.plan_of(built).segments == plan.segments
