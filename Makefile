@@ -34,6 +34,7 @@ lint: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz peaks --count $$(($(COUNT) / 20)) --seed $(SEED)
 
 check-memory: $(SAMPLES)
 	failed=0; for name in $(MODELS); do echo "$$name:"; \

@@ -180,7 +180,9 @@ class PackedSaves:
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of ``tensor``."""
         self._pack_late(first_node())
-        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._untouched:
+        # A tangent of zeros, of which ``torch.func.jvp`` makes some, has no memory to look at.
+        has_memory = tensor.layout is torch.strided and not tensor._is_zerotensor()
+        if not has_memory or tensor.untyped_storage()._cdata in self._untouched:
             return _Untouched(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
         saved = self._known(tensor) if is_large else None

@@ -227,8 +227,9 @@ class _Parameters:
         held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
-        # An embedding with a largest norm scales rows of its own, and the second time finds them scaled.
-        scaled = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None}
+        # An embedding with a largest norm scales rows of its own, and the second time finds them scaled: where rounding
+        # does not leave them above it.
+        scaled = {id(m.weight) for m in module.modules() if _has_largest_norm(m) and m.weight.dtype in _PRECISE}
         self._versions = {id(p): version_of(p) for p in self.tensors() if id(p) not in scaled and not is_lazy(p)}
         self.written = ""
         """Name of a parameter that forward itself wrote."""
@@ -279,6 +280,13 @@ class _Parameters:
                 p.requires_grad_(trainable)
             for parameters, name, p in others:
                 parameters[name] = p
+
+
+_PRECISE = (torch.float32, torch.float64)
+
+
+def _has_largest_norm(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    return isinstance(module, nn.Embedding) and module.max_norm is not None
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:

@@ -11,42 +11,48 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.fuzz import files
+from tests.fuzz import files, peaks, training
 from tests.fuzz.cases import Case, drawn_case, from_text, to_text
 from tests.fuzz.shrinking import shrunk
-from tests.fuzz.training import Outcome, outcome
+from tests.fuzz.training import Outcome
+
+Judge = Callable[[Case], Outcome]
 
 
 def main() -> None:
     """One kind of fuzz, by its name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
-    training = kinds.add_parser("training")
-    training.add_argument("--case", type=from_text, help="one case, as a failure prints it")
-    training.add_argument("--count", type=int, default=1000)
-    training.add_argument("--first", type=int, default=0, help="number of the first case")
-    training.add_argument("--seed", type=int, default=0)
-    training.set_defaults(run=_run_training)
+    for name, judge in (("training", training.outcome), ("peaks", peaks.outcome)):
+        _add_arguments(kinds.add_parser(name), judge)
     files.add_arguments(kinds.add_parser("files"))
     given = parser.parse_args()
     sys.exit(min(given.run(given), 1))
 
 
-def _run_training(given: argparse.Namespace) -> int:
+def _add_arguments(parser: argparse.ArgumentParser, judge: Judge) -> None:
+    parser.add_argument("--case", type=from_text, help="one case, as a failure prints it")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_run, judge=judge, name=f"tests.fuzz {parser.prog.split()[-1]}")
+
+
+def _run(given: argparse.Namespace) -> int:
     """Returns the number of failures."""
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
     for name, case in _cases(given):
-        result = outcome(case)
+        result = given.judge(case)
         found[result.kind] += 1
         if given.case or result.kind == "refused":
             print(f"{name}: {result.kind} {result.reason}", flush=True)  # noqa: T201
         if result.is_failure:
-            print(_report(name, case, result), flush=True)  # noqa: T201
+            print(_report(given, name, case, result), flush=True)  # noqa: T201
     print(", ".join(f"{count} {kind}" for kind, count in found.most_common()))  # noqa: T201
     return found["differs"] + found["fails"]
 
@@ -59,11 +65,11 @@ def _cases(given: argparse.Namespace) -> Iterator[tuple[str, Case]]:
             yield f"seed {given.seed}, case {index}", drawn_case(given.seed, index)
 
 
-def _report(name: str, case: Case, result: Outcome) -> str:
-    smallest = shrunk(case, lambda smaller: outcome(smaller).is_like(result))
+def _report(given: argparse.Namespace, name: str, case: Case, result: Outcome) -> str:
+    smallest = shrunk(case, lambda smaller: given.judge(smaller).is_like(result))
     return (
         f"{name}: {result.kind}: {result.reason}\n"
-        f"  {outcome(smallest).reason}\n  python -m tests.fuzz training --case '{to_text(smallest)}'"
+        f"  {given.judge(smallest).reason}\n  python -m {given.name} --case '{to_text(smallest)}'"
     )
 
 

@@ -10,15 +10,37 @@ from typing import Any, Final
 import torch
 
 from memopt_cli.records import Plan, SegmentPlan, from_data
-from tests.fuzz.models import Block, Network, drawn_blocks
+from tests.fuzz.models import Block, Network, drawn_blocks, placed
 from tests.fuzz.plans import drawn_around, drawn_segments, plan_of
 from tests.fuzz.scenarios import PLAIN, Scenario, drawn_scenario
 
-KNOWN: Final[dict[str, str]] = {
-    "another default dtype": "a recomputation runs under the default dtype of backward",
-    "written": "a forward that writes to its own parameters is refused",
-}
-"""Blocks and parts of a scenario that are never drawn -> why."""
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What fails, and is not drawn."""
+
+    names: frozenset[str]
+    """Blocks and parts of a scenario that fail together, with one of ``others`` where there are any."""
+    why: str
+    others: frozenset[str] = frozenset()
+
+    def applies(self, names: set[str]) -> bool:
+        """Whether a case with these names is one."""
+        return self.names <= names and (not self.others or not self.others.isdisjoint(names))
+
+
+_CHECKPOINTS: Final = ("checkpointed", "checkpointed, reentrant")
+_NOT_REPEATED: Final = frozenset(
+    {"generator of PyTorch's", "generator of NumPy's", "generator of Python's", "iterator", "NumPy", "Python"}
+    | {"buffer assigned", "buffer copied", "buffer through data", "counting", "remembering", "memory in place"}
+    | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm"}
+)
+"""What PyTorch's checkpoint does not put back for a recomputation."""
+
+KNOWN: Final = (
+    Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
+    *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +68,10 @@ class Case:
 
     @property
     def is_comparable(self) -> bool:
-        """What is not exact is compared in double precision throughout, where there are numbers."""
+        """What is not exact is compared in double precision, where there are numbers; Adam makes steps of rounding."""
         scenario = self.scenario
-        return self.is_exact or (
-            scenario.dtype == "float64" and not scenario.around and scenario.inputs != "not a number"
-        )
+        is_sound = scenario.inputs != "not a number" and scenario.update != "adam"
+        return self.is_exact or (scenario.dtype == "float64" and not scenario.around and is_sound)
 
 
 def build(case: Case) -> Network:
@@ -62,17 +83,32 @@ def build(case: Case) -> Network:
 def drawn_case(seed: int, index: int) -> Case:
     """The case of that number."""
     draws = random.Random(f"training {seed} {index}")
-    case = Case(seed=draws.randrange(1000), blocks=drawn_blocks(draws, [*KNOWN]), packed=draws.random() < 0.3)
-    case = replace(case, scenario=drawn_scenario(draws, draws.choice(_DTYPES), [*KNOWN]))
+    case = _drawn(draws)
+    while any(known.applies(_names(case)) for known in KNOWN):
+        case = _drawn(draws)
     model = build(case)
-    case = replace(
-        case, segments=drawn_around(draws, case.blocks, model), blocks=drawn_segments(draws, case.blocks, model)
-    )
+    segments, blocks = drawn_around(draws, case.blocks, model), drawn_segments(draws, case.blocks, model)
+    case = replace(case, segments=segments, blocks=blocks)
     if case.plan.is_empty:
         return replace(case, packed=True)
     if case.is_comparable:
         return case
-    return replace(case, scenario=replace(case.scenario, dtype="float64", around=(), inputs="normal"))
+    return replace(case, scenario=replace(case.scenario, dtype="float64", around=(), inputs="normal", update="sgd"))
+
+
+def _drawn(draws: random.Random) -> Case:
+    return Case(
+        seed=draws.randrange(1000),
+        blocks=drawn_blocks(draws),
+        packed=draws.random() < 0.3,
+        scenario=drawn_scenario(draws, draws.choice(_DTYPES)),
+    )
+
+
+def _names(case: Case) -> set[str]:
+    scenario = case.scenario
+    events = (*scenario.around, *scenario.before, *scenario.between, *scenario.after)
+    return {block.kind for _, block in placed(case.blocks)} | {scenario.call, scenario.backward, *events}
 
 
 _DTYPES: Final = ("float32", "float32", "float32", "float64", "bfloat16")

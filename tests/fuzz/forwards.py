@@ -350,7 +350,7 @@ OPERATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "normalized": lambda x: F.normalize(x, dim=-1) + x.std(-1, keepdim=True),
     "interpolated": lambda x: F.interpolate(x, scale_factor=2.0, mode="linear")[..., ::2],
-    "branch": lambda x: x.sin() if float(x.detach().nan_to_num().sum()) > 0 else x.cos() * 2,
+    "branch": lambda x: x.sin() if float(x.detach().nan_to_num().abs().sum()) > 20 else x.cos() * 2,
     "stopped": lambda x: x + (x.round() - x).detach(),
     "clamped": lambda x: x.clamp(-0.5, 0.5).clamp_(max=0.4),
     "identity": lambda x: x,

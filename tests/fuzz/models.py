@@ -58,17 +58,14 @@ def _module_of(block: Block) -> nn.Module:
     return kind.make(nn.Sequential(*map(_module_of, block.inner))) if kind.holds else kind.make()
 
 
-def drawn_blocks(draws: random.Random, known: Sequence[str], depth: int = 0) -> tuple[Block, ...]:
-    """One to four blocks, none of a kind that is ``known`` to fail."""
-    kinds = [name for name, kind in KINDS.items() if name not in known and (depth < _DEEPEST or not kind.holds)]
-    return tuple(
-        _drawn(draws, draws.choice(kinds), known, depth) for _ in range(draws.randint(1, _MOST_BLOCKS - depth))
-    )
+def drawn_blocks(draws: random.Random, depth: int = 0) -> tuple[Block, ...]:
+    """One to four blocks, fewer of them in others."""
+    kinds = [name for name, kind in KINDS.items() if depth < _DEEPEST or not kind.holds]
+    return tuple(_drawn(draws, draws.choice(kinds), depth) for _ in range(draws.randint(1, _MOST_BLOCKS - depth)))
 
 
-def _drawn(draws: random.Random, kind: str, known: Sequence[str], depth: int) -> Block:
-    inner = drawn_blocks(draws, known, depth + 1) if KINDS[kind].holds else ()
-    return Block(kind=kind, inner=inner)
+def _drawn(draws: random.Random, kind: str, depth: int) -> Block:
+    return Block(kind=kind, inner=drawn_blocks(draws, depth + 1) if KINDS[kind].holds else ())
 
 
 def placed(blocks: Sequence[Block], prefix: str = "blocks.") -> Iterator[tuple[str, Block]]:

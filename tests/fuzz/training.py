@@ -56,10 +56,10 @@ def outcome(case: Case) -> Outcome:
     """Run a case."""
     plain = _trained(case, lambda model: model)
     if plain.error is not None:
-        return Outcome("plain fails", _told(plain.error))
+        return Outcome("plain fails", told(plain.error))
     planned = _trained(case, lambda model: memopt_cli.apply_plan(model, case.plan))
     if planned.error is not None:
-        return Outcome("refused" if _is_refusal(planned.error) else "fails", _told(planned.error))
+        return Outcome("refused" if _is_refusal(planned.error) else "fails", told(planned.error))
     differs = _difference(plain, planned, exact=case.is_exact)
     if not differs:
         return Outcome("same")
@@ -193,7 +193,8 @@ def _note(trained: Trained, name: str, value: Any) -> None:
 # ---------------------------------------------------------------------------------------------- what went wrong
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """An error in one line, and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{frame.filename.rpartition('/')[2]}, line {frame.lineno}"
     return f"{type(error).__name__}: {error} ({where})".replace("\n", " ")[:400]

@@ -387,6 +387,8 @@ class Mapping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
+        if self.transform == "jvp":
+            return torch.func.jvp(self._mapped, (x,), (x.cos(),))[1] * self.calls.sum()
         if self.transform == "vmap":
             return torch.vmap(self._mapped)(x) * self.calls.sum()
         return torch.func.grad(lambda t: self._mapped(t).sum())(x) * self.calls.sum()
@@ -424,6 +426,14 @@ def test_a_model_that_is_differentiated_as_a_function(config: SegmentConfig) -> 
         for net in (model, optimized)
     ]
     assert equal([*found[0].values()], [*found[1].values()])
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_what_is_packed_around_transforms_of_functions(transform: str) -> None:
+    model, optimized = pair(Mapping(transform), PACKED)
+    for net in (model, optimized):
+        net(torch.ones(64, 64)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
 
 
 def test_gradients_of_functions_in_what_is_packed_are_told() -> None:

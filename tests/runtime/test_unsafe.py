@@ -91,7 +91,19 @@ class Teacher(_Reading):
         return self.teacher.weight.sum()
 
 
+class Scaling(_Reading):
+    """Looks up rows that a largest norm scales, in a type whose rounding leaves them above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, max_norm=0.5, dtype=torch.bfloat16)
+
+    def factor(self) -> Tensor:
+        return self.table(torch.tensor([1, 2])).float().sum()
+
+
 KINDS = {
+    Scaling: "writes to its parameter weight in place",
     Generating: "moves the generator make on",
     Banking: r"writes in place to a tensor of shape \(64, 512\) in an object",
     BankingAside: r"writes in place to a tensor of shape \(64, 512\) in an object",

@@ -1,0 +1,85 @@
+"""The peak of a planned step: predicted in a dry run, counted, and taken from the allocator."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+import memopt_cli
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.records import StepSettings
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep, count, resident_bytes
+from tests.fuzz.cases import Case, build
+from tests.fuzz.layers import STEPS, WIDTH
+from tests.fuzz.models import placed
+from tests.fuzz.training import Outcome, told
+
+_BATCH: Final = 64
+_TOLERANCE: Final = 0.05
+
+LEFT_OUT: Final[dict[str, str]] = {
+    "sum so far": "its derivative works out of place under the counter",
+    "remembering": "what it keeps from step to step is no part of what the allocator is told to be there",
+    "gradient": "it runs plainly from its second call on",
+    "pullback": "it runs plainly from its second call on",
+    "trying": "PyTorch logs the error of a dry run, and whoever keeps that holds tensors",
+}
+"""Blocks whose peaks are not compared -> why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Of one step, in bytes."""
+
+    predicted_bytes: int
+    counted_bytes: int
+    allocated_bytes: int
+
+    @property
+    def agree(self) -> bool:
+        """The prediction is what is counted, and that is no more than is allocated: kernels may take workspace."""
+        far = abs(self.predicted_bytes - self.counted_bytes) > _TOLERANCE * self.counted_bytes
+        return not far and self.counted_bytes <= (1 + _TOLERANCE) * self.allocated_bytes
+
+
+def peaks(case: Case) -> Peaks:
+    """Of the model with its plan, whose codecs are left out: what they hold depends on the data.
+
+    Raises what the model raises, in a dry run too.
+    """
+    step = _step(case)
+    segments = (replace(segment, compressor="null") for segment in case.plan.segments)
+    memopt_cli.apply_plan(step.model, replace(case.plan, segments=tuple(segments), packed=False))
+    _take(step)
+    counted = count(step).tensor_peak_bytes
+    predicted = FakeStep(step).count().tensor_peak_bytes
+    allocated = measure_allocated(lambda: _take(step), "cpu", resident_bytes(step)).peak_bytes
+    return Peaks(predicted, counted, allocated)
+
+
+def outcome(case: Case) -> Outcome:
+    """Whether the peaks of a case agree."""
+    if left_out := next((b.kind for _, b in placed(case.blocks) if b.kind in LEFT_OUT), ""):
+        return Outcome("refused", f"{left_out}: {LEFT_OUT[left_out]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = peaks(case)
+        except Exception as error:  # a dry run cannot take every branch, nor every operator bfloat16
+            return Outcome("refused", told(error))
+    return Outcome("same") if found.agree else Outcome("differs", str(found))
+
+
+def _step(case: Case) -> Step:
+    model = build(case)
+    x = torch.randn(_BATCH, STEPS, WIDTH).to(model.scale.dtype)
+    return Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
+
+
+def _take(step: Step) -> None:
+    step.backward(step.forward())
+    step.model.zero_grad(set_to_none=True)
