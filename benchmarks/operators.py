@@ -170,7 +170,8 @@ def tensors_allocated(step: Step) -> int:
     """The allocator's peak in a step that no mode watches, what kernels allocate for themselves left out."""
     held = resident_bytes(step)
     seed_everything(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
+    naming = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=naming) as profiled:
         step.backward(step.forward())
     step.model.zero_grad(set_to_none=True)
     assert profiled.profiler is not None

@@ -319,6 +319,8 @@ class OpTrace:
     """Measured time of it in a recomputation; ``None``: as long as the first time."""
     workspace_bytes: int = 0
     """What its kernel holds for itself while it runs."""
+    fixed_workspace_bytes: int = 0
+    """Of that, what it would hold however small its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,16 @@ class _Run:
                 elements, nbytes = least, self.smaller.nbytes
         return max(0, nbytes + (self.nbytes - nbytes) * (there - elements) // max(1, here - elements))
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Where the line through this run and the smaller one begins: what is left of it without any batch."""
+        if self.smaller is None or self.smaller.nbytes > self.nbytes:
+            return 0
+        sizes = [(math.prod(mine), math.prod(its)) for mine, its in _in_both(self.shapes, self.smaller.shapes)]
+        here, there = max((pair for pair in sizes if pair[0] > pair[1]), default=(0, 0))
+        grown = (self.nbytes - self.smaller.nbytes) * here // (here - there) if here else self.nbytes
+        return max(0, self.nbytes - grown)
+
 
 @dataclass(slots=True)
 class Workspaces:
@@ -98,6 +108,12 @@ class Workspaces:
         if key not in self._known:
             self._known[key] = self._scaled(operator, shapes)
         return self._known[key]
+
+    def fixed(self, operator: str, shapes: Shapes) -> int:
+        """Of the bytes for these shapes, those that the batch has no part in; 0 if it was not seen to grow."""
+        nbytes = self.of(operator, shapes)
+        alike = (run for run in self._runs[operator] if _alike(run.shapes, shapes)) if nbytes else ()
+        return min(nbytes, max((run.fixed_bytes for run in alike), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
         seen = [run for run in self._runs[operator] if run.nbytes >= _LEAST_BYTES]

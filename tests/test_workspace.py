@@ -91,6 +91,18 @@ def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
     assert seen.of("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # both of one size: in proportion
 
 
+def test_what_chunks_do_not_divide_is_where_the_line_begins() -> None:
+    seen, smaller = Workspaces(), Workspaces()
+    for batch, workspaces in ((8, seen), (2, smaller)):
+        workspaces.record("aten::rnn", ((batch, 64), (64, 64)), (100 + 50 * batch) * KIB)
+        workspaces.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
+    assert seen.fixed("aten::rnn", ((8, 64), (64, 64))) == 0
+    compared = seen.compared(smaller)
+    assert compared.fixed("aten::rnn", ((8, 64), (64, 64))) == 100 * KIB
+    assert compared.fixed("aten::conv", ((8, 4), (4, 4))) == 0
+    assert compared.fixed("aten::unknown", ((8, 4), (4, 4))) == 0
+
+
 def test_a_dimension_that_is_not_the_first_may_differ() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::lstm", ((12, 3, 57), (512, 57)), 480_000)

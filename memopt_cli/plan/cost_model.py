@@ -431,12 +431,32 @@ class _Replay:
 
     def _backward_life(self, storage: StorageTrace) -> None:
         block = self._inner[storage.born]
-        shares = 1.0
-        if block is not None and storage.kind != "gradients":
-            escapes = storage.died is None or storage.died > block.call.backward_end
-            outer = block.parent if escapes else block
-            shares = outer.shares if outer else 1
-        self._live(self._place[storage.born], self._after(storage.died), int(storage.nbytes / shares))
+        start, shares = self._place[storage.born], 1.0
+        if block is not None and storage.kind == "gradients":
+            self._add_pieces_of_gradient(block, storage)
+        elif block is not None:
+            around = [b for b in block.outwards if b is not None]
+            left = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
+            outer = left[-1].parent if left else block
+            shares = outer.shares if outer else 1.0
+            chunked = [b for b in left if b.segment.chunks > 1]
+            if chunked:  # the pieces come first: see :meth:`_add_chunks`
+                whole = self._place[chunked[-1].call.backward_end - 1]
+                self._live(start, whole, int(storage.nbytes / block.shares))
+                start = whole
+        self._live(start, self._after(storage.died), int(storage.nbytes / shares))
+
+    def _add_pieces_of_gradient(self, block: _Block, storage: StorageTrace) -> None:
+        """Of a parameter in chunks: that of all chunks so far is there from the first on, and each adds its own.
+
+        A product is transposed, and autograd adds to no view in place: the sum is one more.
+        """
+        chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
+        if chunked:
+            born = self._place[storage.born]
+            self._live(self._place[chunked[-1].call.backward_start], born, storage.nbytes)
+            adds = 2 if self._trace.ops[storage.born].name == "aten::mm" else 1
+            self._extra[born] += adds * storage.nbytes
 
     def _add_stored_input(self, block: _Block) -> None:
         """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
@@ -478,7 +498,8 @@ class _Replay:
 
         def run(instant: int, op: OpTrace, shares: float) -> None:
             running[instant] = op
-            self._extra[instant] += int(op.workspace_bytes / shares)
+            fixed = op.fixed_workspace_bytes
+            self._extra[instant] += fixed + int((op.workspace_bytes - fixed) / shares)
 
         for index, op in enumerate(ops):
             inner = self._inner[index]

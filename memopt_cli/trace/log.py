@@ -37,7 +37,7 @@ from memopt_cli.step import Step, module_hooks, seed_everything
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
-from memopt_cli.workspace import Workspaces, argument_shapes
+from memopt_cli.workspace import Shapes, Workspaces, argument_shapes
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._workspaces = workspaces
+        self.workspaces = workspaces
         self.allocated_peak_bytes = 0
         """The peak of the bytes alive and the workspace of the operator running."""
         self.allocated_peak_tick = 0
@@ -189,15 +189,17 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
 
     def _workspace_bytes(self, func: Any, args: Any) -> int:
-        if self._workspaces is None:
-            return 0
-        shapes = argument_shapes(arg.shape if isinstance(arg, Tensor) else () for arg in args)
-        return self._workspaces.of(func.name().partition(".")[0], shapes)
+        return self.workspaces.of(name_of(func), shapes_of(args)) if self.workspaces else 0
 
     def _end(self, key: int, tick: int) -> None:
         _, record, _ = self._alive.pop(key)
         record.died = tick - 1 if record is self._first else tick
         self.live_bytes -= record.nbytes
+
+
+def shapes_of(args: Any) -> Shapes:
+    """As workspaces are remembered by."""
+    return argument_shapes(arg.shape if isinstance(arg, Tensor) else () for arg in args)
 
 
 @contextmanager

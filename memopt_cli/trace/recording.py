@@ -34,6 +34,7 @@ from memopt_cli.trace.log import (
     packed_as,
     resident_bytes,
     run_step,
+    shapes_of,
 )
 from memopt_cli.trace.modules import ModuleNotes, ancestry, taking_notes
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
@@ -130,6 +131,7 @@ class _Op:
     random: bool
     flops: int
     workspace_bytes: int
+    fixed_workspace_bytes: int
 
 
 class StepLog(StorageLog):  # type: ignore[no-untyped-call]
@@ -169,8 +171,12 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                 random=draws(func, args, kwargs),
                 flops=flops_of(func, args, kwargs, output),
                 workspace_bytes=workspace_bytes,
+                fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
             )
         )
+
+    def _fixed_bytes(self, func: Any, args: Any) -> int:
+        return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
 
     @contextmanager
     def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
@@ -270,6 +276,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                 random=op.random,
                 flops=op.flops,
                 workspace_bytes=op.workspace_bytes,
+                fixed_workspace_bytes=op.fixed_workspace_bytes,
             )
             for index, op in enumerate(self._ops)
         )

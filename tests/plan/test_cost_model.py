@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import CostModel, chunk_counts
 from memopt_cli.plan.cost_models import CostModels
@@ -26,7 +27,8 @@ from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap, _Less
 from memopt_cli.plan.strategies.segments import Segments, choose_targets
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
-from memopt_cli.trace import FakeStep, record
+from memopt_cli.trace import FakeStep, record, resident_bytes
+from memopt_cli.workspace import Workspaces
 from sample_models import gpt, resnet
 
 CONV = "aten::convolution"
@@ -129,6 +131,41 @@ def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
 def test_chunks_are_close_to_their_dry_run(chunks: int) -> None:
     subject = SUBJECTS["chain"]()
     assert abs(subject.error(segments("blocks.2", "blocks.4", chunks=chunks))) <= 0.05
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
+    layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]
+    subject = Subject(nn.Sequential(*layers), torch.randn(64, 256))
+    original = subject.dry_run(Plan(level=0))
+    for path in ("0", "2.2"):
+        assert subject.dry_run(segments(path, chunks=chunks)) > 0.9 * original  # the weights are most of the step
+        assert abs(subject.error(segments(path, chunks=chunks))) <= 0.02
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int) -> None:
+    """Its kernel lays the weights out anew in every chunk."""
+    model = nn.LSTM(57, 128)
+    full, small = (
+        Step(model=model, args=(torch.randn(24, batch, 57),), kwargs={}, settings=StepSettings()) for batch in (16, 8)
+    )
+    workspaces = taken(full).compared(taken(small))
+    fake = FakeStep(full)
+    trace = fake.record(16, workspaces)
+    assert any(0 < op.fixed_workspace_bytes < op.workspace_bytes for op in trace.ops)
+    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=chunks, axis=0, seq_inputs=1, seq_outputs=1),))
+    apply_plan(fake.step.model, plan)
+    wanted = fake.count(workspaces).allocated_peak_bytes
+    assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(wanted, rel=0.1)
+
+
+def taken(step: Step) -> Workspaces:
+    """What the step's kernels take for themselves."""
+    for _ in range(2):  # the first run fills caches
+        step.model.zero_grad(set_to_none=True)
+        found = measure_allocated(lambda: step.backward(step.forward()), "cpu", resident_bytes(step)).workspaces
+    return found
 
 
 class Carrying(nn.Module):
@@ -629,8 +666,9 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     assert two is not None
     assert three is not None
     assert four is not None
-    assert four.peak_bytes < three.peak_bytes < two.peak_bytes
-    assert plans._relaxed(four, three.peak_bytes).candidate.plan == three.candidate.plan
+    enough = int(1.02 * three.peak_bytes)  # the cost model need not be right to the byte
+    assert four.peak_bytes < three.peak_bytes < enough < two.peak_bytes
+    assert plans._relaxed(four, enough).candidate.plan == three.candidate.plan
 
 
 def rule_along(axis: int) -> ChunkRule:
