@@ -265,8 +265,7 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
 
 def _difference(found: Verification) -> VerificationError:
     return VerificationError(
-        f"the optimized model differs from the original: {found.worst_name or 'its outputs'} by "
-        f"{found.worst_difference:.2g} at batch {found.batch}",
+        f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
         hint="The model is as it was; a lower level may pass. Please report it.",
     )
 
