@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
+from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
@@ -21,6 +22,7 @@ from memopt_cli.pipeline.live_model import FORMAT, detached_copy, listed_modules
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.strategies.segments import left_out, outermost, segments_plan
 from memopt_cli.progress import Progress
@@ -33,6 +35,7 @@ from memopt_cli.records import (
     Preference,
     Profile,
     SearchRequest,
+    StepFailed,
     StepSettings,
     Verification,
     describe,
@@ -41,6 +44,8 @@ from memopt_cli.records import (
 from memopt_cli.runtime import named_parts, segment_of
 from memopt_cli.trace import codec_paths
 
+_GUESS_LIMIT_S = 60.0
+"""A step of a few samples that takes longer is not waited for."""
 _LOG = logging.getLogger("memopt_cli")
 
 MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
@@ -81,7 +86,8 @@ def memory_optimization(
     Only outermost modules that are an ``instance`` become segments.  With ``dummy_input`` (any shapes that ``forward``
     takes; dimension 0 of the first tensor is the batch) every level is measured in profiling subprocesses and the
     plan is verified against the original; a level that raises the measured peak is not applied.  Without it, level 1
-    is installed unmeasured.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
+    is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says where
+    not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
     ``net`` carries from before is taken off first.
 
     Parameters
@@ -133,6 +139,8 @@ def memory_optimization(
         if dummy_input is None or resolved.options.level == 0:
             summary = _unmeasured(net, listed_modules(net), resolved, settings.device)
             assert summary.plan is not None
+            if not summary.plan.is_empty:
+                summary.verification = _verified_by_guess(net, summary, settings, progress)
             apply_plan(net, summary.plan)
         else:
             summary = _measured(net, dummy_input, request, resolved, settings, progress)
@@ -263,10 +271,34 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
     return [f"The step that was to warm up this process failed: {describe(outcome)}"]
 
 
+def _verified_by_guess(
+    net: nn.Module, summary: MemOptSummary, settings: StepSettings, progress: Progress
+) -> Verification | None:
+    """On inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
+
+    Raises :class:`VerificationError`.
+    """
+    assert summary.plan is not None
+    try:
+        spec = guessed_spec(net)
+        if spec is None:
+            raise StepError("no layer tells of its inputs")
+        inputs, _ = make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)
+        with processes.kept(), prepared_model(net, inputs, settings) as prepared:
+            found = verified(prepared, summary.plan, _GUESS_LIMIT_S, progress)
+    except MemoptError as err:
+        found = StepFailed(message=err.message)
+    if not isinstance(found, Verification):
+        summary.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
+        return None
+    if not found.passed:
+        raise _difference(found)
+    return found
+
+
 def _difference(found: Verification) -> VerificationError:
     return VerificationError(
-        f"the optimized model differs from the original: {found.worst_name or 'its outputs'} by "
-        f"{found.worst_difference:.2g} at batch {found.batch}",
+        f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
         hint="The model is as it was; a lower level may pass. Please report it.",
     )
 

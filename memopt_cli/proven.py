@@ -14,6 +14,7 @@ from memopt_cli.errors import VerificationError
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
+from memopt_cli.verify import first_samples
 from memopt_cli.verify import verify as compared
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -54,14 +55,14 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
         model.zero_grad(set_to_none=True)
         with generators_kept():
             install = functools.partial(apply.apply_plan, plan=plan)
-            found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True)
+            resize = functools.partial(first_samples, args, kwargs)
+            found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
     if not found.passed:
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
         raise VerificationError(
-            f"with the plan {found.worst_name or 'the output'} differs by {found.worst_difference:.2g}, "
-            f"for inputs of the shape {shapes}",
+            f"with the plan {found.difference}, for inputs of the shape {shapes}",
             hint="The model is as it was; make a plan for it with memopt optimize.",
         )

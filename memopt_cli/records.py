@@ -541,6 +541,19 @@ def describe(failure: Failure) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherCheck:
+    """A step after the recorded one, varied in one way, and compared as that was."""
+
+    name: str
+    """As it ends a sentence: ``in eval mode``."""
+    batch: int
+    compared: int = 0
+    """Number of tensors compared."""
+    not_tried: str = ""
+    """Why it was left out: what the original cannot do, or that its steps are long; empty if it was tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The optimized model against the original on the same inputs."""
 
@@ -561,8 +574,21 @@ class Verification:
     full_size: bool
     """``batch`` is the batch size that was asked for."""
     detail: str = ""
+    """What the step with the plan raised, where the original raises nothing."""
     inexact: tuple[str, ...] = ()
     """Segments that are not exact, as asked for: their batch norms were compared at fixed statistics."""
+    further: tuple[FurtherCheck, ...] = ()
+    """What follows the recorded step; none where that differed, or was all that was asked for."""
+    differs_in: str = ""
+    """The name of the further check that failed; empty if the recorded step itself did, or none."""
+
+    @property
+    def difference(self) -> str:
+        """What differed most, and where: ``output[0] differs by 0.5 in eval mode``."""
+        where = f" {self.differs_in}" if self.differs_in else ""
+        if self.detail:
+            return f"{self.worst_name} fails{where} ({self.detail})"
+        return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -843,6 +869,32 @@ class OptimizeRequest:
     """No plan is tried any more when the search has taken this long: the best so far is taken."""
     interruptible: bool = False
     """Ctrl-C in the search ends the search alone: the best so far is measured, verified and written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRequest:
+    """Everything ``memopt apply`` was asked for."""
+
+    source: ModelSource
+    plan_path: str
+    spec: InputSpec | None = None
+    """As in :class:`OptimizeRequest`; only needed to verify."""
+    settings: StepSettings = StepSettings()
+    verify: bool = False
+    """Compare with the original first; nothing is written if they differ."""
+    output: str | None = None
+    force: bool = False
+    timeout_s: float = 600.0
+    """Of loading the model, of the comparison, and of each piece of the file that is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyResult:
+    """What ``memopt apply`` did."""
+
+    files: tuple[str, ...]
+    verification: Verification | None = None
+    """``None`` unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

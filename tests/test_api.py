@@ -354,6 +354,7 @@ def test_by_default_nothing_is_changed() -> None:
         assert (summary.levels, summary.peak_memory_mb, summary.skipped_steps) == ([], None, [])
 
 
+@pytest.mark.usefixtures("in_process")
 def test_level_1_without_inputs_is_installed_unmeasured() -> None:
     net = blocks()
     assert memory_optimization(net, Block, level=1) is net
@@ -362,10 +363,44 @@ def test_level_1_without_inputs_is_installed_unmeasured() -> None:
     assert (summary.profile, summary.checkpoint_budget, summary.prefer) == ("safe", "speed", "speed")
     assert (summary.gc_selection_policy, summary.gc_selected_modules) == ("fallback_module_order", ["0", "1"])
     assert summary.allow_expensive_profiling is False
-    assert summary.verification is None
     assert summary.recommendation.startswith("With prefer=speed")
 
 
+class DiffersInBackward(Block):
+    """Computes something else in a recomputation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (2 if memopt_cli.is_recomputing() else 1))
+
+
+class Scaled(Block):
+    """Its first layer does not tell of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, : x.shape[1] // 2])
+
+
+@pytest.mark.usefixtures("in_process")
+def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> None:
+    summary = summary_of(blocks(), Block, level=1)
+    assert summary.verification is not None
+    assert (summary.verification.passed, summary.verification.batch) == (True, 2)
+    assert not any("Not verified" in note for note in summary.notes)
+    net = nn.Sequential(DiffersInBackward(8), nn.Linear(8, 3))
+    with pytest.raises(VerificationError, match="differs from the original"):
+        memory_optimization(net, Block, level=1)
+    assert segments(net) == []
+    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer tells")):
+        net = nn.Sequential(unknown)
+        summary = summary_of(net, (Block, Spike), level=1)
+        assert summary.verification is None
+        (note,) = (note for note in summary.notes if note.startswith("Not verified: "))
+        assert reason in note
+        assert note.endswith(" Give inputs with dummy_input.")
+        assert segments(net)
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_level_above_1_needs_inputs() -> None:
     net = blocks()
     with pytest.raises(ValueError, match="level 2 is measured, and there is no dummy_input"):
@@ -492,7 +527,7 @@ def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr("memopt_cli.measure.worker.verify", lambda *_, **__: found)
     net = blocks()
-    with pytest.raises(VerificationError, match=r"output\[0\] by 0.5"):
+    with pytest.raises(VerificationError, match=r"output\[0\] differs by 0.5, at batch 512"):
         memory_optimization(net, Block, (X,), level=1)
     assert segments(net) == []
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.step import Step
-from memopt_cli.verify import TOLERANCE, _noise, verify
+from memopt_cli.verify import verify
+from memopt_cli.verify.recorded_step import _noise
 
 Install = Callable[[nn.Module], object]
 

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
+from memopt_cli.records import ApplyRequest, StepSettings
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -21,6 +23,18 @@ def apply(
     model: options.Model,
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A *.plan.yaml file.", show_default=False)],
     *,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare a step, and what follows it, with the original's first.")
+    ] = False,
+    inputs: options.Inputs,
+    dims: options.Dims,
+    input_data: options.InputData = None,
+    input_script: options.InputScript = None,
+    device: options.Device = "auto",
+    precision: options.PrecisionChoice = "stored",
+    loss: options.Loss = None,
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 600.0,
     key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,
@@ -36,11 +50,22 @@ def apply(
     verbose: options.Verbose = False,
 ) -> None:
     """Install a saved plan on a model and write the result; nothing is searched or measured."""
-    source = model_source(context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox)
+    request = ApplyRequest(
+        source=model_source(
+            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
+        ),
+        plan_path=plan,
+        spec=input_spec(context, inputs, input_data, input_script, dims),
+        settings=StepSettings(device=device, precision=precision, loss=loss, seed=seed),
+        verify=verify,
+        output=output,
+        force=force,
+        timeout_s=timeout,
+    )
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
-    with shown_progress(quiet=quiet, verbose=verbose) as (_, ask):
-        files = pipeline.apply(source, plan, output=output, force=force, ask=ask)
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
+        result = pipeline.apply(request, progress=progress, ask=ask)
     report: Report = JsonReport() if json else TextReport()
-    report.written(files, sys.stdout)
+    report.applied(result, sys.stdout)

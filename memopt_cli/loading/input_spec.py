@@ -35,6 +35,7 @@ __all__ = [
     "batch_of",
     "find_spec",
     "format_tensor",
+    "guessed_spec",
     "make_inputs",
     "parse_dims",
     "parse_tensor",
@@ -70,7 +71,13 @@ def find_spec(
         path = Path(source.location)
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
-        spec = _beside(source, stem) or carried or _beside(source, of_origin) or _guess(source, module)
+        found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed_spec(module)
+        if found is None:
+            raise UsageError(
+                f"nothing is known of the inputs of {source.location}",
+                hint=_EXAMPLE_LINE.format(model=shlex.quote(source.location)),
+            )
+        spec = found
         if given is not None:
             require_used([name for name in given.dims if name not in given.optional_dims], spec.tensors, spec.source)
             spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)
@@ -145,15 +152,13 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
     return read_spec_file(path) if path.is_file() else None
 
 
-def _guess(source: ModelSource, module: nn.Module) -> InputSpec:
+def guessed_spec(module: nn.Module) -> InputSpec | None:
+    """By the first layer whose shape tells of its input; ``None`` if there is none."""
     for path, layer in module.named_modules():
         tensor = _guess_tensor(layer)
         if tensor is not None:
             return InputSpec(tensors=(tensor,), source=f"a guess from {path or 'the model'} ({type(layer).__name__})")
-    raise UsageError(
-        f"nothing is known of the inputs of {source.location}",
-        hint=_EXAMPLE_LINE.format(model=shlex.quote(source.location)),
-    )
+    return None
 
 
 def _guess_tensor(layer: nn.Module) -> TensorSpec | None:

@@ -186,6 +186,8 @@ class VerifyJob:
 
     plan: Plan
     batch: int
+    further: bool = False
+    """In the steps that follow, too."""
 
 
 FileJob = DescribeJob | InspectJob | SaveJob

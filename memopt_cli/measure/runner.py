@@ -266,9 +266,9 @@ class Session:
         """The gradient of a sequence of ``steps`` time steps, ``symbol`` in the inputs, online against through time."""
         return self._ask(AgreementJob(rule=rule, symbol=symbol, steps=steps), GradientAgreement)
 
-    def verify(self, plan: Plan, batch: int) -> Verification | Failure:
-        """Compare ``plan`` with the original."""
-        return self._ask(VerifyJob(plan=plan, batch=batch), Verification)
+    def verify(self, plan: Plan, batch: int, *, further: bool = False) -> Verification | Failure:
+        """Compare ``plan`` with the original, in the steps that follow the recorded one, too, if asked to."""
+        return self._ask(VerifyJob(plan=plan, batch=batch, further=further), Verification)
 
     # ------------------------------------------------------------------------------------------ the wire
 

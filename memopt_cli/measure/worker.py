@@ -26,7 +26,7 @@ from torch import nn
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import SHORT, capture_call, find_rule
-from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.loading import description as inspection
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
@@ -86,7 +86,7 @@ from memopt_cli.step import (
     synchronize,
 )
 from memopt_cli.trace.log import unique_bytes
-from memopt_cli.verify import verify
+from memopt_cli.verify import first_samples, verify
 from memopt_cli.workspace import Workspaces
 
 Found = TypeVar("Found")
@@ -366,7 +366,23 @@ class Worker:
         step = replace(self._step(job.batch), optimizer=None)
         install = functools.partial(apply_plan, plan=job.plan)
         full = job.batch == self._batch
-        return verify(step, job.plan, install, remove_segments, batch=job.batch, full_size=full)
+
+        def resize(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            try:
+                other = self._step(size)
+            except UsageError:  # inputs from a file
+                return first_samples(step.args, step.kwargs, size)
+            return other.args, other.kwargs
+
+        return verify(
+            step,
+            job.plan,
+            install,
+            remove_segments,
+            batch=job.batch,
+            full_size=full,
+            resize=resize if job.further else None,
+        )
 
     # ------------------------------------------------------------------------------------------ steps
 

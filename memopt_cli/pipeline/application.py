@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
-from memopt_cli.pipeline.prepare import open_model, saved_model
-from memopt_cli.progress import Ask
-from memopt_cli.records import ModelSource
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import open_model, opening_of, prepare, saved_model
+from memopt_cli.pipeline.verification import verified
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import ApplyRequest, ApplyResult, ModelSource, Plan, Verification
 from memopt_cli.write import check_targets, output_paths, read_plan, write_all
 
 
-def apply(
-    source: ModelSource,
-    plan_path: str,
-    *,
-    output: str | None,
-    force: bool,
-    timeout_s: float = 600.0,
-    ask: Ask | None = None,
-) -> tuple[str, ...]:
-    """Put a plan made elsewhere onto a model and write the optimized model; returns the path written.
+def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
+    """Put a plan made elsewhere onto a model and write the optimized model, compared with the original if asked to.
 
-    ``timeout_s``: of loading the model, and of each piece of the file that is written.  Raises :class:`MemoptError`.
+    Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
     """
-    target = output_paths(source.location, output).model
-    check_targets([target], force=force)
-    _, plan = read_plan(plan_path)
-    source, _ = open_model(source, DescribeJob(inputs=False), timeout_s, ask=ask)
-    return write_all({target: saved_model(source, plan, timeout_s)}, force=force)
+    target = output_paths(request.source.location, request.output).model
+    check_targets([target], force=request.force)
+    _, plan = read_plan(request.plan_path)
+    if request.verify:
+        source, verification = _verified(request, plan, progress, ask)
+    else:
+        source, _ = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
+        verification = None
+    files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
+    return ApplyResult(files=files, verification=verification)
+
+
+def _verified(
+    request: ApplyRequest, plan: Plan, progress: Progress, ask: Ask | None
+) -> tuple[ModelSource, Verification]:
+    prepared = prepare(opening_of(request, request.settings, plan=plan), progress=progress, ask=ask)
+    found = verified(prepared, plan, request.timeout_s, progress)
+    if not isinstance(found, Verification):
+        raise_failure(found, "verification could not be run: ")
+    if not found.passed:
+        raise VerificationError(
+            f"with the plan {found.difference}, at batch {found.batch}",
+            hint="Nothing was written; make a plan for this model and these inputs with memopt optimize.",
+        )
+    return prepared.subject.source, found

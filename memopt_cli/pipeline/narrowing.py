@@ -45,6 +45,4 @@ def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple
 
 
 def _difference(found: Verification | None) -> str:
-    if found is None:
-        return "its step cannot be run"
-    return f"{found.worst_name or 'its output'} differs by {found.worst_difference:.2g}"
+    return "its step cannot be run" if found is None else found.difference

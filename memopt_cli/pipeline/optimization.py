@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_advice import TRIAL_LOST
@@ -22,6 +21,7 @@ from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.planner import Planner, Priced
@@ -419,7 +419,7 @@ class _Job:
             def verify(plan: Plan) -> Verification | None:
                 if sessions[-1].ended:
                     sessions.append(stack.enter_context(self.session()))
-                found = sessions[-1].verify(plan, failed.batch)
+                found = sessions[-1].verify(plan, failed.batch, further=True)
                 return found if isinstance(found, Verification) else None
 
             plan, left_out = agreeing(best.plan, verify)
@@ -438,16 +438,7 @@ class _Job:
         return row, found
 
     def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
-        """At full size where the original fits, else at the largest half, quarter … that does."""
-        batch = batch_of(self.prepared.subject.spec)
-        size = batch if fits else max(1, batch // 2)
-        while True:
-            self.progress.stage(f"verifying at batch {size}")
-            with self.session() as session:
-                found = session.verify(best.plan, size)
-            if size == 1 or not isinstance(found, OutOfMemory):
-                return found
-            size = max(1, size // 2)
+        return verified(self.prepared, best.plan, self.request.timeout_s, self.progress, fits=fits)
 
     def session(self, data: Data = "full size") -> Session:
         """A fresh profiling subprocess, and what it may run."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from memopt_cli.records import (
+    ApplyResult,
     BaselineResult,
     BatchRecommendation,
     Comparison,
@@ -37,7 +37,7 @@ class Report(Protocol):
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         """``memopt recommend-batch --strategy`` is done."""
 
-    def written(self, files: Sequence[str], stream: TextIO) -> None:
+    def applied(self, result: ApplyResult, stream: TextIO) -> None:
         """``memopt apply`` is done."""
 
 

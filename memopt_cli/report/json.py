@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TextIO
 
 from memopt_cli.documents import json_text
 from memopt_cli.records import (
+    ApplyResult,
     BaselineResult,
     BatchRecommendation,
     Comparison,
@@ -47,5 +47,5 @@ class JsonReport:
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
-    def written(self, files: Sequence[str], stream: TextIO) -> None:
-        stream.write(json_text({"files": list(files)}))
+    def applied(self, result: ApplyResult, stream: TextIO) -> None:
+        stream.write(json_text(to_data(result)))

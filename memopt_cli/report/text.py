@@ -11,6 +11,7 @@ from rich.table import Table
 
 from memopt_cli.documents import printable
 from memopt_cli.records import (
+    ApplyResult,
     BaselineResult,
     BatchAdvice,
     BatchRecommendation,
@@ -82,7 +83,7 @@ class TextReport:
         peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
         line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
         _print(_console(stream), line, style="bold")
-        self.written([result.file], stream)
+        _written(_console(stream), [result.file])
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         console = _console(stream)
@@ -114,7 +115,7 @@ class TextReport:
             _print(console)
         for line in _remarks(summary):
             _print(console, line)
-        self.written(result.files, stream)
+        _written(console, result.files)
         _print(console, f"total time {format_seconds(summary.spent_s)}")
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
@@ -145,12 +146,18 @@ class TextReport:
             for line in lines:
                 _print(console, line)
 
-    def written(self, files: Sequence[str], stream: TextIO) -> None:
+    def applied(self, result: ApplyResult, stream: TextIO) -> None:
         console = _console(stream)
-        for file in files:
-            _print(console, f"wrote {file}")
-        if not files:
-            _print(console, "nothing written")
+        if result.verification is not None:
+            _print(console, _verification(result.verification))
+        _written(console, result.files)
+
+
+def _written(console: Console, files: Sequence[str]) -> None:
+    for file in files:
+        _print(console, f"wrote {file}")
+    if not files:
+        _print(console, "nothing written")
 
 
 def _console(stream: TextIO) -> Console:
@@ -316,13 +323,18 @@ def _less_than(summary: MemOptSummary) -> str:
 
 def _verification(found: Verification) -> str:
     where = f"batch {found.batch}" + ("" if found.full_size else ", which is less than was asked for")
-    detail = f" ({found.detail})" if found.detail else ""
     if not found.passed:
-        worst = (
-            f"{found.worst_name} differs by {found.worst_difference:.2g}" if found.worst_name else "the outputs differ"
-        )
-        return f"verification failed: {worst}, allowed {_allowed(found)}, at {where}{detail}"
-    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{detail}{_inexact(found)}"
+        return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
+    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}{_inexact(found)}"
+
+
+def _further(found: Verification) -> str:
+    """``; then in the next step, at batch 2, in eval mode``."""
+    tried = [check for check in found.further if not check.not_tried]
+    if not tried:
+        return ""
+    smaller = f", of batch {tried[0].batch}" if tried[0].batch != found.batch else ""
+    return f"; then {', '.join(check.name for check in tried)}{smaller}"
 
 
 def _inexact(found: Verification) -> str:

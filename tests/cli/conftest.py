@@ -12,10 +12,11 @@ import pytest
 import memopt_cli
 from memopt_cli.cli.app import main
 from memopt_cli.records import (
+    ApplyRequest,
+    ApplyResult,
     FileHeader,
     InputSpec,
     MemOptSummary,
-    ModelSource,
     OptimizeRequest,
     OptimizeResult,
 )
@@ -41,7 +42,7 @@ class FakePipeline:
     """What was asked of the pipeline, and what it does when asked."""
 
     requests: list[OptimizeRequest] = field(default_factory=list)
-    applied: list[tuple[ModelSource, str, str | None, bool]] = field(default_factory=list)
+    applied: list[ApplyRequest] = field(default_factory=list)
     asks: list[Any] = field(default_factory=list)
     act: Callable[[Any], None] = lambda progress: None
     result: OptimizeResult = field(default_factory=a_result)
@@ -52,11 +53,9 @@ class FakePipeline:
         self.act(progress)
         return self.result
 
-    def apply(
-        self, source: ModelSource, plan_path: str, *, output: str | None, force: bool, ask: Any
-    ) -> tuple[str, ...]:
-        self.applied.append((source, plan_path, output, force))
-        return ("model.memopt.pt",)
+    def apply(self, request: ApplyRequest, *, progress: Any, ask: Any) -> ApplyResult:
+        self.applied.append(request)
+        return ApplyResult(files=("model.memopt.pt",))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from memopt_cli.cli.app import main
 from memopt_cli.errors import WriteError
 from memopt_cli.records import (
+    ApplyRequest,
     Budget,
     InputSpec,
     ModelSource,
@@ -278,13 +279,24 @@ def test_what_ended_it_is_told_after_the_report(pipeline: Any, capsys: pytest.Ca
 
 
 def test_apply(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("apply model.pt p.plan.yaml --allow-package a -o x.pt --force".split()) == 0
+    flags = "--allow-package a -o x.pt --force --verify -i 4x3 --precision bf16 --timeout 9"
+    assert main(["apply", "model.pt", "p.plan.yaml", *flags.split()]) == 0
     source = ModelSource(location="model.pt", trust=Trust(packages=("a",)))
-    assert pipeline.applied == [(source, "p.plan.yaml", "x.pt", True)]
+    expected = ApplyRequest(
+        source=source,
+        plan_path="p.plan.yaml",
+        spec=InputSpec(tensors=(TensorSpec(shape=(4, 3)),), source="--input"),
+        settings=StepSettings(device="auto", precision="bf16"),
+        verify=True,
+        output="x.pt",
+        force=True,
+        timeout_s=9.0,
+    )
+    assert pipeline.applied == [expected]
     assert capsys.readouterr().out == "wrote model.memopt.pt\n"
 
 
 def test_apply_reads_a_config_file_made_for_optimize(pipeline: Any) -> None:
     Path("memopt.yaml").write_text(f"{CONFIG}trust: [sample_models]\n")
     assert main(["apply", "model.pt", "p.yaml", "--config", "memopt.yaml"]) == 0
-    assert pipeline.applied[0][0].trust.libraries == ("sample_models",)
+    assert pipeline.applied[0].source.trust.libraries == ("sample_models",)

@@ -25,7 +25,7 @@ from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.progress import Progress
-from memopt_cli.records import ModelSource, Plan, SegmentPlan, StepSettings, Trust
+from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.write import plan_yaml
@@ -645,7 +645,8 @@ def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_
     plan = Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="2")))
     (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(file_header(subject), plan))
     source = ModelSource(location=str(tmp_path / "batched.pt"))  # trusted as other modules of memopt are
-    (written,) = apply(source, str(tmp_path / "p.plan.yaml"), output=None, force=False)
+    request = ApplyRequest(source=source, plan_path=str(tmp_path / "p.plan.yaml"))
+    (written,) = apply(request, progress=Progress()).files
     carrying = memopt_cli.load(written)
     assert [segment.path for segment in plan_of(carrying).segments] == ["models.0", "models.2"]
     torch.testing.assert_close(carrying(images()), batched(images()))

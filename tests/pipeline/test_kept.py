@@ -98,9 +98,9 @@ def test_a_file_that_has_come_to_exist_meanwhile(
     """It costs neither its owner's content nor the plan."""
     verify = LocalSession.verify
 
-    def meanwhile(session: LocalSession, plan: Plan, batch: int) -> Any:
+    def meanwhile(session: LocalSession, plan: Plan, batch: int, **named: Any) -> Any:
         Path("net.memopt.pt").write_text("theirs")
-        return verify(session, plan, batch)
+        return verify(session, plan, batch, **named)
 
     monkeypatch.setattr(LocalSession, "verify", meanwhile)
     done = memopt("optimize", "net.pt", *STEP, *flags)
@@ -121,11 +121,11 @@ def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
     """Pressed while the plan that failed is narrowed: none of its parts has been proven as a whole."""
     verify, asked = LocalSession.verify, []
 
-    def pressed(session: LocalSession, plan: Plan, batch: int) -> Any:
+    def pressed(session: LocalSession, plan: Plan, batch: int, **named: Any) -> Any:
         asked.append(plan)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return verify(session, plan, batch)
+        return verify(session, plan, batch, **named)
 
     monkeypatch.setattr(LocalSession, "verify", pressed)
     done = memopt("optimize", "faulty:one_sees_backward", *STEP, "--code-path", user_code)

@@ -38,6 +38,7 @@ from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.optimization import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    Crashed,
     InputSpec,
     LevelRow,
     Measurement,
@@ -262,7 +263,7 @@ def test_apply_writes_the_same_model(run: Run, memopt: Memopt, tmp_path: Path) -
     torch.save(conv_net(), "other.pt")
     done = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"), "--json")
     assert done.code == 0
-    assert json.loads(done.out) == {"files": ["other.memopt.pt"]}
+    assert json.loads(done.out) == {"files": ["other.memopt.pt"], "verification": None}
     assert done.changed == {"other.memopt.pt"}
     assert segments(memopt_cli.load("other.memopt.pt")) == segments(run.optimized())
     again = memopt("apply", "other.pt", str(run.folder / "net.memopt.plan.yaml"))
@@ -752,13 +753,58 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
     assert "verification failed: output[0] differs by 0.5" in done.out
 
 
-def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(optimize: Memopt, user_code: str) -> None:
-    done = optimize("faulty:one_sees_backward", "-i", "256x32", "--code-path", user_code, "--level", "1")
+@pytest.mark.parametrize(
+    ("model", "where"), [("one_sees_backward", "."), ("one_sees_backward_in_eval", " in eval mode.")]
+)
+def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
+    model: str, where: str, optimize: Memopt, user_code: str
+) -> None:
+    done = optimize(f"faulty:{model}", "-i", "256x32", "--code-path", user_code, "--level", "1")
     assert done.code == 0, done.err
     assert "verified: " in done.out
-    assert "'2' is no segment: with it gradient of 2." in done.out
+    (line,) = (line for line in done.out.splitlines() if line.startswith("'2' is no segment: with it gradient of 2."))
+    assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
     assert {segment.path for segment in plan.segments} == {"0", "1", "3"}
+
+
+def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = LocalSession.verify
+
+    def lost(session: LocalSession, plan: Plan, batch: int, *, further: bool = False) -> Any:
+        return Crashed(reason="gone", output_tail="") if further else verify(session, plan, batch)
+
+    monkeypatch.setattr(LocalSession, "verify", lost)
+    torch.save(deep_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--no-recommend-batch", "--json")
+    assert done.code == 0, done.err
+    found = from_data(MemOptSummary, json.loads(done.out)["summary"]).verification
+    assert found is not None
+    assert (found.passed, found.batch, found.further) == (True, 512, ())
+
+
+APPLIED = (
+    "{schema_version: 1, memopt: '0', torch: '2', model: m, sha256: null, spec: {source: here}, seed: 0, device: cpu"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "differs"), [("one_sees_backward", ""), ("one_sees_backward_in_eval", "in eval mode")]
+)
+def test_apply_compares_if_asked_to(model: str, differs: str, memopt: Memopt, in_process: None, user_code: str) -> None:
+    command = ("apply", f"faulty:{model}", "p.yaml", "--code-path", user_code)
+    Path("p.yaml").write_text(f"{APPLIED}, level: 1, segments: [{{path: '1'}}, {{path: '2'}}]}}")
+    done = memopt(*command, "--verify", "-i", "8x32")
+    assert (done.code, done.out, done.changed) == (1, "", set())
+    assert "error: with the plan gradient of 2.narrow.weight differs by " in done.err
+    assert f"{differs}, at batch 8\n" in done.err
+    Path("p.yaml").write_text(f"{APPLIED}, level: 1, segments: [{{path: '1'}}]}}")
+    done = memopt(*command, "--verify", "-i", "8x32")
+    assert (done.code, done.changed) == (0, {"faulty.memopt.pt"}), done.err
+    assert done.out.startswith("verified: ")
+    assert done.out.endswith("\nwrote faulty.memopt.pt\n")
 
 
 def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code: str) -> None:

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.records import (
+    ApplyResult,
     BatchAdvice,
     BatchProbe,
     Breakdown,
     FileHeader,
+    FurtherCheck,
     InputSpec,
     LevelRow,
     Measurement,
@@ -78,6 +80,11 @@ VERIFIED = Verification(
     worst_difference=0.0,
     batch=4,
     full_size=True,
+)
+FURTHER = (
+    FurtherCheck(name="in the next step", batch=4, compared=83),
+    FurtherCheck(name="with masks changed", batch=4, not_tried="no input is a mask"),
+    FurtherCheck(name="in eval mode", batch=4, compared=83),
 )
 ADVICE = BatchAdvice(
     recommended_batch=16,
@@ -230,8 +237,20 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
             "fixed ones)",
         ),
         (
-            replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5, detail="batch norm"),
-            "verification failed: fc.weight differs by 0.5, allowed bit for bit, at batch 4 (batch norm)",
+            replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5),
+            "verification failed: fc.weight differs by 0.5, allowed bit for bit, at batch 4",
+        ),
+        (
+            replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5, differs_in="in eval mode"),
+            "verification failed: fc.weight differs by 0.5 in eval mode, allowed bit for bit, at batch 4",
+        ),
+        (
+            replace(VERIFIED, further=FURTHER),
+            "verified: 83 tensors equal bit for bit, at batch 4; then in the next step, in eval mode",
+        ),
+        (
+            replace(VERIFIED, batch=8, further=FURTHER),
+            "verified: 83 tensors equal bit for bit, at batch 8; then in the next step, in eval mode, of batch 4",
         ),
     ],
 )
@@ -277,9 +296,9 @@ def test_json_is_one_document_of_the_records(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(("report", "expected"), [(TextReport(), "wrote a\nwrote b\n"), (JsonReport(), None)])
 def test_files_of_apply(report: Report, expected: str | None) -> None:
     stream = io.StringIO()
-    report.written(("a", "b"), stream)
+    report.applied(ApplyResult(files=("a", "b")), stream)
     if expected is None:
-        assert json.loads(stream.getvalue()) == {"files": ["a", "b"]}
+        assert json.loads(stream.getvalue()) == {"files": ["a", "b"], "verification": None}
     else:
         assert stream.getvalue() == expected
 

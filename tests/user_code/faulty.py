@@ -204,10 +204,25 @@ class SeesBackward(nn.Module):
         return self.narrow(hidden * 2 if torch._C._current_autograd_node() else hidden)
 
 
+class SeesBackwardInEval(SeesBackward):
+    """The same in eval mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.widen(x).tanh()) if self.training else super().forward(x)
+
+
 def one_sees_backward() -> nn.Module:
     """A model of which one layer cannot be a segment, and nothing tells before it has run."""
+    return _with(SeesBackward())
 
+
+def one_sees_backward_in_eval() -> nn.Module:
+    """The same in eval mode alone."""
+    return _with(SeesBackwardInEval())
+
+
+def _with(odd: nn.Module) -> nn.Module:
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
 
-    return nn.Sequential(layer(), layer(), SeesBackward(), layer())
+    return nn.Sequential(layer(), layer(), odd, layer())

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from memopt_cli.equality import TOLERANCE, bit_equal, difference, effects, step_in_double
+from memopt_cli.equality import TOLERANCE, Difference, bit_equal, difference, effects, step_in_double
 from memopt_cli.errors import StepError
-from memopt_cli.records import Plan, Verification
+from memopt_cli.records import FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.step import Step
+from memopt_cli.step import Step, synchronize
+from memopt_cli.verify.further_steps import Found, Recorded, Resize, follow
 
 Transform = Callable[[nn.Module], object]
 
 
 def verify(
-    step: Step, plan: Plan, install: Transform, remove: Transform, *, batch: int, full_size: bool
+    step: Step,
+    plan: Plan,
+    install: Transform,
+    remove: Transform,
+    *,
+    batch: int,
+    full_size: bool,
+    resize: Resize | None = None,
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of a step with and without the plan.
 
@@ -28,35 +38,73 @@ def verify(
     noise.  Chunks change the order of sums, and a rounding difference can flip a spike: such a plan is compared in
     float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.  In segments that are
     inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
+
+    With ``resize`` a few steps follow it, see :func:`memopt_cli.verify.further_steps.follow`.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        start = StartingState(step.model)
-        reference = _effects(step, start)
-        noise = 0.0 if chunked else _noise(reference, _effects(step, start), step.settings.device)
-        install(step.model)
-        try:
-            optimized = _effects(step, start)
-        finally:
-            remove(step.model)
-            start.enter()
-    worst = difference(reference, optimized)
-    exact = not chunked and noise == 0.0
-    tolerance = TOLERANCE if chunked else noise
+        found = _compare(step, install, remove, batch=batch, chunked=chunked)
+        further: tuple[FurtherCheck, ...] = ()
+        differs: Found | None = None
+        if found.passed and resize is not None and not plan.is_empty:
+            further, differs = follow(found.recorded, install, resize)
+    worst = differs.worst if differs else found.worst
     return Verification(
-        passed=bit_equal(reference, optimized) if exact else worst.relative <= tolerance,
-        exact=exact,
+        passed=found.passed and differs is None,
+        exact=found.exact,
         precision="fp64" if chunked else step.settings.precision,
-        tolerance=tolerance,
-        compared=worst.compared,
+        tolerance=found.recorded.tolerance,
+        compared=found.worst.compared,
         worst_name=worst.name,
         worst_difference=worst.relative,
         batch=batch,
         full_size=full_size,
+        detail=differs.detail if differs else "",
         inexact=inexact,
+        further=further,
+        differs_in=differs.check if differs else "",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """The recorded step, and what differed most in it with the plan."""
+
+    recorded: Recorded
+    worst: Difference
+    exact: bool
+    """To the bit."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.worst.name if self.exact else self.worst.relative <= self.recorded.tolerance
+
+
+def _compare(step: Step, install: Transform, remove: Transform, *, batch: int, chunked: bool) -> _Compared:
+    start = StartingState(step.model)
+    reference, plain_s = _timed_effects(step, start)
+    noise = 0.0
+    if not chunked:
+        again, again_s = _timed_effects(step, start)
+        noise, plain_s = _noise(reference, again, step.settings.device), min(plain_s, again_s)
+        del again
+    install(step.model)
+    try:
+        optimized = _effects(step, start)
+    finally:
+        remove(step.model)
+        start.enter()
+    recorded = Recorded(
+        step=step,
+        batch=batch,
+        gradients={name: t for name, t in reference.items() if name.startswith("gradient of ")},
+        plain_s=plain_s,
+        tolerance=TOLERANCE if chunked else noise,
+    )
+    exact = not chunked and noise == 0.0
+    return _Compared(recorded=recorded, worst=difference(reference, optimized), exact=exact)
 
 
 @contextlib.contextmanager
@@ -70,6 +118,13 @@ def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.train()
+
+
+def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor], float]:
+    began = time.monotonic()
+    found = _effects(step, start)
+    synchronize(step.settings.device)
+    return found, time.monotonic() - began
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:

@@ -1,0 +1,396 @@
+"""What follows the recorded step: other parameters, sizes, masks and modes, and frozen parameters.
+
+Two copies of the model, one of them with the plan, take the same few steps.  What the plain one cannot do is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.equality import Difference, bit_equal, difference, effects, in_double
+from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.records import FurtherCheck
+from memopt_cli.runtime.state import ModuleState, StartingState
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step, is_out_of_memory, synchronize
+from memopt_cli.units import format_seconds
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+Resize = Callable[[int], Inputs]
+"""The inputs at another batch size; raises where they have no other."""
+
+_STEPS = 3
+"""All of it takes no longer than so many steps of the plain model, ..."""
+_QUICK_S = 2.0
+"""... or than this."""
+_PAIR = 3.0
+"""Time of a step with the plan and one without, over the latter's, as it is reckoned with."""
+_RATE = 1e-3
+"""The largest change of a parameter by a step of the optimizer, over the largest parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The recorded step, and how it was compared."""
+
+    step: Step
+    batch: int
+    gradients: dict[str, Tensor]
+    """By name, as :func:`effects` has them."""
+    plain_s: float
+    tolerance: float
+    """Relative; zero: to the bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a check found."""
+
+    check: str
+    worst: Difference
+    detail: str = ""
+    """What the step with the plan raised."""
+
+    def differs(self, tolerance: float) -> bool:
+        """By more than is allowed."""
+        return self.worst.relative > tolerance if tolerance else bool(self.worst.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variation:
+    """One of the checks: its name as it ends a sentence, and the step as it is varied meanwhile."""
+
+    name: str
+    batch: int
+    vary: Callable[[Step], AbstractContextManager[Step]]
+
+
+def follow(
+    recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
+) -> tuple[tuple[FurtherCheck, ...], Found | None]:
+    """Take the further steps with the plan and without; the first difference ends it.
+
+    They are taken at fewer samples, or the last of them not at all, where all would take longer than :data:`_STEPS`.
+    """
+    start = StartingState(recorded.step.model)
+    try:
+        pair = _Pair(recorded, install)
+        return _followed(recorded, pair, _variations(recorded, resize))
+    except _CannotCopy as error:
+        return (FurtherCheck(name="in the next step", batch=recorded.batch, not_tried=error.message),), None
+    finally:  # a copy may refer to the model that it is of, from a function's closure say
+        recorded.step.model.zero_grad(set_to_none=True)
+        start.enter()
+
+
+def _followed(
+    recorded: Recorded, pair: _Pair, variations: Iterable[_Variation]
+) -> tuple[tuple[FurtherCheck, ...], Found | None]:
+    checks: list[FurtherCheck] = []
+    deadline = _Deadline(recorded)
+    for variation in variations:
+        try:
+            deadline.check(variation)
+            found = pair.compare(variation)
+        except Exception as error:  # so may its forward
+            reason = error.message if isinstance(error, MemoptError) else first_line(error)
+            checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason))
+            continue
+        checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=found.worst.compared))
+        if found.differs(recorded.tolerance):
+            return tuple(checks), found
+    return tuple(checks), None
+
+
+def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Inputs:
+    """The first items of every tensor that is as long as the first one.
+
+    Raises :class:`StepError` where there are not so many.
+    """
+    length = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
+    if not 0 < size <= length:
+        raise StepError(f"the inputs hold {length} samples, not {size}")
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:size] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == length else leaf
+
+    cut_args, cut_kwargs = map_leaves(cut, (args, kwargs))
+    return cut_args, cut_kwargs
+
+
+class _Deadline:
+    """How long all of the checks may take, by the times of the recorded step."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self._ends = time.monotonic() + _allowed_s(recorded)
+
+    def check(self, variation: _Variation) -> None:
+        """Raises :class:`StepError` if there is no time left for it."""
+        pair_s = _PAIR * self._recorded.plain_s * variation.batch / self._recorded.batch
+        if time.monotonic() + pair_s > self._ends:
+            raise StepError(f"a step takes {format_seconds(self._recorded.plain_s)}")
+
+
+def _allowed_s(recorded: Recorded) -> float:
+    """Seconds that all further checks may take."""
+    return max(_QUICK_S, _STEPS * recorded.plain_s)
+
+
+def _size(recorded: Recorded, checks: int) -> int:
+    """The batch size at which so many checks are done in time, at most the recorded."""
+    share = _allowed_s(recorded) / (checks * _PAIR * recorded.plain_s)
+    return max(1, min(recorded.batch, int(recorded.batch * share)))
+
+
+class _CannotCopy(StepError):
+    """The model is one of a kind."""
+
+
+class _Course:
+    """A copy of the model on its way from step to step."""
+
+    def __init__(self, step: Step) -> None:
+        graphs = {id(t): t.detach().clone() for t in ModuleState(step.model).tensors() if t.grad_fn is not None}
+        try:
+            self.model = copy.deepcopy(step.model, graphs)
+        except Exception as error:  # the model's own classes may do anything
+            raise _CannotCopy(f"the model cannot be copied ({first_line(error)})") from error
+        self._step = replace(step, model=self.model, optimizer=None)
+        self._start = StartingState(self.model)
+        self.at_start = True
+        """The next step starts from the state in which the model was given."""
+        self.took_from_start = True
+        """The last one did."""
+
+    def take(self, variation: _Variation) -> dict[str, Tensor]:
+        """The effects of a step, which goes on where the last one ended; a model that cannot begins anew.
+
+        Raises what the model raises then.
+        """
+        try:
+            return self._take(variation)
+        except _CannotVary:
+            raise
+        except Exception as error:
+            if self.at_start or is_out_of_memory(error):
+                self.at_start = True
+                raise
+            self.at_start = True
+        return self.take(variation)
+
+    def _take(self, variation: _Variation) -> dict[str, Tensor]:
+        if self.at_start:
+            self._start.enter()
+        with variation.vary(self._step) as step:
+            found = effects(step)
+        synchronize(step.settings.device)
+        self.took_from_start, self.at_start = self.at_start, False
+        return found
+
+    def repeats(self, variation: _Variation) -> bool:
+        """Two steps from one state are the same."""
+        self.at_start = True
+        once = self.take(variation)
+        self.at_start = True
+        again = self.take(variation)
+        self.at_start = True
+        return bit_equal(once, again)
+
+    def update(self, gradients: dict[str, Tensor]) -> None:
+        """A step of an optimizer, with these gradients whoever found them: rounding must not add up."""
+        named = {name: p for name, p in self.model.named_parameters() if f"gradient of {name}" in gradients}
+        rate = _rate(list(named.values()), [gradients[f"gradient of {name}"] for name in named])
+        if not rate:
+            return
+        for name, parameter in named.items():
+            parameter.grad = gradients[f"gradient of {name}"]
+        torch.optim.SGD(named.values(), lr=rate).step()
+        self.model.zero_grad(set_to_none=True)
+
+
+class _Pair:
+    """The model as it is and with the plan, side by side."""
+
+    def __init__(self, recorded: Recorded, install: Callable[[nn.Module], object]) -> None:
+        self._plain, self._planned = _Course(recorded.step), _Course(recorded.step)
+        self._tolerance = recorded.tolerance
+        self._gradients = recorded.gradients
+        install(self._planned.model)
+
+    def compare(self, variation: _Variation) -> Found:
+        """One step of both, after a step of an optimizer.  Raises what the plain model raises."""
+        gradients, self._gradients = self._gradients, {}
+        for course in (self._plain, self._planned):
+            course.update(gradients)
+        reference = self._plain.take(variation)
+        self._planned.at_start = self._plain.took_from_start
+        found = self._planned_against(reference, variation)
+        if found.differs(self._tolerance) and not self._plain.repeats(variation):
+            raise _CannotVary("the original's own step is not repeatable")
+        self._gradients = {name: tensor for name, tensor in reference.items() if name.startswith("gradient of ")}
+        return found
+
+    def _planned_against(self, reference: dict[str, Tensor], variation: _Variation) -> Found:
+        try:
+            return Found(variation.name, difference(reference, self._planned.take(variation)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return Found(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
+
+
+def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
+    """Zero where there is nothing to go by."""
+    steepest = _largest(gradients)
+    rate = _RATE * _largest(parameters) / steepest if steepest else 0.0
+    return rate if math.isfinite(rate) else 0.0
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    return max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
+
+
+# ---------------------------------------------------------------------------------------------- the variations
+
+
+_Vary = Callable[[Step], AbstractContextManager[Step]]
+
+
+class _CannotVary(StepError):
+    """There is nothing of the kind to vary."""
+
+
+def _variations(recorded: Recorded, resize: Resize) -> Iterator[_Variation]:
+    """Most likely to matter first."""
+    batch = recorded.batch
+    inputs: _Vary = _as_recorded
+    size = _size(recorded, len(_KINDS) + 1)
+    if size < batch:
+        with contextlib.suppress(Exception):  # inputs of one size
+            resize(size)
+            batch, inputs = size, _at(resize, size)
+    for number, (name, vary) in enumerate(_KINDS.items()):
+        yield _Variation(name, batch, _both(inputs, vary))
+        if number == 0 and batch == recorded.batch:
+            other = batch // 2 or 2
+            yield _Variation(f"at batch {other}", other, _at(resize, other))
+
+
+def _both(inputs: _Vary, vary: _Vary) -> _Vary:
+    @contextlib.contextmanager
+    def varied(step: Step) -> Iterator[Step]:
+        with inputs(step) as other, vary(other) as result:
+            yield result
+
+    return varied
+
+
+def _as_recorded(step: Step) -> AbstractContextManager[Step]:
+    return contextlib.nullcontext(step)
+
+
+def _at(resize: Resize, size: int) -> _Vary:
+    """With inputs of another batch size."""
+
+    def varied(step: Step) -> AbstractContextManager[Step]:
+        try:
+            args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
+        except Exception as error:  # of a script, too
+            raise _CannotVary(first_line(error)) from error
+        return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
+
+    return varied
+
+
+def _masks(step: Step) -> AbstractContextManager[Step]:
+    """Masks among the inputs are turned over in the last half of their last dimension."""
+    if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
+        raise _CannotVary("no input is a mask")
+    args, kwargs = map_leaves(_turned, (step.args, step.kwargs))
+    return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
+
+
+def _is_mask(leaf: Any) -> bool:
+    """A tensor of zeros and ones that is no floating one, as spikes are."""
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
+        return False
+    return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def _turned(leaf: Any) -> Any:
+    if not _is_mask(leaf):
+        return leaf
+    turned = leaf.clone()
+    half = leaf.shape[-1] // 2
+    turned[..., half:] = leaf[..., half:] == 0
+    return turned
+
+
+@contextlib.contextmanager
+def _eval(step: Step) -> Iterator[Step]:
+    modes = [(module, module.training) for module in step.model.modules()]
+    step.model.eval()
+    try:
+        yield step
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _frozen(step: Step) -> Iterator[Step]:
+    with _thawed_again(step) as freeze:
+        freeze()
+        yield step
+
+
+@contextlib.contextmanager
+def _frozen_late(step: Step) -> Iterator[Step]:
+    """Between forward and backward, which is where the loss is formed."""
+    with _thawed_again(step) as freeze:
+
+        def loss(output: Any) -> Any:
+            freeze()
+            return step.loss(output) if step.loss else output
+
+        yield replace(step, loss=loss)
+
+
+@contextlib.contextmanager
+def _thawed_again(step: Step) -> Iterator[Callable[[], None]]:
+    """Freezes the first half of the parameters, in the model's order, until the end."""
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    frozen = parameters[: len(parameters) // 2]
+    if not frozen:
+        raise _CannotVary("it has fewer than two parameters")
+
+    def set_needed(needed: bool) -> None:
+        for parameter in frozen:
+            parameter.requires_grad_(needed)
+
+    try:
+        yield lambda: set_needed(False)
+    finally:
+        set_needed(True)
+
+
+_KINDS: dict[str, _Vary] = {
+    "in the next step": _as_recorded,
+    "with masks changed": _masks,
+    "in eval mode": _eval,
+    "with frozen parameters": _frozen,
+    "with parameters frozen before backward": _frozen_late,
+}
+"""By the check's name, as it ends a sentence."""
