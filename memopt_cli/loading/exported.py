@@ -43,8 +43,8 @@ _OLD_PROGRAM: Final = "serialized_exported_program.json"
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
-_MOST_NAMES: Final = 1000
-"""Of one tensor."""
+_MOST_PAIRS: Final = 10**6
+"""Of names that two inputs of the graph have for one tensor, itself with itself too."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -175,8 +175,8 @@ class _Program:
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
-        if max(map(len, shared.values()), default=0) > _MOST_NAMES:
-            raise ValueError(f"a tensor has more than {_MOST_NAMES} names")
+        if sum(len(names) ** 2 for names in shared.values()) > _MOST_PAIRS:
+            raise ValueError("its tensors have far more names than a model gives them")
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():
             if kind != "tensor_constant":

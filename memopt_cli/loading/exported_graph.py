@@ -53,8 +53,8 @@ _CHECKS: Final = (
 ).split()
 """Operators that check what export assumed; the lifted module does not need them."""
 _HIGHER: Final = "torch.ops.higher_order."
-_FUNCTION = re.compile(r'File "([^"]*)", line (\d+), in \w+\n[^\n]*?\b(\w+)\.apply\([^\n]*\n[^\n]*, in forward\n')
-"""In a stack: a call of an autograd function's ``apply``, and right below it that function's forward."""
+_PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
+_APPLY = re.compile(r"\b(\w+)\.apply\(")
 
 
 class NotAllowed(Exception):
@@ -125,9 +125,9 @@ class GraphReader:
         if target.startswith(_HIGHER):
             self._higher(node, prefix, ops)
             return
-        function = _FUNCTION.search(node.get("metadata", {}).get("stack_trace", ""))
-        if function is not None:
-            self.functions.add(f"{function[3]} ({function[1]} line {function[2]})")
+        function = _function_in(node.get("metadata", {}).get("stack_trace", ""))
+        if function:
+            self.functions.add(function)
         arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
         outputs, made = self._outputs(node, prefix)
         if target in _NUMBERS:
@@ -241,6 +241,17 @@ def _device(value: Any) -> str:
 def size_text(size: Any) -> str:
     """A size as an expression."""
     return str(size["as_int"]) if "as_int" in size else str(size["as_expr"]["expr_str"])
+
+
+def _function_in(stack: str) -> str:
+    """The autograd function that a stack leads through: a call of its ``apply``, and right below it its forward."""
+    lines = stack.split("\n")
+    for place, call, below in zip(lines, lines[1:], lines[2:], strict=False):
+        where = _PLACE.search(place) if below.endswith(", in forward") else None
+        name = _APPLY.search(call) if where else None
+        if where and name:
+            return f"{name[1]} ({where[1]} line {where[2]})"
+    return ""
 
 
 def _find(node: Any) -> tuple[str, Any]:

@@ -41,7 +41,7 @@ from memopt_cli.records import Trust
 from memopt_cli.runtime.container import _Run
 from memopt_cli.runtime.lifted.module import restore_lifted
 from memopt_cli.runtime.script import ScriptLeaf
-from memopt_cli.runtime.state import Generators
+from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY, Generators
 
 REFUSED, NO_MODEL = 4, 3
 
@@ -254,6 +254,12 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     wide = torch.zeros(1, dtype=torch.int64).expand(1 << 20)
     often = [torch.sparse_coo_tensor(wide[None], wide, (1,), check_invariants=True) for _ in range(9)]
     yield "indices expanded often", _of(_linear(extra=often), "far more work", NO_MODEL)
+    for key, says in {
+        SEGMENT_KEY: "a segment's settings among its",
+        RUNS_KEY: "has _memopt_runs that are none",
+    }.items():
+        yield f"{key} of the file's own", _of(_linear(**{key: 5}), says)
+    yield "runs that are none", _of(_linear(**{RUNS_KEY: {"0-1": nn.Linear(1, 1)}}), "a run '0-1' that is none")
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
     yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
     empty = Call(_ARRAY, b"", Call(np.dtype, "S0", False, True), (1 << 40,), "C")

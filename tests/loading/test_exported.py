@@ -18,6 +18,7 @@ from torch.export import Dim
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import load, load_model
+from memopt_cli.loading.exported_graph import _function_in
 from memopt_cli.loading.input_spec import find_spec
 from memopt_cli.records import LoadedModel, ModelSource, TensorSpec
 from memopt_cli.runtime import SegmentConfig, install_segment, refusal
@@ -370,3 +371,14 @@ def test_only_lifted_modules_come_out(small: bytes, tmp_path: Path) -> None:
     module = load(tmp_path / "m.pt2")
     assert [type(m).__name__ for m in module.modules()] == ["Sequential", "Linear", "ReLU"]
     assert all(isinstance(m, LiftedModule) for m in module.modules())
+
+
+def test_an_autograd_function_is_found_by_its_lines() -> None:
+    above = 'File "net.py", line 7, in forward\n'
+    call, below = "    return Step.apply(x)\n", 'File "net.py", line 3, in forward\n    y\n'
+    assert _function_in(above + call + below) == "Step (net.py line 7)"
+    assert _function_in(above + "    return step(x)\n" + below) == ""
+    assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000) == "a (net.py line 7)"
+    assert (
+        _function_in('File "a", line 1, in x\n' + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000 + "\n.") == ""
+    )

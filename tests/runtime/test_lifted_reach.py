@@ -296,3 +296,25 @@ def test_a_script_may_copy_and_convert() -> None:
     with torch.jit.optimized_execution(False):
         scripted[0](torch.ones(2, 2))
     ScriptLeaf(scripted)
+
+
+def test_a_key_is_no_nest_of_tuples() -> None:
+    nested: Any = ("tuple", None, (1,), (2,), ())
+    made = program_of(method("forward", [("tuple", None, (), (1,), ()), nested, ("dict", None, (2, 0), (3,), ())], 3))
+    with pytest.raises(ScriptError, match="uses a tuple as a key"):
+        restored(made)(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "key", ["aten::__getitem__.Dict_str", "aten::get.str", "aten::__contains__.str", "aten::__getitem__.t"]
+)
+def test_a_key_that_is_looked_up_is_none_either(key: str) -> None:
+    nodes = [("tuple", None, (), (1,), ()), ("operator", key, (0, 1), (2,), ())]
+    with pytest.raises(ScriptError, match="uses a tuple as a key"):
+        restored(program_of(method("forward", nodes, 2)))({})
+
+
+def test_a_dict_is_brought_up_to_date_by_a_dict_alone() -> None:
+    nodes = [("dict", None, (), (1,), ()), ("operator", "aten::update.str", (1, 0), (), ())]
+    with pytest.raises(ScriptError, match="uses a list as a dict"):
+        restored(program_of(method("forward", nodes)))([((), 1)])

@@ -222,6 +222,8 @@ def grid(interpolation: int, padding: int) -> Any:
 
 FINE: dict[str, Call] = {
     "grid": lambda: grid(2, 2),
+    "eigenvalues": lambda: behind_its_check("aten::linalg_eigvals")(ones(3, 3)),
+    "least squares": lambda: behind_its_check("aten::linalg_lstsq")(torch.eye(3), ones(3, 1), driver="gelss"),
     "upsampling": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [12], 1.55),
     "upsampling by scales": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(
         ones(1, 1, 8, 8), None, False, [2.0, 0.5]
@@ -344,6 +346,9 @@ REFUSED: dict[str, Call] = {
     "a way to pad": lambda: grid(0, -1),
     "a way to normalize": lambda: behind_its_check("aten::_fft_c2c")(complex_ones(2, 8), [0, 1], 7, True),
     "a way to sum a bag": lambda: bag([0, 2], mode=3),
+    "eigenvalues of no number": lambda: behind_its_check("aten::linalg_eigvals")(ones(3, 3) * float("nan")),
+    "eigenvectors of infinity": lambda: behind_its_check("aten::linalg_eig")(ones(3, 3) * float("inf")),
+    "least squares of nothing": lambda: behind_its_check("aten::linalg_lstsq")(ones(3, 3), ones(3, 0), driver="gelss"),
     "a tiny scale": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [8], 1e-300),
     "a scale of another size": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [64], 0.5),
     "a scale that is no number": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(

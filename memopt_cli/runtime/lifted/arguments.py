@@ -349,6 +349,18 @@ def _real_fourier(given: Arguments) -> bool:
     return _fourier(given) and size > 0 and given["self"].shape[given["dim"][-1]] == size // 2 + 1
 
 
+# ---------------------------------------------------------------------------------------------- LAPACK
+
+
+def _eigenvalues(given: Arguments) -> bool:
+    """Numbers, of which no NaN and no infinity is one."""
+    return _holds(lambda matrix: torch.isfinite(matrix).all(), given["self"])
+
+
+def _least_squares(given: Arguments) -> bool:
+    return bool(given["self"].numel() and given["b"].numel())
+
+
 # ---------------------------------------------------------------------------------------------- resizing
 
 
@@ -442,6 +454,9 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "aten::to.prim_Device": _to,
     "aten::to.prim_dtype": _to,
     "aten::to.prim_other": _to,
+    "aten::linalg_eig": _eigenvalues,
+    "aten::linalg_eigvals": _eigenvalues,
+    "aten::linalg_lstsq": _least_squares,
     "aten::_adaptive_avg_pool2d": _pool(2),
     "aten::_adaptive_avg_pool3d": _pool(3),
     "mkldnn_prepacked::conv2d_prepack": _prepacked,

@@ -130,8 +130,8 @@ _READING: Final = {
     ("aten::add", "t"): "{0} + {1}",
     ("aten::mul", "left_t right_"): "{0} * {1}",
     ("aten::len", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "len({0})",
-    ("aten::__getitem__", " ".join(["t", "str", *(f"Dict_{key}" for key in _KEYS)])): "{0}[{1}]",
-    ("aten::__contains__", " ".join(["int_list", "float_list", "str_list", *_KEYS])): "{1} in {0}",
+    ("aten::__getitem__", " ".join(["t", "str", *(f"Dict_{key}" for key in _KEYS)])): "{0}[key_of({1})]",
+    ("aten::__contains__", " ".join(["int_list", "float_list", "str_list", *_KEYS])): "key_of({1}) in {0}",
     ("aten::slice", "t"): "{0}[{1}:{2}:{3}]",
     ("aten::list", "t -"): "list({0})",
     ("aten::copy", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "{0}.copy()",
@@ -140,8 +140,8 @@ _READING: Final = {
     ("aten::keys", " ".join(_KEYS)): "list({0}.keys())",
     ("aten::values", " ".join(_KEYS)): "list({0}.values())",
     ("aten::items", " ".join(_KEYS)): "list({0}.items())",
-    ("aten::get", " ".join(_KEYS)): "{0}.get({1})",
-    ("aten::get", " ".join(f"default_{key}" for key in _KEYS)): "{0}.get({1}, {2})",
+    ("aten::get", " ".join(_KEYS)): "{0}.get(key_of({1}))",
+    ("aten::get", " ".join(f"default_{key}" for key in _KEYS)): "{0}.get(key_of({1}), {2})",
     ("aten::index", "list_int list_float list_bool list_str"): "{0}.index({1})",
     ("aten::count", "int float bool str"): "{0}.count({1})",
     ("prim::min", "self_int self_float self_bool"): "min({0})",
@@ -164,19 +164,19 @@ _CHANGING: Final = {
     ("aten::is_autocast_enabled", "-"): "is_autocast_enabled()",
     ("aten::is_autocast_cpu_enabled", "-"): "is_autocast_enabled('cpu')",
     ("aten::is_grad_enabled", "-"): "is_grad_enabled()",
-    ("aten::pop", "t"): "{0}.pop({1})",
-    ("aten::pop", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop({1})",
-    ("aten::pop", " ".join(f"Dict_default_{key}" for key in _KEYS)): "{0}.pop({1}, {2})",
-    ("aten::setdefault", " ".join(_KEYS)): "{0}.setdefault({1}, {2})",
+    ("aten::pop", "t"): "{0}.pop(key_of({1}))",
+    ("aten::pop", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(key_of({1}))",
+    ("aten::pop", " ".join(f"Dict_default_{key}" for key in _KEYS)): "{0}.pop(key_of({1}), {2})",
+    ("aten::setdefault", " ".join(_KEYS)): "{0}.setdefault(key_of({1}), {2})",
     ("aten::insert", "t"): "{0}.insert({1}, {2})",
     ("aten::extend", "t"): "{0}.extend({1})",
     ("aten::clear", " ".join(["t", *_KEYS])): "{0}.clear()",
     ("aten::reverse", "t"): "{0}.reverse()",
     ("aten::remove", "int float bool"): "{0}.remove({1})",
     ("aten::sort", "int float bool str"): "{0}.sort(reverse={1})",
-    ("aten::update", " ".join(_KEYS)): "{0}.update({1})",
-    ("aten::Delete", "t"): "{0}.pop({1})",
-    ("aten::Delete", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop({1})",
+    ("aten::update", " ".join(_KEYS)): "{0}.update(dict_of({1}))",
+    ("aten::Delete", "t"): "{0}.pop(key_of({1}))",
+    ("aten::Delete", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(key_of({1}))",
     ("aten::warn", "-"): "warn({0})",
     ("prim::Print", "-"): "print({...})",
     ("aten::tensor", "float int bool -"): "make_tensor({0}, {1}, {2}, {3})",
@@ -184,8 +184,8 @@ _CHANGING: Final = {
 
 _ALIASING: Final = {
     ("aten::append", "t"): "{0}.append({1})",
-    ("aten::_set_item", "t"): "{0}[{1}] = {2}",
-    ("aten::_set_item", " ".join(_KEYS)): "{0}[{1}] = {2}",
+    ("aten::_set_item", "t"): "{0}[key_of({1})] = {2}",
+    ("aten::_set_item", " ".join(_KEYS)): "{0}[key_of({1})] = {2}",
     ("aten::add_", "t"): "{0}.extend({1})",
 }
 
@@ -294,6 +294,23 @@ def format_text(pattern: str, *values: Any) -> str:
     return first + "".join(f"{value}{piece}" for value, piece in zip(values, pieces, strict=False))
 
 
+def key_of(value: Any) -> Any:
+    """A key as it is.  Raises :class:`ScriptError` for what is none: Python hashes tuples however deep they lie."""
+    if not isinstance(value, _KEYS_OF_DICTS):
+        raise ScriptError(f"the program uses a {type(value).__name__} as a key")
+    return value
+
+
+def dict_of(value: Any) -> dict[Any, Any]:
+    """A dict as it is.  Raises :class:`ScriptError` for anything else, whose keys nobody has looked at."""
+    if not isinstance(value, dict):
+        raise ScriptError(f"the program uses a {type(value).__name__} as a dict")
+    return value
+
+
+_KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
+
+
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """A parameter or buffer whose name is no identifier, as in a ``ParameterList``."""
     return module._parameters[name] if name in module._parameters else module._buffers[name]
@@ -330,7 +347,7 @@ def checked_data(value: Any) -> Any:
 FUNCTIONS: Final[Mapping[str, Any]] = {
     **{f.__name__: f for f in (abs, all, any, bool, float, int, len, list, max, min, print, range, str, sum)},
     **{f.__name__: f for f in (dtype_code, layout_code, number_tensor, make_tensor, format_text)},
-    **{f.__name__: f for f in (parameter_of, checked_data)},
+    **{f.__name__: f for f in (parameter_of, checked_data, key_of, dict_of)},
     "math": types.SimpleNamespace(
         **{name: getattr(math, name) for name in "sqrt exp log sin cos tanh ceil floor isnan isinf gcd inf nan".split()}
     ),

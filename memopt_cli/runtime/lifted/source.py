@@ -437,7 +437,8 @@ def _expression(writer: _Writer, node: Node) -> Callable[[], str]:
 
     def pairs() -> str:
         texts = list(map(writer._text, operands))
-        return ", ".join(f"{key}: {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
+        key_of = writer._global("key_of")
+        return ", ".join(f"{key_of}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
 
     forms: dict[str, Callable[[], str]] = {
         "operator": lambda: writer._operator(detail, operands),

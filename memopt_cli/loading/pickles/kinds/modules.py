@@ -34,6 +34,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.kinds.layers import check_layers_asked, check_weights
 from memopt_cli.loading.pickles.nodes import Built
 from memopt_cli.records import Trust
+from memopt_cli.runtime.runs import Run
+from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY
 
 LIBRARIES: Final = (
     "torch.nn",
@@ -335,6 +337,14 @@ def _holds_hook(key: Any, item: Any, graph: Graph) -> bool:
     return isinstance(key, int) and graph.role_of(item) in ("hook", "trusted")
 
 
+def _holds_run(key: Any, item: Any, graph: Graph) -> bool:
+    return _is_name(key) and graph.class_of(item) is Run
+
+
+def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
+    return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
+
+
 def _holds_flag(key: Any, item: Any, graph: Graph) -> bool:
     return isinstance(key, int) and isinstance(item, bool)
 
@@ -356,6 +366,7 @@ def _check_flag(name: str, value: Any, graph: Graph) -> str:
 
 
 _TENSORS, _MODULES = _register(_holds_tensor, "a tensor"), _register(_holds_module, "a module")
+_RUNS = _register(_holds_run, "a run")
 _HOOKED, _FLAGS = _register(_holds_hook, "a hook"), _register(_holds_flag, "a flag")
 REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     "_parameters": _TENSORS,
@@ -363,6 +374,8 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     "_modules": _MODULES,
     "_non_persistent_buffers_set": _check_names,
     "training": _check_flag,
+    RUNS_KEY: _RUNS,
+    SEGMENT_KEY: _refuse_segment,
     "_is_full_backward_hook": _check_flag,
     **dict.fromkeys(
         (
@@ -381,7 +394,7 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
         ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"), _FLAGS
     ),
 }
-"""What every module has, and how it must look."""
+"""What every module has, or memopt gives it, and how it must look."""
 
 
 # ---------------------------------------------------------------------------------------------- made
