@@ -379,6 +379,4 @@ def test_an_autograd_function_is_found_by_its_lines() -> None:
     assert _function_in(above + call + below) == "Step (net.py line 7)"
     assert _function_in(above + "    return step(x)\n" + below) == ""
     assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000) == "a (net.py line 7)"
-    assert (
-        _function_in('File "a", line 1, in x\n' + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000 + "\n.") == ""
-    )
+    assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000 + "!") == ""
