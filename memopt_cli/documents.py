@@ -18,6 +18,9 @@ from memopt_cli.errors import UsageError
 
 MOST_BYTES = 64 << 20
 """Of a document that people read, or that memopt wrote for them."""
+_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_VALUES = 60_000
+"""Separators of a YAML file, which is read slowly, by Python: those of a plan of some 6000 segments."""
 _DEEPEST = 200
 """Values within values: Python walks them by recursion."""
 _MOST_DIGITS = 80
@@ -101,7 +104,10 @@ def is_below(path: str, folder: Path) -> bool:
 def read_yaml(path: Path) -> Any:
     """The plain values of a YAML file; raises :class:`UsageError` if it cannot be read or is no YAML."""
     try:
-        data = yaml.load(read_bytes(path, MOST_BYTES), _PlainLoader)
+        text = read_bytes(path, _MOST_YAML_BYTES)
+        if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MOST_YAML_VALUES:
+            raise ValueError("it holds far more values than any file of memopt's")
+        data = yaml.load(text, _PlainLoader)
         _check_values(data)
         return data
     except OSError as err:

@@ -203,6 +203,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
             f"{folder} was not loaded: it is an adapter of the kind {kind!r}, which may read other files",
             hint=f"Known kinds: {', '.join(_ADAPTERS)}. Build others in code of your own: package.module:callable.",
         )
+    steps = 0.0
     for key, value in settings.items():
         texts = [value] if isinstance(value, str) else list(_texts(value))
         if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
@@ -210,12 +211,14 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
                 f"{folder} was not loaded: memopt does not know its {key}, which may name a file: {texts[0]!r}",
                 hint=f"Remove {key} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
-        slow = next((text for text in texts if key in _PATTERNS and _most_steps(text) > _MOST_STEPS), None)
-        if slow is not None:
-            raise FileFormatError(
-                f"{folder / ADAPTER_SETTINGS} has a regular expression that may take forever: {slow!r}",
-                hint="List the names of the modules instead.",
-            )
+        for text in texts if key in _PATTERNS else ():
+            steps += _most_steps(text)
+            if steps > _MOST_STEPS:
+                raise FileFormatError(
+                    f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
+                    f"{text[:_LONGEST_NAME]!r}",
+                    hint="List the names of the modules instead.",
+                )
 
 
 _ADAPTERS: Final = (
@@ -238,6 +241,8 @@ _LONGEST_NAME: Final = 200
 
 def _most_steps(pattern: str) -> float:
     """How many ways there are to match a name by a regular expression, at most; infinite if that is not known."""
+    if len(pattern) > _LONGEST_PATTERN:
+        return math.inf
     try:
         return _ways(sre_parser.parse(pattern))
     except (re.error, RecursionError, OverflowError):
@@ -249,7 +254,7 @@ def _ways(parts: Iterable[tuple[Any, Any]]) -> float:
 
 
 def _ways_of(kind: str, value: Any) -> float:
-    if kind in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+    if kind in _ONE_CHARACTER or kind == "AT":
         return 1
     if kind == "SUBPATTERN":
         return _ways(value[-1])
@@ -259,9 +264,14 @@ def _ways_of(kind: str, value: Any) -> float:
         return _ways(value[1])
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
         _, most, repeated = value
-        once = _ways(repeated)
-        return 1 + once if most == 1 else _LONGEST_NAME if once == 1 and len(repeated) == 1 else math.inf
+        if most <= 1:
+            return 1 + _ways(repeated)
+        return _LONGEST_NAME if [str(part) for part, _ in repeated] in [[one] for one in _ONE_CHARACTER] else math.inf
     return math.inf
+
+
+_ONE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
+_LONGEST_PATTERN: Final = 4000
 
 
 # ---------------------------------------------------------------------------------------------- files

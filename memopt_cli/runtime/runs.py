@@ -140,10 +140,9 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 def _spelled(parent: nn.Module, name: str) -> Run | None:
     """The run of the children from the one before a hyphen in ``name`` to the one after it."""
     names = list(parent._modules) if calls_in_turn(parent) else []
-    words = name.split("-")
-    for cut in range(1, len(words)):
-        first, last = "-".join(words[:cut]), "-".join(words[cut:])
-        if first in names and last in names[names.index(first) + 1 :]:
+    for first in sorted(names, key=len):  # a name may have hyphens of its own
+        last = name.removeprefix(f"{first}-")
+        if last != name and last in names[names.index(first) + 1 :]:
             return _run(parent, names[names.index(first) : names.index(last) + 1])
     return None
 

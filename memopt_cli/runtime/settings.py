@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.backends import cuda, cudnn
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -35,6 +36,7 @@ class Settings:
 
     def __init__(self) -> None:
         self._values = [read() for read, _ in _SETTINGS]
+        self._is_watched = is_in_torch_dispatch_mode()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -42,7 +44,8 @@ class Settings:
         present = Settings()
         present._become(self)
         try:
-            yield
+            with _watching() if self._is_watched and not present._is_watched else contextlib.nullcontext():
+                yield
         finally:
             Settings()._become(present)
 
@@ -50,3 +53,18 @@ class Settings:
         for (_, write), there, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
             if there != value:
                 write(value)
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing: some operators are made of others where somebody watches the dispatcher, such as LSTMs."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _watching() -> TorchDispatchMode:
+    return _Watching()  # type: ignore[no-untyped-call]

@@ -46,6 +46,18 @@ def test_cases_are_the_same_again_and_survive_a_command_line() -> None:
     assert len({*cases}) == 30
 
 
+ONCE_FAILED = {
+    "an LSTM within a segment that keeps outputs": '{"blocks":[{"kind":"max pool"},{"kind":"mapping"},'
+    '{"kind":"deep lstm"}],"segments":[{"path":"","keep":["aten::relu"]},{"path":"blocks"}],'
+    '"scenario":{"dtype":"float64","batch":1},"steps":1}',
+}
+
+
+@pytest.mark.parametrize("text", ONCE_FAILED.values(), ids=ONCE_FAILED)
+def test_what_once_failed(text: str) -> None:
+    assert outcome(from_text(text)).kind == "same"
+
+
 def _putting_nothing_back(self: Generators) -> None:
     pass
 

@@ -197,13 +197,19 @@ def test_an_adapter_that_repeats_layers_is_refused(adapter: Path) -> None:
 
 HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a rank": ({"r": 10**8}, "far more bytes than its weights"),
-    "nested repeats": ({"target_modules": "((a*)*)*b"}, "regular expression that may take forever"),
-    "many repeats": ({"target_modules": ".*a" * 9}, "regular expression that may take forever"),
-    "alternatives": ({"target_modules": "(a|a)" * 30 + "b"}, "regular expression that may take forever"),
-    "options": ({"exclude_modules": ".?" * 40 + "!"}, "regular expression that may take forever"),
-    "references": ({"layers_pattern": r"(a*)\1*b"}, "regular expression that may take forever"),
-    "no expression": ({"layers_pattern": "("}, "regular expression that may take forever"),
-    "repeats in a key": ({"rank_pattern": {"(a+)+b": 3}}, "regular expression that may take forever"),
+    "nested repeats": ({"target_modules": "((a*)*)*b"}, "regular expressions that may take forever"),
+    "many repeats": ({"target_modules": ".*a" * 9}, "regular expressions that may take forever"),
+    "alternatives": ({"target_modules": "(a|a)" * 30 + "b"}, "regular expressions that may take forever"),
+    "nothing, often": ({"target_modules": "(){100000000}c_attn"}, "regular expressions that may take forever"),
+    "many slow ones": (
+        {"rank_pattern": {f".*{n}.*": 2 for n in range(99)}},
+        "regular expressions that may take forever",
+    ),
+    "a long one": ({"target_modules": "a" * 10**6}, "regular expressions that may take forever"),
+    "options": ({"exclude_modules": ".?" * 40 + "!"}, "regular expressions that may take forever"),
+    "references": ({"layers_pattern": r"(a*)\1*b"}, "regular expressions that may take forever"),
+    "no expression": ({"layers_pattern": "("}, "regular expressions that may take forever"),
+    "repeats in a key": ({"rank_pattern": {"(a+)+b": 3}}, "regular expressions that may take forever"),
 }
 
 
