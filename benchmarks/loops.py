@@ -375,15 +375,14 @@ class Adversaries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(
-            nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)
+            *(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU()),
+            *(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU()),
+            nn.Linear(256, 32),
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(32, 64),
-            nn.LeakyReLU(0.2),
-            nn.Dropout(0.2),
-            nn.Linear(64, 64),
-            nn.LeakyReLU(0.2),
-            nn.Linear(64, 1),
+            *(nn.Linear(32, 256), nn.LeakyReLU(0.2), nn.Dropout(0.2)),
+            *(nn.Linear(256, 256), nn.LeakyReLU(0.2), nn.Dropout(0.2)),
+            nn.Linear(256, 1),
         )
 
     def forward(self, noise: Tensor) -> Tensor:
@@ -400,9 +399,9 @@ def train_adversaries(model: nn.Module) -> list[float]:
     losses = []
     for _ in range(EPOCHS):
         for batch in range(3):
-            real = numbers(8, 32, seed=batch)
+            real = numbers(512, 32, seed=batch)
             discriminator.requires_grad_(True)
-            fake = generator(torch.randn(8, 16)).detach()
+            fake = generator(torch.randn(512, 16)).detach()
             mixed = ((real + fake) / 2).requires_grad_()
             (slope,) = torch.autograd.grad(discriminator(mixed).sum(), mixed, create_graph=True)
             judged = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
@@ -411,7 +410,7 @@ def train_adversaries(model: nn.Module) -> list[float]:
             loss.backward()
             optimizers[1].step()
             discriminator.requires_grad_(False)
-            fooled = F.softplus(-model(torch.randn(8, 16))).mean()
+            fooled = F.softplus(-model(torch.randn(512, 16))).mean()
             optimizers[0].zero_grad()
             fooled.backward()
             optimizers[0].step()
@@ -479,7 +478,7 @@ LOOPS: dict[str, Loop] = {
     "Lightning": Loop(Classifier, lambda: (numbers(8, 3, 16, 16),), train_by_lightning),
     "snnTorch": Loop(Leaky, lambda: (numbers(12, 6, 20) + 0.5,), train_leaky),
     "SpikingJelly": Loop(jelly, lambda: (numbers(6, 4, 2, 16, 16) + 0.5,), train_jelly),
-    "GAN with a gradient penalty": Loop(Adversaries, lambda: (numbers(8, 16),), train_adversaries),
+    "GAN with a gradient penalty": Loop(Adversaries, lambda: (numbers(512, 16),), train_adversaries),
     "Mixture of experts": Loop(Mixture, lambda: (tokens(0),), train_mixture),
 }
 
@@ -488,7 +487,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def planned(name: str, level: int) -> tuple[Plan, str]:
-    """The plan that ``memopt optimize`` makes of a loop's model, and its peak beside the original's."""
+    """The plan that ``memopt optimize`` makes of a loop's model, and how many segments it has."""
     loop = LOOPS[name]
     with tempfile.TemporaryDirectory() as folder:
         torch.save(loop.inputs(), Path(folder, "inputs.pt"))
@@ -500,7 +499,8 @@ def planned(name: str, level: int) -> tuple[Plan, str]:
         if run.returncode:
             raise RuntimeError(f"memopt optimize {' '.join(asked)}: {run.stderr.strip()}")
         plan = memopt_cli.read_plan(f"{folder}/m.plan.yaml")[1]
-    return plan, f"{len(plan.segments)}{' and packing' if plan.packed else ''}"
+    found = [str(len(plan.segments)), *(["and packing"] if plan.packed else [])]
+    return plan, " ".join(found)
 
 
 def trained(loop: Loop, plan: Plan | None) -> list[float]:
