@@ -489,8 +489,10 @@ def _others(values: Iterable[Any]) -> Iterator[Any]:
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            yield value
+        if isinstance(value, Tensor):
+            # What a transform of torch.func has left behind can be neither read nor copied.
+            if not isinstance(value, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+                yield value
         elif isinstance(value, _Container):
             yield from _tensors(value.items)
         elif isinstance(value, tuple):
