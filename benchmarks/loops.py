@@ -309,7 +309,7 @@ class Leaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         snn = library("snntorch")
-        self.first, self.second = nn.Linear(20, 64), nn.Linear(64, 5)
+        self.first, self.second = nn.Linear(20, 128), nn.Linear(128, 5)
         self.hidden, self.out = snn.Leaky(0.9, learn_beta=True), snn.Leaky(0.8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Leaky(nn.Module):
 
 def train_leaky(model: nn.Module) -> list[float]:
     """Sequences of other lengths."""
-    pairs = [((numbers(steps, 6, 20, seed=steps) + 0.5,), torch.arange(6) % 5) for steps in (12, 12, 9)]
+    pairs = [((numbers(steps, 64, 20, seed=steps) + 0.5,), torch.arange(64) % 5) for steps in (30, 30, 21)]
     return train_pairs(model, pairs, F.cross_entropy)
 
 
@@ -476,7 +476,7 @@ LOOPS: dict[str, Loop] = {
     "diffusers UNet": Loop(diffusion_unet, lambda: (numbers(4, 3, 16, 16), torch.arange(4)), train_diffusion),
     "PyTorch Geometric": Loop(GraphNet, lambda: graphs(0), train_graphs),
     "Lightning": Loop(Classifier, lambda: (numbers(8, 3, 16, 16),), train_by_lightning),
-    "snnTorch": Loop(Leaky, lambda: (numbers(12, 6, 20) + 0.5,), train_leaky),
+    "snnTorch": Loop(Leaky, lambda: (numbers(30, 64, 20) + 0.5,), train_leaky),
     "SpikingJelly": Loop(jelly, lambda: (numbers(6, 4, 2, 16, 16) + 0.5,), train_jelly),
     "GAN with a gradient penalty": Loop(Adversaries, lambda: (numbers(512, 16),), train_adversaries),
     "Mixture of experts": Loop(Mixture, lambda: (tokens(0),), train_mixture),

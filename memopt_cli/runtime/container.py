@@ -44,7 +44,7 @@ from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.held import Held
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
-from memopt_cli.runtime.noise import ends_in_noise, first_node, save_nothing
+from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
@@ -756,7 +756,7 @@ class _Run:
     def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
-        before, held = first_node(), Held()
+        held = Held()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
@@ -777,7 +777,7 @@ class _Run:
         elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
         held.drop()
-        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), before)
+        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_node)
         if self._ends_in_noise:
             save_nothing()
         return output

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt_cli.runtime.noise import first_node
 from memopt_cli.runtime.objects import version_of
 
 
@@ -22,6 +23,8 @@ class Held:
     def __init__(self) -> None:
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
+        self.last_node = -1
+        """Number of the node of autograd that saved a tensor last."""
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
@@ -38,6 +41,7 @@ class Held:
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
+        self.last_node = first_node() - 1
         saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
         self._saved.append(saved)
         return saved

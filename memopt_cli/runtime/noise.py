@@ -15,15 +15,6 @@ from torch import Tensor
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
 """Nodes of operators whose schema says that they write to an argument which they save: of ATen's only these."""
-_ALWAYS_SAVING: Final = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Relu", "Sigmoid", "Tanh", "Gelu", "Silu", "Softmax", "LogSoftmax", "NativeDropout", "Convolution"),
-        *("NativeLayerNorm", "NativeBatchNorm", "NativeGroupNorm", "LeakyRelu", "Elu", "Hardtanh", "Softplus"),
-        *("Exp", "Log", "Sin", "Cos", "Sqrt", "Rsqrt", "MaxPool2DWithIndices", "AvgPool2D", "NllLoss"),
-    )
-)
-"""Nodes that hold a tensor in any case."""
 
 
 def first_node() -> int:
@@ -32,28 +23,25 @@ def first_node() -> int:
     return number
 
 
-def ends_in_noise(outputs: Sequence[Tensor], since: int) -> bool:
-    """Whether the last operator that surely saved a tensor is none, and one of those before it fills it later.
+def ends_in_noise(outputs: Sequence[Tensor], last: int) -> bool:
+    """Whether the node of that number, the last that saved a tensor, is of an operator that fills it later.
 
-    ``since``: the number of the first node that counts.
+    ``outputs``: of what ran; a node that they do not depend on is never asked for its tensors.
     """
     pending: list[tuple[int, int, Any]] = []
     seen = set[Any]()
 
     def add(node: Any) -> None:
-        if node is not None and node not in seen and node._sequence_nr() >= since:
+        if node is not None and node not in seen and node._sequence_nr() >= last:
             seen.add(node)
             heapq.heappush(pending, (-node._sequence_nr(), len(seen), node))
 
     for output in outputs:
         add(output.grad_fn)
     while pending:
-        _, _, node = heapq.heappop(pending)
-        name = node.name()
-        if name.startswith(_FILLED_LATER):
+        number, _, node = heapq.heappop(pending)
+        if -number == last and node.name().startswith(_FILLED_LATER):
             return True
-        if name in _ALWAYS_SAVING or getattr(node, "_raw_saved_tensors", None):
-            return False
         for following, _ in node.next_functions:
             add(following)
     return False

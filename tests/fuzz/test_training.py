@@ -50,6 +50,8 @@ ONCE_FAILED = {
     "an LSTM within a segment that keeps outputs": '{"blocks":[{"kind":"max pool"},{"kind":"mapping"},'
     '{"kind":"deep lstm"}],"segments":[{"path":"","keep":["aten::relu"]},{"path":"blocks"}],'
     '"scenario":{"dtype":"float64","batch":1},"steps":1}',
+    "noise behind which others save": '{"blocks":[{"kind":"mapping"},{"kind":"rrelu"},{"kind":"saved by hooks",'
+    '"inner":[{"kind":"object"}]},{"kind":"viewed"}],"segments":[{"path":"blocks.0-3"}],"steps":1}',
     "state that a transform has left behind": '{"blocks":[{"kind":"teacher","inner":[{"kind":"mapped",'
     '"inner":[{"kind":"membranes"}],"segments":[{"path":""}]}]}],"steps":1}',
 }
