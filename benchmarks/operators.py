@@ -325,7 +325,7 @@ def main() -> None:
     if chosen:
         print(report(found))
     else:
-        write_section("operators", this_command(), report(found))
+        write_section("Peaks of single operators", this_command(), report(found))
 
 
 if __name__ == "__main__":

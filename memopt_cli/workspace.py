@@ -57,7 +57,7 @@ class _Run:
 
     @property
     def fixed_bytes(self) -> int:
-        """Where the line through this run and the smaller one begins: what is left of it without any batch."""
+        """The value, at an empty batch, of the line through this run and the smaller one."""
         if self.smaller is None or self.smaller.nbytes > self.nbytes:
             return 0
         sizes = [(math.prod(mine), math.prod(its)) for mine, its in _in_both(self.shapes, self.smaller.shapes)]

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,7 @@ def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str,
         counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
         if counted > most:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key}, {counted}, is far beyond what its weights have", hint=_SAVE
+                f"{folder} was not loaded: its {key}, {counted} in all, is far beyond what its weights have", hint=_SAVE
             )
 
 
@@ -234,8 +235,8 @@ _PATTERNS: Final = frozenset(
     alpha_pattern n_frequency_pattern""".split()
 )
 """Settings that PEFT takes for names of modules, and names for regular expressions."""
-_MOST_STEPS: Final = 10**6
-_LONGEST_NAME: Final = 200
+_MOST_STEPS: Final = 4 * 10**6
+_LONGEST_NAME: Final = 80
 """Characters of a module's name, to estimate by."""
 
 
@@ -244,30 +245,49 @@ def _most_steps(pattern: str) -> float:
     if len(pattern) > _LONGEST_PATTERN:
         return math.inf
     try:
-        return _ways(sre_parser.parse(pattern))
+        gaps, ways = _freedom(sre_parser.parse(pattern))
     except (re.error, RecursionError, OverflowError):
         return math.inf
+    return ways * math.comb(_LONGEST_NAME + gaps, gaps)
 
 
-def _ways(parts: Iterable[tuple[Any, Any]]) -> float:
-    return math.prod(_ways_of(str(kind), value) for kind, value in parts)
+def _freedom(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
+    """Of parts in turn: how many of them take any number of characters, and how many ways the others can go."""
+    gaps, ways = 0, 1.0
+    for kind, value in parts:
+        more, times = _freedom_of(str(kind), value)
+        gaps, ways = gaps + more, ways * times
+    return gaps, ways
 
 
-def _ways_of(kind: str, value: Any) -> float:
+def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
     if kind in _ONE_CHARACTER or kind == "AT":
-        return 1
+        return 0, 1
     if kind == "SUBPATTERN":
-        return _ways(value[-1])
-    if kind == "BRANCH":
-        return sum(map(_ways, value[1]))
+        return _freedom(value[-1])
     if kind in ("ASSERT", "ASSERT_NOT"):
-        return _ways(value[1])
+        return _freedom(value[1])
+    if kind == "BRANCH":
+        return _choice(value[1])
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
         _, most, repeated = value
         if most <= 1:
-            return 1 + _ways(repeated)
-        return _LONGEST_NAME if [str(part) for part, _ in repeated] in [[one] for one in _ONE_CHARACTER] else math.inf
-    return math.inf
+            gaps, ways = _freedom(repeated)
+            return gaps, 1 + ways
+        is_simple = [str(part) for part, _ in repeated] in [[one] for one in _ONE_CHARACTER]
+        return (1, 1) if is_simple else (0, math.inf)
+    return 0, math.inf
+
+
+def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
+    """Of alternatives; of those that begin with different characters one at most can be gone on with."""
+    gaps, ways = 0, Counter[Any]()
+    for alternative in alternatives:
+        more, times = _freedom(alternative)
+        gaps = max(gaps, more)
+        begins = str(alternative[0]) if len(alternative) and str(alternative[0][0]) == "LITERAL" else ""
+        ways[begins] += times  # type: ignore[assignment]
+    return gaps, ways.pop("", 0) + max(ways.values(), default=0)
 
 
 _ONE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")

@@ -118,6 +118,7 @@ class Kept:
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan
+            self.files.append(self.paths.plan)  # it may be there already
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()

@@ -51,7 +51,7 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
-from memopt_cli.runtime.unsafe import as_of, run_plainly, runs_plainly, this_moment
+from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, runs_plainly, this_moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -756,7 +756,7 @@ class _Run:
     def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
-        held = Held()
+        held, before = Held(), marks()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
@@ -768,6 +768,9 @@ class _Run:
             self._start.settle()
         if reason := self._start.lost():
             run_plainly(self._module, reason)
+            held.keep()
+            return output
+        if marks() != before:  # a segment within cannot run again, and would do otherwise than it did
             held.keep()
             return output
         if any(version_of(t) != version for _, t, version in inputs):

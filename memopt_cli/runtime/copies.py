@@ -39,7 +39,7 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     return copies
 
 
-def again(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
+def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     """New tensors of what the copies hold, by the same keys."""
     needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
     wholes = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}

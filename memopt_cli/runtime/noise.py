@@ -28,6 +28,8 @@ def ends_in_noise(outputs: Sequence[Tensor], last: int) -> bool:
 
     ``outputs``: of what ran; a node that they do not depend on is never asked for its tensors.
     """
+    if last < 0:  # nothing was saved
+        return False
     pending: list[tuple[int, int, Any]] = []
     seen = set[Any]()
 

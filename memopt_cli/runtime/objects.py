@@ -34,6 +34,8 @@ _MOST_PARTS: Final = 1000
 """Objects that are looked at: more are a program, and no state of a module's."""
 _LARGEST_COPY: Final = 1 << 16
 """Bytes of a tensor that is copied; of a larger one it is only noticed that it was written."""
+_LARGEST_SUMMED: Final = 1 << 20
+"""Bytes of a tensor whose bits are looked at; of a larger one it is only noticed that its version is another."""
 _NO_STATE: Final = (
     *(nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodType, weakref.ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -153,9 +155,10 @@ class _Noted:
 def _sums(tensor: Tensor) -> Tensor | None:
     """Sums over the rows and the columns of its bits, laid out as a table: they tell most writes, in little memory.
 
-    ``None`` of a tensor that does not lie in one piece.
+    ``None`` of one that is too large for that, or whose bits do not simply lie in one piece.
     """
-    if not tensor.is_contiguous():
+    is_plain = tensor.is_contiguous() and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    if not is_plain or tensor.nbytes > _LARGEST_SUMMED:
         return None
     words = tensor.detach().view(-1).view(_WORDS[min(8, tensor.element_size())])
     table, rest = words[: words.numel() - words.numel() % _ROW].view(-1, _ROW), words[-(words.numel() % _ROW) :]

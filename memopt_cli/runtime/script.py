@@ -64,7 +64,7 @@ def _check_node(node: Any) -> None:
     if not node.schema().startswith("("):  # "(no schema)"
         schema = _schema(node.schema())
         if is_checked(schema):
-            raise UnsafeScript(f"the operator {kind}, whose arguments are checked only where its module can be lifted")
+            raise UnsafeScript(f"the operator {kind}, which is made safe only where its module can be lifted")
         if not may_write_elsewhere(schema):
             raise UnsafeScript(f"the operator {kind} with an argument for its result")
         for position, what in codes_in(schema):

@@ -39,7 +39,7 @@ class Settings:
         self._is_watched = is_in_torch_dispatch_mode()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def in_force(self) -> Iterator[None]:
         """They are so within, and as they were before afterwards."""
         present = Settings()
         present._become(self)

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt_cli.runtime.copies import again, copies_of
+from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
 from memopt_cli.runtime.settings import Settings
 
@@ -227,10 +227,7 @@ class _Parameters:
         held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
-        # An embedding with a largest norm scales rows of its own, and the second time finds them scaled: where rounding
-        # does not leave them above it.
-        scaled = {id(m.weight) for m in module.modules() if _has_largest_norm(m) and m.weight.dtype in _PRECISE}
-        self._versions = {id(p): version_of(p) for p in self.tensors() if id(p) not in scaled and not is_lazy(p)}
+        self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
         self.written = ""
         """Name of a parameter that forward itself wrote."""
 
@@ -280,13 +277,6 @@ class _Parameters:
                 p.requires_grad_(trainable)
             for parameters, name, p in others:
                 parameters[name] = p
-
-
-_PRECISE = (torch.float32, torch.float64)
-
-
-def _has_largest_norm(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    return isinstance(module, nn.Embedding) and module.max_norm is not None
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
@@ -379,7 +369,7 @@ class StartingState:
 
     def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
         replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
-        replaced |= again(self._copies) | self._objects.again()
+        replaced |= remade(self._copies) | self._objects.again()
         self._state.restore(replaced)
         self._objects.restore(replaced)
         self._generators.restore()
@@ -397,7 +387,7 @@ class StartingState:
         self._objects.check()
         current, objects = ModuleState(self._module), self._objects.now()
         generators = self._generators.now()
-        with self._settings.again(), self._parameters.in_place():
+        with self._settings.in_force(), self._parameters.in_place():
             try:
                 yield self._enter(lent)
             finally:

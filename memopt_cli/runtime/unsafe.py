@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 _thread = threading.local()
-_marks = itertools.count(1)
+_moments = itertools.count(1)
+_made = 0
 _marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A module that runs plainly -> the number of its mark, in the order in which they were made."""
 _WAYS = ("warn", "raise")
@@ -28,15 +29,24 @@ def run_plainly(module: nn.Module, reason: str) -> None:
     ``reason``: what its forward did, a sentence without its subject.  Warns, or raises :class:`RuntimeError` if
     ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor ``raise``.
     """
+    if module in _marked:  # by a run that was going on already
+        return
     way = sys.modules[__name__.partition(".")[0]].on_unsafe
     if way not in _WAYS:
         raise ValueError(f"memopt_cli.on_unsafe is {way!r}; it must be one of: {', '.join(_WAYS)}")
     message = f"{type(module).__name__} {reason}, which a recomputation cannot repeat"
     if way == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
-    _marked[module] = next(_marks)
+    global _made
+    _marked[module] = next(_moments)
+    _made += 1
     # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
     warnings.warn(f"{message}: it runs without recomputation from now on", stacklevel=1)
+
+
+def marks() -> int:
+    """How many modules were marked so far."""
+    return _made
 
 
 def runs_plainly(module: nn.Module) -> bool:
@@ -48,7 +58,7 @@ def runs_plainly(module: nn.Module) -> bool:
 def this_moment() -> int:
     """Now, for :func:`as_of`; in a recomputation, when the first run began."""
     now: int = getattr(_thread, "now", 0)
-    return now or next(_marks)
+    return now or next(_moments)
 
 
 @contextlib.contextmanager

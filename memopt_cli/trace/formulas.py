@@ -94,7 +94,7 @@ class Formula:
 
 
 def formula_at(tick: int, before: Formula | None) -> Formula | None:
-    """The formula of PyTorch's own that runs; ``before``: when the operator before ran."""
+    """The formula of PyTorch's own that runs; ``before``: the one that ran at the previous operator."""
     if torch.is_grad_enabled():
         return None
     node = torch._C._current_autograd_node()

@@ -99,6 +99,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace = self._workspace_bytes(func, args) if share else 0
         if self.phase == "backward" and (self._is_written(func, args) or self._is_sum(func, args)):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
+            self._raise_peaks(self.live_bytes - (self._first.nbytes if self._first else 0), workspace)
             combines = self._formula is not None and self._formula.combines(name_of(func))
             self._written = self.known(output) if combines else None
         else:

@@ -35,7 +35,7 @@ _STEPS = 3
 _QUICK_S = 2.0
 """... or than this."""
 _PAIR = 3.0
-"""Time of a step with the plan and one without, over the latter's, as it is reckoned with."""
+"""Assumed time of a pair of steps, one of them with the plan, over that of a plain one."""
 _RATE = 1e-3
 """The largest change of a parameter by a step of the optimizer, over the largest parameter."""
 
@@ -155,7 +155,7 @@ def _size(recorded: Recorded, checks: int) -> int:
 
 
 class _CannotCopy(StepError):
-    """The model is one of a kind."""
+    """The model cannot be copied."""
 
 
 class _Course:
@@ -247,6 +247,7 @@ class _Pair:
             return Found(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
             if is_out_of_memory(error):
+                self._plain.at_start = True  # as the other one is
                 raise
             return Found(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
 

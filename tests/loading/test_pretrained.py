@@ -173,11 +173,11 @@ def test_the_environment_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 HUGE: dict[str, tuple[dict[str, Any], str]] = {
-    "layers": ({"n_layer": 10**6}, "its n_layer, 1000000, is far beyond"),
-    "labels": ({"num_labels": 3 * 10**6}, "its num_labels, 3000000, is far beyond"),
+    "layers": ({"n_layer": 10**6}, "its n_layer, 1000000 in all, is far beyond"),
+    "labels": ({"num_labels": 3 * 10**6}, "its num_labels, 3000000 in all, is far beyond"),
     "words": ({"vocab_size": 10**10}, "far more bytes than its weights"),
-    "positions": ({"n_positions": 10**9}, "its n_positions, 1000000000, is far beyond"),
-    "layers in a list": ({"depths": [5_000, 6_000]}, "its depths, 11000, is far beyond"),
+    "positions": ({"n_positions": 10**9}, "its n_positions, 1000000000 in all, is far beyond"),
+    "layers in a list": ({"depths": [5_000, 6_000]}, "its depths, 11000 in all, is far beyond"),
     "features": ({"n_embd": 10**9, "n_head": 1}, "is far beyond"),
 }
 
@@ -202,7 +202,7 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "alternatives": ({"target_modules": "(a|a)" * 30 + "b"}, "regular expressions that may take forever"),
     "nothing, often": ({"target_modules": "(){100000000}c_attn"}, "regular expressions that may take forever"),
     "many slow ones": (
-        {"rank_pattern": {f".*{n}.*": 2 for n in range(99)}},
+        {"rank_pattern": {f".*{n}.*.*": 2 for n in range(99)}},
         "regular expressions that may take forever",
     ),
     "a long one": ({"target_modules": "a" * 10**6}, "regular expressions that may take forever"),
@@ -238,8 +238,17 @@ def test_adapters_that_read_other_files_are_refused(name: str, adapter: Path) ->
     assert caught.value.hint
 
 
-def test_an_adapter_may_name_its_modules_by_a_pattern(adapter: Path) -> None:
-    rewrite(adapter / "adapter_config.json", lambda given: given.update(target_modules=r".*\.h\.\d+\.attn\.(c_attn)"))
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.h\.\d+\.attn\.(c_attn)",
+        ".*(attn).*(c_attn|v_proj).*",
+        "(?:.*?(?:vision|transformer).*?(?:self_attn|attn|mlp).*?(?:q_proj|c_attn|v_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|up_proj)))",
+    ],
+)
+def test_an_adapter_may_name_its_modules_by_a_pattern(pattern: str, adapter: Path) -> None:
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(target_modules=pattern))
     assert any("lora_A" in name for name, _ in load(adapter).named_parameters())
 
 

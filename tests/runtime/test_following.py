@@ -737,18 +737,6 @@ def test_chunks_of_an_embedding_that_scales_by_frequency_are_refused() -> None:
         install_segment(nn.Embedding(9, 4, scale_grad_by_freq=True), SegmentConfig(chunks=2))
 
 
-def test_an_embedding_with_a_largest_norm(judge: Judge) -> None:
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(10, 4, max_norm=0.5)
-
-        def forward(self, indices: Tensor) -> Tensor:
-            return (self.embedding(indices) * self.embedding(indices + 1)).sin()
-
-    judge(Looking(), {"": PLAIN}, torch.arange(5))
-
-
 def test_a_kept_operator_that_is_told_where_to_write(judge: Judge) -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:

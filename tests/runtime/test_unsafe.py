@@ -92,14 +92,15 @@ class Teacher(_Reading):
 
 
 class Scaling(_Reading):
-    """Looks up rows that a largest norm scales, in a type whose rounding leaves them above it."""
+    """Looks up rows that a largest norm scales: rounding leaves some above it, to be scaled once more."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, 4, max_norm=0.5, dtype=torch.bfloat16)
+        self.table = nn.Embedding(50, 200, max_norm=100.0)
+        self.table.weight.data.mul_(30)
 
     def factor(self) -> Tensor:
-        return self.table(torch.tensor([1, 2])).float().sum()
+        return (self.table(torch.arange(50)) * self.table(torch.arange(49, -1, -1))).mean()
 
 
 KINDS = {
@@ -154,12 +155,72 @@ def test_only_what_was_seen_runs_plainly(recwarn: pytest.WarningsRecorder) -> No
     model = nn.Sequential(Teacher(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     for part in model:
         install_segment(part, PLAIN)
-    saved: list[Any] = []
+    ran: list[str] = []
+    model[0].linear.register_forward_hook(lambda *_: ran.append("the first"))
+    model[1][0].register_forward_hook(lambda *_: ran.append("the second"))
     for _ in range(2):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            model(torch.ones(2, 4)).sum().backward()
-        saved.append(None)
+        model(torch.ones(2, 4)).sum().backward()
     assert [str(w.message).split()[0] for w in recwarn] == ["Teacher"]
+    assert ran == ["the first", "the second", "the second"] * 2
+
+
+class Taking(nn.Module):
+    """Takes a number from a generator that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, numbers: Iterator[float]) -> Tensor:
+        return (self.linear(x) * next(numbers)).sin()
+
+
+class Giving(nn.Module):
+    """Makes a generator in its own forward: it can run again, and what lies in it cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Taking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = (float(n) for n in range(1, 9))
+        return self.inner(self.inner(x, numbers), numbers)
+
+
+class Outermost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.giving = Giving()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.giving(x) + self.giving(2 * x).tanh()
+
+
+@pytest.mark.parametrize("paths", [["giving", "giving.inner"], ["", "giving", "giving.inner"]], ids=" and ".join)
+def test_a_segment_within_that_alone_cannot_run_again(paths: list[str], recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model = Outermost()
+    optimized = copy.deepcopy(model)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), PLAIN)
+    expected, found = _trained(model), _trained(optimized)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    assert [str(w.message).split()[0] for w in recwarn] == ["Taking"]
+
+
+@pytest.mark.parametrize("kind", ["quantized", "conjugate", "large"])
+def test_a_tensor_in_an_object_whose_bits_are_not_looked_at(kind: str) -> None:
+    rows = {
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(1 << 17), 0.1, 0, torch.quint8),
+        "conjugate": lambda: torch.ones(1 << 14, dtype=torch.complex64).conj(),
+        "large": lambda: torch.ones(1 << 20),
+    }[kind]()
+    model = Banking()
+    model.factor = lambda: torch.ones(())  # type: ignore[method-assign]
+    model.bank.rows = rows
+    install_segment(model, PLAIN)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.linear.weight.grad is not None
 
 
 def test_an_error_instead_if_asked(kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
