@@ -479,9 +479,10 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
     """In memory as each chunk is: what follows, dropout for one, may go through it in that order."""
     first = column[0]
-    if first.is_contiguous() or not is_dense(first):
+    # Of a chunk of one sample the stride along it still tells where it belongs.
+    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), first.shape[d] == 1, d))
+    if order == [*range(first.dim())] or not is_dense(first):
         return torch.cat(column, dim=axis)
-    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), d))
     joined = torch.cat([piece.permute(order) for piece in column], dim=order.index(axis % first.dim()))
     return joined.permute([order.index(d) for d in range(first.dim())])
 
@@ -557,9 +558,13 @@ def _checkpoint(
             run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
         with inputs.hooks():
             return _recomputed(run, *tensors)
-    except _HooksForbidden:
+    except _HooksForbidden as error:
         if starts is not None:  # chunks before this one have run
             raise
+        if reason := start.lost():
+            raise RuntimeError(
+                f"{type(module).__name__} computes gradients by torch.func and {reason}; take it out of the plan"
+            ) from error
     run_plainly(module, "computes gradients by torch.func")
     start.enter(lent)
     return forward(*args, **kwargs)

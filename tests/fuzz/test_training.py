@@ -50,6 +50,8 @@ ONCE_FAILED = {
     "an LSTM within a segment that keeps outputs": '{"blocks":[{"kind":"max pool"},{"kind":"mapping"},'
     '{"kind":"deep lstm"}],"segments":[{"path":"","keep":["aten::relu"]},{"path":"blocks"}],'
     '"scenario":{"dtype":"float64","batch":1},"steps":1}',
+    "chunks of one sample that lies transposed": '{"blocks":[{"kind":"lstm","segments":[{"path":"","chunks":3,'
+    '"recompute_states":true}]},{"kind":"alpha dropout"}],"scenario":{"dtype":"float64","batch":2},"steps":1}',
     "noise behind which others save": '{"blocks":[{"kind":"mapping"},{"kind":"rrelu"},{"kind":"saved by hooks",'
     '"inner":[{"kind":"object"}]},{"kind":"viewed"}],"segments":[{"path":"blocks.0-3"}],"steps":1}',
     "state that a transform has left behind": '{"blocks":[{"kind":"teacher","inner":[{"kind":"mapped",'
@@ -60,6 +62,12 @@ ONCE_FAILED = {
 @pytest.mark.parametrize("text", ONCE_FAILED.values(), ids=ONCE_FAILED)
 def test_what_once_failed(text: str) -> None:
     assert outcome(from_text(text)).kind == "same"
+
+
+def test_what_cannot_run_plainly_either_is_refused() -> None:
+    blocks = (Block(kind="log softmax over time"), Block(kind="written"), Block(kind="gradient"))
+    found = outcome(Case(blocks=blocks, segments=(SegmentPlan(path="blocks.0-2"),), steps=1))
+    assert (found.kind, "writes to its parameter weight in place; take it" in found.reason) == ("refused", True)
 
 
 def _putting_nothing_back(self: Generators) -> None:
