@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
 from memopt_cli.verify import first_samples
 from memopt_cli.verify import verify as compared
+from memopt_cli.write import read_plan
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
@@ -23,21 +25,23 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 def apply_plan(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     *,
     verify: Inputs | list[Inputs] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
 
-    ``verify``: inputs, or a list of several, such as batches of other sizes and padded ones.  A step on each is
-    compared with one of the model without the plan, in the mode that the model is in: outputs, gradients, buffers,
-    hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.  ``loss``: of the output, as in
-    training.
+    ``plan``: one, or the path of its file.  ``verify``: inputs, or a list of several, as batches of other sizes and
+    padded ones.  A step on each is compared with one of the model without the plan, in the mode that the model is in:
+    outputs, gradients, buffers, hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.
+    ``loss``: of the output, as in training.
 
     Raises :class:`PlanError` for a plan that does not suit the model, :class:`VerificationError` if a step differs,
     and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
     """
+    if not isinstance(plan, Plan):
+        plan = read_plan(plan)[1]
     for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
         _compare(model, plan, inputs, loss)
     return apply.apply_plan(model, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 import memopt_cli
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import PlanError, VerificationError
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
+from memopt_cli.write import plan_yaml
 
 
 class Splitting(nn.Sequential):
@@ -184,3 +186,19 @@ def test_inputs_that_the_model_rejects_leave_it_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         memopt_cli.apply_plan(model, plan("0"), verify=torch.ones(3, 5))
     assert segment_of(model[0]) is None
+
+
+def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
+    header = FileHeader(
+        schema_version=SCHEMA_VERSION,
+        memopt="0",
+        torch="2",
+        model="net.pt",
+        sha256=None,
+        spec=InputSpec(tensors=(TensorSpec(shape=(2, 4)),), source="-i"),
+        seed=0,
+        device="cpu",
+    )
+    (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0")))
+    model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
+    assert memopt_cli.plan_of(model).segments == plan("0").segments

@@ -40,7 +40,7 @@ PARTS: dict[str, set[str]] = {
     "measure.server": {"measure.processes", "measure.sandbox", "measure.worker"},
     "measure.local": BELOW_STAGES | {"loading", "measure", "measure.model_file", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file"},
-    "proven": BELOW_STAGES | {"apply", "verify"},
+    "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import raise_failure
@@ -19,7 +21,9 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     """
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
-    _, plan = read_plan(request.plan_path)
+    header, plan = read_plan(request.plan_path)
+    if request.verify and request.spec is None and header.spec.tensors:  # those of the step that it was made for
+        request = replace(request, spec=replace(header.spec, source=request.plan_path))
     if request.verify:
         source, verification = _verified(request, plan, progress, ask)
     else:

@@ -76,7 +76,8 @@ class Kept:
         finally:
             self.summary.spent_s = time.monotonic() - self.started
         if self.summary.interrupted:
-            return Interrupted("interrupted; the plan is the best of what had been tried")
+            found = "the plan is the best" if self.request.goal.applies else "the frontier is made"
+            return Interrupted(f"interrupted; {found} of what had been tried")
         return None
 
     def _go_on(self) -> None:

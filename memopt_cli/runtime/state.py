@@ -228,6 +228,7 @@ class _Parameters:
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
+        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and not is_lazy(p)}
         self.written = ""
         """Name of a parameter that forward itself wrote."""
 
@@ -238,8 +239,15 @@ class _Parameters:
     def settle(self) -> None:
         """Forward has ended: from now on they stay as they are."""
         named = ((name, p) for _, used in self._used for name, p in used.items() if _is_plain(p))
-        self.written = next((n for n, p in named if version_of(p) != self._versions.get(id(p), version_of(p))), "")
+        self.written = next((name for name, p in named if self._is_written(p)), "")
+        self._places.clear()
         self._versions = {id(p): version_of(p) for p in self.tensors()}
+
+    def _is_written(self, p: Tensor) -> bool:
+        """Whether it has another version, or by ``.data`` other memory; one that was made meanwhile has not."""
+        if id(p) not in self._places:
+            return False
+        return version_of(p) != self._versions[id(p)] or _place_of(p) != self._places[id(p)]
 
     def check(self) -> None:
         """Raises :class:`RuntimeError` if one was modified in place since."""
@@ -277,6 +285,11 @@ class _Parameters:
                 p.requires_grad_(trainable)
             for parameters, name, p in others:
                 parameters[name] = p
+
+
+def _place_of(parameter: Tensor) -> int:
+    place: int = parameter.untyped_storage()._cdata
+    return place
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:

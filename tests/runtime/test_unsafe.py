@@ -91,6 +91,14 @@ class Teacher(_Reading):
         return self.teacher.weight.sum()
 
 
+class MomentumTeacher(Teacher):
+    """The same, as contrastive learning does it: past the count of writes."""
+
+    def factor(self) -> Tensor:
+        self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.linear.weight.data * 0.1
+        return self.teacher.weight.sum()
+
+
 class Scaling(_Reading):
     """Looks up rows that a largest norm scales: rounding leaves some above it, to be scaled once more."""
 
@@ -108,6 +116,7 @@ KINDS = {
     Generating: "moves the generator make on",
     Banking: r"writes in place to a tensor of shape \(64, 512\) in an object",
     BankingAside: r"writes in place to a tensor of shape \(64, 512\) in an object",
+    MomentumTeacher: "writes to its parameter weight in place",
     Teacher: "writes to its parameter weight in place",
 }
 
