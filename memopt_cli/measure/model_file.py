@@ -75,8 +75,8 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
         torch.save(model, file)
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # as pickle says it of what it cannot
         raise StepError(
-            first_line(err),
-            hint="In the training script: memopt_cli.apply_plan(model, memopt_cli.read_plan('PLAN')[1]).",
+            f"the model could not be saved: {first_line(err)}",
+            hint="In the training script: memopt_cli.apply_plan(model, 'PLAN.yaml').",
         ) from err
 
 

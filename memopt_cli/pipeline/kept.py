@@ -113,7 +113,7 @@ class Kept:
         if self.paths.plan_only:
             self.summary.notes.append(
                 "No model is written, as asked. In the training script: "
-                f"memopt_cli.apply_plan(model, memopt_cli.read_plan({str(self.paths.plan)!r})[1])."
+                f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r})."
             )
         plan = content(plan_yaml(file_header(self.prepared), self._plan))
         try:

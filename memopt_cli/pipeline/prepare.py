@@ -163,7 +163,7 @@ def _save(subject: Subject, plan: Plan, timeout_s: float, file: BinaryIO) -> Non
     with Session(subject, timeout_s) as session:
         saved = session.save(plan, file)
     if not isinstance(saved, Saved):
-        raise_failure(saved, "the model could not be saved: ")
+        raise_failure(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
 
 
 def file_header(prepared: Prepared) -> FileHeader:

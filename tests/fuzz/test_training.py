@@ -17,7 +17,7 @@ from tests.fuzz.scenarios import Scenario
 from tests.fuzz.shrinking import shrunk
 from tests.fuzz.training import Outcome, outcome
 
-CASES = 300
+CASES = 150
 ROOT = (SegmentPlan(path=""),)
 
 
