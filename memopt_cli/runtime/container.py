@@ -773,9 +773,7 @@ class _Run:
             self._start.settle()
         if reason := self._start.lost():
             run_plainly(self._module, reason)
-            held.keep()
-            return output
-        if marks() != before:  # a segment within cannot run again, and would do otherwise than it did
+        if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did
             held.keep()
             return output
         if any(version_of(t) != version for _, t, version in inputs):

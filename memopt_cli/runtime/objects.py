@@ -142,10 +142,12 @@ class _Noted:
     def settle(self, *, was_written: bool) -> None:
         tensor = self._tensor()
         self._is_lost = was_written and self.copy is None
-        if self.copy is not None and tensor is not None and was_written:
-            self.copy.requires_grad_(tensor.requires_grad)
-        elif not was_written:
+        if not was_written and self.copy is None:
+            return  # version and sums are what they were
+        if not was_written:
             self.copy = None
+        elif self.copy is not None and tensor is not None:
+            self.copy.requires_grad_(tensor.requires_grad)
         self._note(tensor)
 
     def is_lost(self) -> bool:
