@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.pipeline.batch_probes import replaceable
-from memopt_cli.pipeline.prepare import Prepared, prepare
+from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Probes
@@ -45,7 +45,8 @@ def prepared(name: str) -> Prepared:
     settings = StepSettings(device="cpu", loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
     folder = "benchmarks" if name == SPIKINGJELLY else "sample_models"
     source = ModelSource(location=f"{folder}.{name}:build")
-    return prepare(source, spec_of(name), settings, progress=Progress(), ask=None)
+    opening = Opening(source=source, spec=spec_of(name), settings=settings, timeout_s=TIMEOUT_S)
+    return prepare(opening, progress=Progress(), ask=None)
 
 
 def spec_of(name: str) -> InputSpec:
