@@ -15,9 +15,9 @@ from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.interface import Candidate, Probes
-from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.search import Allowed
-from memopt_cli.plan.strategies.segments import segment
+from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.questions import Priced
+from memopt_cli.plan.targets import segment
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
@@ -28,6 +28,7 @@ from memopt_cli.records import (
     ModuleTrace,
     Plan,
     Refused,
+    SearchOptions,
     SegmentPlan,
     StepSettings,
     StepTrace,
@@ -74,11 +75,11 @@ class Bench:
 
     def planner(self) -> Planner:
         """A planner that knows nothing yet but the recorded step."""
-        return Planner(self.trace, self.probes, Allowed(keep=True), may_chunk=True, level=LEVEL)
+        return Planner(self.trace, self.start(), self.probes, SearchOptions(level=LEVEL))
 
-    def start(self) -> Priced:
+    def start(self) -> Candidate:
         """The original."""
-        return Priced(candidate=Candidate(plan=Plan(level=LEVEL), counted=self.original), slowdown=1.0)
+        return Candidate(plan=Plan(level=0), counted=self.original)
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -105,8 +106,7 @@ class Bench:
     def budgets(self, planner: Planner, count: int) -> list[int]:
         """Budgets in bytes, evenly from the least peak that is reached, and measured, towards the original's."""
         high = self.original.allocated_peak_bytes
-        least = planner.least(high)
-        low = min(high, self.measured_peak(least.candidate.plan)) if least else high
+        low = min(high, self.measured_peak(planner.least(LEVEL).plan))
         return [low + (high - low) * step // count for step in range(count)]
 
 

@@ -42,10 +42,9 @@ from memopt_cli.measure import processes
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.optimization import find_levels
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Probes
+from memopt_cli.plan.interface import Candidate, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import resolve
-from memopt_cli.plan.search import Allowed
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Budget,
@@ -56,6 +55,7 @@ from memopt_cli.records import (
     Plan,
     Refused,
     SearchGoal,
+    SearchOptions,
     SearchRequest,
     StepSettings,
     from_data,
@@ -187,7 +187,7 @@ def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
     for name in names:
         with bench(name) as one:
             planner = one.planner()
-            own = [planner.within(limit) for limit in one.budgets(planner, FIVE)]
+            own = [planner.within(LEVEL, limit) for limit in one.budgets(planner, FIVE)]
             for priced in LongSearch(one, [p.candidate.plan for p in own if p]).first(FIVE):
                 plan, dry = priced.candidate.plan, priced.peak_bytes
                 measured, model = one.measured_peak(plan), one.model.predict(plan).allocated_peak_bytes
@@ -231,7 +231,7 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
         with bench(name) as one:
             planner = one.planner()
             limits = one.budgets(planner, FIVE)
-            start = [priced.candidate.plan for limit in limits if (priced := planner.within(limit))]
+            start = [priced.candidate.plan for limit in limits if (priced := planner.within(LEVEL, limit))]
             found = LongSearch(one, start).run(options.seconds)
             best = min(priced.peak_bytes for priced in found)
             ranked = sorted(found, key=lambda p: one.model.predict(p.candidate.plan).allocated_peak_bytes)
@@ -262,7 +262,7 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             planner = one.planner()
             limits = one.budgets(planner, TEN)
             search = GoalSearch(planner=planner, measure=one.measure, progress=Progress(), level=LEVEL, dry_run=True)
-            own = [search.within(limit, one.start()).plan for limit in limits]
+            own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)
             kept, used = [], []
             for limit, plan in zip(limits, own, strict=True):
@@ -350,10 +350,15 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         original = fake.count()
         recorded_s = time.perf_counter() - started
         seconds: list[float] = []
-        planner = Planner(trace, _dry_runs(fake, original, seconds), Allowed(keep=True), may_chunk=False, level=2)
+        planner = Planner(
+            trace,
+            Candidate(plan=Plan(level=0), counted=original),
+            _dry_runs(fake, original, seconds),
+            SearchOptions(level=2),
+        )
         budget = (trace.resident_bytes + trace.allocated_peak_bytes) // 2
         started = time.perf_counter()
-        found = planner.within(budget)
+        found = planner.within(2, budget)
         total_s = time.perf_counter() - started
         assert found is not None
         started = time.perf_counter()

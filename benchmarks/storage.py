@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmarks.contest import Contestant, contest, left_out, make_step
-from benchmarks.planning import SPIKINGJELLY, Bench, bench, prepared
+from benchmarks.planning import LEVEL, SPIKINGJELLY, Bench, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.plan.planner import Priced
+from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Plan
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
@@ -116,13 +116,12 @@ def _plans(name: str, budgets: dict[str, int]) -> Iterator[Contestant]:
     """The planner's, for each budget in bytes; each is found as if it were the only one."""
     for label, budget in budgets.items():
         with bench(name) as one:
-            yield from _found(one, label, lambda one=one, budget=budget: one.planner().within(budget))
+            yield from _found(one, label, lambda one=one, budget=budget: one.planner().within(LEVEL, budget))
 
 
 def _least(name: str) -> Iterator[Contestant]:
     with bench(name) as one:
-        high = one.original.allocated_peak_bytes
-        yield from _found(one, "memopt at the least peak", lambda: one.planner().least(high))
+        yield from _found(one, "memopt at the least peak", lambda: one.planner().least(LEVEL))
 
 
 def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Iterator[Contestant]:

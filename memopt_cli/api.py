@@ -24,7 +24,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
-from memopt_cli.plan.strategies.segments import left_out, outermost, segments_plan
+from memopt_cli.plan.targets import left_out, outermost, segments_plan
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,

@@ -673,11 +673,12 @@ class ReplicaAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelRow:
-    """One level's line in the summary, from its own measurement."""
+    """One level's line in the summary."""
 
     level: int
     plan: Plan
-    outcome: Measurement | Failure
+    outcome: Measurement | Failure | None
+    """``None``: it was not measured; what is predicted has to do."""
     predicted_tensor_peak_bytes: int | None
     """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None
@@ -686,6 +687,8 @@ class LevelRow:
     """Plans tried to get here from the level below."""
     search_s: float
     note: str = ""
+    predicted_slowdown: float | None = None
+    """Step time over that of the original, by the cost model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -697,6 +700,15 @@ class ParetoPoint:
     predicted_slowdown: float
     """Step time over that of the original, by the cost model."""
     outcome: Measurement | Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What another plan would give: its dry run's peak, and the cost model's time."""
+
+    peak_bytes: int
+    slowdown: float
+    """Step time over that of the original."""
 
 
 @dataclass(slots=True)
@@ -752,6 +764,10 @@ class MemOptSummary:
     """Fastest first; a plan that was picked from it is the applied one."""
     interrupted: bool = False
     """By the user, in the search: the plan is the best of what had been tried."""
+    faster: Outlook | None = None
+    """The next plan on the frontier with a shorter step than the applied one, of those that were dry-run."""
+    smaller: Outlook | None = None
+    """The next with a lower peak."""
 
 
 # ---------------------------------------------------------------------------------------------- one job's in and out
@@ -777,6 +793,8 @@ class SearchRequest:
     max_gc_wrapped_modules: int | None = None
     gc_target_budget_ratio: float | None = None
     allow_inexact: bool = False
+    max_slowdown: float | None = None
+    """Infinite: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -792,9 +810,9 @@ class SearchOptions:
     temporal_split_factor: int = 2
     """How many chunks a temporal split makes of one."""
     max_split_rounds: int | None = None
-    """Of each level that splits; ``None``: no limit."""
+    """How many segments may have others in them, and how often chunks may be multiplied; ``None``: no limit."""
     max_candidates_per_round: int | None = None
-    """Segments tried in a round; ``None``: no limit."""
+    """Modules that are asked for chunks, and changes of a plan that are tried, in a round; ``None``: no limit."""
     warmup_in_main_process: bool = True
     """One step of the optimized model in the process that goes on to train it."""
     warmup_in_profile_workers: bool = True
@@ -806,11 +824,13 @@ class SearchOptions:
     checkpoint_budget: Preference | None = None
     """The one that was asked for, or that ``prefer`` stands for."""
     max_gc_wrapped_modules: int | None = None
-    """The most segments at level 1; ``None``: no limit; 0 or less: none."""
+    """The most segments that lie in no other; ``None``: no limit; 0 or less: none."""
     gc_target_budget_ratio: float | None = None
-    """The largest share of the candidates at level 1; ``None``: all of them; 0 or less: none."""
+    """The same as a share of the candidates; ``None``: all of them; 0 or less: none."""
     allow_inexact: bool = False
     """Chunks may have batch statistics of their own where the whole's cannot be gathered."""
+    max_slowdown: float | None = None
+    """The longest step of a level's plan, over that of the original; ``None``: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -867,6 +887,8 @@ class OptimizeRequest:
     """Record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
     """No plan is tried any more when the search has taken this long: the best so far is taken."""
+    measure_levels: bool = False
+    """Measure the plan of every level, not the applied one alone."""
     interruptible: bool = False
     """Ctrl-C in the search ends the search alone: the best so far is measured, verified and written."""
 

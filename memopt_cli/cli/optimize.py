@@ -33,6 +33,8 @@ def optimize(
     budget: search.BudgetChoice = None,
     frontier: search.Frontier = False,
     pick: search.Pick = None,
+    max_slowdown: search.MaxSlowdown = None,
+    measure_levels: search.MeasureLevels = False,
     search_time: search.SearchTime = None,
     target: search.Target,
     profile: search.ProfileChoice = None,
@@ -101,6 +103,7 @@ def optimize(
             checkpoint_budget=checkpoint_budget,
             max_gc_wrapped_modules=max_gc_wrapped_modules,
             gc_target_budget_ratio=gc_target_budget_ratio,
+            max_slowdown=max_slowdown,
         ),
         goal=SearchGoal(budget=budget, frontier=frontier or pick is not None, pick=pick),
         output=output,
@@ -112,6 +115,7 @@ def optimize(
         longest_step_s=longest_step,
         record_steps=files.wanted,
         search_limit_s=search_time,
+        measure_levels=measure_levels,
         interruptible=True,
     )
     context.with_resource(processes.kept(early=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -23,6 +24,19 @@ def _share(text: str) -> float:
     return value
 
 
+def _slowdown(text: str) -> float:
+    """A parser of ratios from 1; ``none``: infinite."""
+    if text == "none":
+        return math.inf
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise typer.BadParameter(f"'{text}' is neither a number nor none") from err
+    if not 1 <= value < math.inf:
+        raise typer.BadParameter(f"it is {value:g}; it must be 1 or more, or none")
+    return value
+
+
 def _budget(text: str) -> Budget:
     amount = memory(text)
     return Budget(nbytes=amount) if isinstance(amount, int) else Budget(share=amount)
@@ -35,7 +49,7 @@ Level = Annotated[
         parser=whole(0, 4),
         show_default="the profile's, else 3",
         rich_help_panel=_SEARCH,
-        help="0 measure; 1 recompute segments; 2 split them; 3 run them in chunks; 4 unwrap what does not pay.",
+        help="What a plan may do: 0 nothing; 1 segments and packing; 2 nest them; 3 run in chunks; 4 keep costly outputs.",
     ),
 ]
 Target = Annotated[
@@ -83,7 +97,7 @@ MaxGcWrappedModules = Annotated[
         parser=whole(0),
         rich_help_panel=_SEARCH,
         show_default="no limit",
-        help="The most segments at level 1, those with the largest inputs.",
+        help="The most segments, those within others not counted.",
     ),
 ]
 GcTargetBudgetRatio = Annotated[
@@ -93,7 +107,7 @@ GcTargetBudgetRatio = Annotated[
         parser=_share,
         rich_help_panel=_SEARCH,
         show_default="all",
-        help="The largest share of the candidates that become segments at level 1.",
+        help="The same as a share of the candidates.",
     ),
 ]
 CompressX = Annotated[
@@ -122,13 +136,21 @@ AllowInexact = Annotated[
 MaxSplitRounds = Annotated[
     int | None,
     typer.Option(
-        metavar="N", parser=whole(0), rich_help_panel=_SEARCH, show_default="no limit", help="Rounds of splitting."
+        metavar="N",
+        parser=whole(0),
+        rich_help_panel=_SEARCH,
+        show_default="no limit",
+        help="How many segments may have others in them, and how often chunks may be multiplied.",
     ),
 ]
 MaxCandidatesPerRound = Annotated[
     int | None,
     typer.Option(
-        metavar="N", parser=whole(1), rich_help_panel=_SEARCH, show_default="no limit", help="Plans tried per round."
+        metavar="N",
+        parser=whole(1),
+        rich_help_panel=_SEARCH,
+        show_default="no limit",
+        help="Modules and changes that are tried per round.",
     ),
 ]
 AllowExpensiveProfiling = Annotated[
@@ -137,7 +159,7 @@ AllowExpensiveProfiling = Annotated[
         "--allow-expensive-profiling/--no-allow-expensive-profiling",
         rich_help_panel=_SEARCH,
         show_default="the profile's, else on",
-        help="Off: one round, one segment tried in it, no warm-up before measuring, whatever else is said.",
+        help="Off: one round, one module tried in it, no warm-up before measuring, whatever else is said.",
     ),
 ]
 WarmupInMainProcess = Annotated[
@@ -159,6 +181,24 @@ WarmupInProfileWorkers = Annotated[
     ),
 ]
 
+MaxSlowdown = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO|none",
+        parser=_slowdown,
+        rich_help_panel=_SEARCH,
+        show_default="1.33, and none with a budget or a frontier",
+        help="The longest step of a plan, over the original's; none: the least memory, however long it takes.",
+    ),
+]
+MeasureLevels = Annotated[
+    bool,
+    typer.Option(
+        "--measure-levels",
+        rich_help_panel=_SEARCH,
+        help="Measure the plan of every level. Without it, of the levels below they are dry runs.",
+    ),
+]
 SearchTime = Annotated[
     float | None,
     typer.Option(

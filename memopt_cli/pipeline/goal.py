@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.plan.planner import Planner, Priced
+from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan
 from memopt_cli.units import format_bytes
@@ -31,8 +34,10 @@ class GoalSearch:
     level: int
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
+    most_slowdown: float = math.inf
+    """No plan may be predicted to be slower."""
 
-    def within(self, budget_bytes: int, start: Priced) -> LevelRow:
+    def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
 
         Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
@@ -42,18 +47,18 @@ class GoalSearch:
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
-            found = self.planner.within(target)
+            found = self._fast_enough(self.planner.within(self.level, target))
             if found is None and least is None:
-                least = self._least(start)
+                least = self.planner.least(self.level)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
-                found = least if least is not start and least.peak_bytes <= limit else None
+                found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
             if found is None:
                 break
-            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.candidate.plan.segments)}")
-            outcome = self.measure(found.candidate.plan)
+            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.plan.segments)}")
+            outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
-                counted = found.candidate.counted
-                return self._row(found.candidate.plan, outcome, counted.tensor_peak_bytes, found.peak_bytes, started)
+                row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
+                return replace(row, outcome=outcome)
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append(found.peak_bytes)
@@ -69,50 +74,46 @@ class GoalSearch:
                 hint="Lower --budget, or take a smaller batch (--dim B=…).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        least_bytes = min(measured) if measured else (least or self._least(start)).peak_bytes
+        least_bytes = min(measured) if measured else (least or self.planner.least(self.level)).peak_bytes
         raise self._nothing_fits(budget_bytes, least_bytes)
 
-    def frontier(self, found: Sequence[Priced], original: Measurement | Failure) -> list[ParetoPoint]:
+    def _fast_enough(self, found: Priced | None) -> Priced | None:
+        if found is not None and found.slowdown > self.most_slowdown:
+            raise NothingFitsError(
+                f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, makes the step "
+                f"{found.slowdown:.2f} times as long",
+                hint="Raise --max-slowdown or --budget.",
+            )
+        return found
+
+    def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
         """From the original to the least peak: what is measured is thinned to as many as may be run."""
+        assert original.outcome is not None
         points: list[ParetoPoint] = []
-        for priced in _spread(found, _MEASURED + 1):
+        for priced in _spread([p for p in found if p.slowdown <= self.most_slowdown], _MEASURED + 1):
             self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
-            is_original = priced.candidate.plan.segments == () and not priced.candidate.plan.packed
             points.append(
                 ParetoPoint(
-                    plan=priced.candidate.plan,
+                    plan=replace(priced.plan, level=self.level),
                     predicted_allocated_peak_bytes=priced.peak_bytes,
                     predicted_slowdown=priced.slowdown,
-                    outcome=original if is_original else self.measure(priced.candidate.plan),
+                    outcome=original.outcome if priced.plan.is_empty else self.measure(priced.plan),
                 )
             )
         return points
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        return self._row(point.plan, point.outcome, None, point.predicted_allocated_peak_bytes, started)
-
-    def _row(
-        self,
-        plan: Plan,
-        outcome: Measurement | Failure,
-        tensor_peak_bytes: int | None,
-        allocated_peak_bytes: int,
-        started: float,
-    ) -> LevelRow:
         return LevelRow(
             level=self.level,
-            plan=plan,
-            outcome=outcome,
-            predicted_tensor_peak_bytes=tensor_peak_bytes if self.dry_run else None,
-            predicted_allocated_peak_bytes=allocated_peak_bytes if self.dry_run else None,
+            plan=replace(point.plan, level=self.level),
+            outcome=point.outcome,
+            predicted_tensor_peak_bytes=None,
+            predicted_allocated_peak_bytes=point.predicted_allocated_peak_bytes if self.dry_run else None,
+            predicted_slowdown=point.predicted_slowdown,
             candidates=self.planner.tried,
             search_s=time.monotonic() - started,
         )
-
-    def _least(self, start: Priced) -> Priced:
-        least = self.planner.least(start.peak_bytes)
-        return least if least and least.peak_bytes <= start.peak_bytes else start
 
     @staticmethod
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_advice import TRIAL_LOST
 from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.pipeline.kept import Kept
@@ -23,12 +25,9 @@ from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
-from memopt_cli.plan.loss_heads import with_heads
-from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.policy import Resolved, Selection, chosen_by_goal, is_limited, resolve, skipped_step
-from memopt_cli.plan.search import Allowed
-from memopt_cli.plan.strategies import STRATEGIES
-from memopt_cli.plan.strategies.segments import matching_targets
+from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
+from memopt_cli.plan.targets import asked_for, left_out, outermost
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Counted,
@@ -38,12 +37,12 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
+    Outlook,
     OutOfMemory,
     ParetoPoint,
     Plan,
     SearchGoal,
     SearchOptions,
-    SegmentPlan,
     StepFailed,
     StepTrace,
     Verification,
@@ -53,9 +52,6 @@ from memopt_cli.units import format_bytes
 from memopt_cli.write import check_targets, output_paths
 
 _Count = Callable[[Plan], Counted | Failure | NotTried]
-
-_CHUNKS_FROM = 3
-"""The level from which modules run in chunks."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -108,11 +104,12 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
         )
     )
     summary.budget_bytes, summary.frontier, summary.interrupted = job.budget_bytes, job.frontier, job.interrupted
+    summary.faster, summary.smaller = job.faster, job.smaller
     return summary
 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
-    """Search and measure, level by level; verifies nothing.  Raises :class:`MemoptError`."""
+    """Search, and measure the last level's plan; verifies nothing.  Raises :class:`MemoptError`."""
     return _Job(request=request, options=resolved.options, prepared=prepared, progress=progress).search()
 
 
@@ -127,6 +124,7 @@ def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
             best = row
     if best is None:
         failure = rows[-1].outcome
+        assert failure is not None
         assert not isinstance(failure, Measurement)
         raise MeasurementError(
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
@@ -136,23 +134,13 @@ def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """What every plan for a goal builds on."""
-
-    traced: Traced
-    heads: tuple[SegmentPlan, ...] = ()
-    """They ran through their losses when the step was recorded."""
-    slowdown: float = 1.0
-    """Of that step, over the original's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
     first: Candidate
     probes: SearchProbes
+    planner: Planner
     notes: int
     """How many there were when it began."""
 
@@ -171,6 +159,8 @@ class _Job:
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
     interrupted: bool = False
+    faster: Outlook | None = None
+    smaller: Outlook | None = None
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
     def search(self) -> list[LevelRow]:
@@ -220,7 +210,8 @@ class _Job:
             limit_s=self.request.search_limit_s,
             allow_inexact=self.options.allow_inexact,
         )
-        return _Search(traced=traced, first=first, probes=probes, notes=len(self.notes))
+        planner = Planner(traced.trace, first, self._probes(probes, first), self.options)
+        return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         if self.request.goal == SearchGoal():
@@ -251,102 +242,59 @@ class _Job:
             raise KeyboardInterrupt
         return rows
 
-    def _ground(self, search: _Search) -> Ground:
-        """The recorded step with the heads through their losses that lower the peak, or as it was."""
-        traced = search.traced
-        plain = Ground(traced=traced)
-        if self.options.level < _CHUNKS_FROM or self.options.targets:
-            return plain
-        probes = self._probes(search.probes, self.options.level, search.first)
-        heads = with_heads(search.first, ModuleTree(traced.trace), probes).best.plan.segments
-        if not heads:
-            return plain
-        again = search.probes.trace(Plan(level=3, segments=heads))
-        if not isinstance(again, Traced):
-            return plain
-        seconds = [sum(op.seconds for op in t.trace.ops) for t in (traced, again)]
-        slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
-        return Ground(traced=again, heads=heads, slowdown=slowdown)
-
     def _meet_goal(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """The fastest plan within a budget, or the plans between least time and least memory."""
-        goal, options = self.request.goal, self.options
+        goal, level, planner = self.request.goal, self.options.level, search.planner
         started = time.monotonic()
-        first, ground = search.first, self._ground(search)
-        tree = ModuleTree(ground.traced.trace)
-        targets = None if not options.targets else {m.path for m in matching_targets(tree, options.targets)}
-        allowed = Allowed(
-            targets=lambda path: targets is None or path in targets,
-            compress=options.compress_x,
-            chunk_factor=options.temporal_split_factor,
-            keep=options.level >= 3,
-        )
-        probes = self._probes(search.probes, options.level, first)
-        planner = Planner(
-            ground.traced.trace,
-            probes,
-            allowed,
-            may_chunk=options.level >= _CHUNKS_FROM,
-            level=options.level,
-            heads=ground.heads,
-            slowdown=ground.slowdown,
-        )
         planned = GoalSearch(
             planner=planner,
             measure=self.measure,
             progress=self.progress,
-            level=options.level,
-            dry_run=ground.traced.has_dry_runs,
+            level=level,
+            dry_run=search.traced.has_dry_runs,
+            most_slowdown=self.request.search.max_slowdown or math.inf,
         )
-        if is_limited(options) or options.max_split_rounds is not None:
-            self.notes.append(
-                "Limits on segments, rounds and candidates do not bound a search for a budget or a frontier."
-            )
-        start = Priced(candidate=first, slowdown=1.0)
         rows: list[LevelRow] = []
         self.progress.stage("frontier" if goal.frontier else "budget")
-        found = planner.frontier(start) if goal.frontier else []
+        found = planner.frontier(level) if goal.frontier else []
         if goal.budget is not None:
-            peak = _allocated(original) if isinstance(original.outcome, Measurement) else first.peak_bytes
+            peak = _allocated(original) if isinstance(original.outcome, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(planned.within(self.budget_bytes, start))
+            rows.append(planned.within(self.budget_bytes))
         if goal.frontier:
-            self.frontier = planned.frontier(found, original.outcome)
+            self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
-        usable = sum(not module.refusal for module in tree)
-        chosen = rows[-1].plan.segments if rows else ()
-        self.selection = chosen_by_goal(usable, [tree[s.path] for s in chosen])
+        self._choose(search, rows[-1].plan if rows else Plan(level=level), by_goal=True)
         return rows
 
     def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         """A row for every level."""
-        traced, best = search.traced, search.first
-        rows = [original]
-        tree = ModuleTree(traced.trace)
-        for strategy in STRATEGIES[: self.options.level]:
-            self.progress.stage(f"level {strategy.level}")
-            started = time.monotonic()
-            probes = self._probes(search.probes, strategy.level, best)
-            improvement = strategy.improve(best, tree, self.options, probes)
-            self.notes.extend(improvement.notes)
-            self.selection = improvement.selection or self.selection
-            started_from = len(best.plan.segments)
-            changed = replace(improvement.best.plan, level=best.plan.level) != best.plan
-            best = replace(improvement.best, plan=replace(improvement.best.plan, level=strategy.level))
-            if changed:
-                self.progress.update(improvement.tried, improvement.tried, "measuring the best plan")
-            outcome = self.measure(best.plan) if changed else rows[-1].outcome
-            row = _row(best.plan, outcome, best if traced.has_dry_runs else None, improvement.tried, started)
-            if not changed:
-                measured = next(r.level for r in reversed(rows) if not r.note)
-                row = replace(row, note=f"the plan of level {measured}, measured there")
-                reason = skipped_step(
-                    strategy.level, segments=started_from, tried=improvement.tried, options=self.options
-                )
-                self.skipped.append(reason)
-            rows.append(row)
-        return rows[1:]
+        climb = Climb(
+            planner=search.planner,
+            original=original,
+            original_bytes=search.first.peak_bytes,
+            options=self.options,
+            measure=self.measure,
+            progress=self.progress,
+            dry_run=search.traced.has_dry_runs,
+            measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
+        )
+        rows = climb.rows()
+        self.notes += climb.notes
+        self.skipped += climb.skipped
+        self._choose(search, applied_row([original, *rows]).plan)
+        return rows
+
+    def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
+        """Say which of the candidates are segments, and why modules that were asked for are none."""
+        tree = ModuleTree(search.traced.trace)
+        asked = asked_for(tree, self.options)
+        candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
+        segments = outermost([tree[segment.path] for segment in plan.segments])
+        self.selection = chosen(candidates, segments, self.options, by_goal=by_goal)
+        self.notes += left_out(tree, self.options)
+        self.faster, self.smaller = search.planner.neighbours(plan)
 
     def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
         """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
@@ -360,9 +308,9 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append(TRIAL_LOST)
 
-    def _probes(self, probes: SearchProbes, level: int, best: Candidate) -> Probes:
-        """What the search of one level may ask, with its progress shown against ``best``."""
-        reporter = _Reporter(self.progress, level, best.peak_bytes)
+    def _probes(self, probes: SearchProbes, original: Candidate) -> Probes:
+        """What the search may ask, with its progress shown."""
+        reporter = _Reporter(self.progress, original.peak_bytes)
 
         def trace(plan: Plan) -> StepTrace | Failure | NotTried:
             traced = probes.trace(plan)
@@ -398,15 +346,23 @@ class _Job:
         asked_for = self.request.goal != SearchGoal()
         best = rows[-1] if asked_for else applied_row(rows)
         if not isinstance(best.outcome, Measurement):
+            assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best, fits=fits)
         if isinstance(found, StepFailed) and _has_chunks(best) and not asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
-            best = applied_row([row for row in rows if not _has_chunks(row)])
+            best = self._without_chunks(rows)
             found = self._verify(best, fits=fits)
         if not isinstance(found, Verification):
             raise_failure(found, "verification could not be run: ")
         return (best, found) if found.passed or asked_for else self._narrowed(rows, best, found, fits=fits)
+
+    def _without_chunks(self, rows: list[LevelRow]) -> LevelRow:
+        """The best row whose plan runs nothing in chunks."""
+        whole = [at for at, row in enumerate(rows) if not _has_chunks(row)]
+        if rows[whole[-1]].outcome is None:
+            rows[whole[-1]] = replace(rows[whole[-1]], outcome=self.measure(rows[whole[-1]].plan))
+        return applied_row([rows[at] for at in whole])
 
     def _narrowed(
         self, rows: list[LevelRow], best: LevelRow, failed: Verification, *, fits: bool
@@ -446,11 +402,10 @@ class _Job:
 
 
 class _Reporter:
-    """Tells progress what is tried, with the peaks: ``split features.1 · 380.1 MiB → 341.7 MiB``."""
+    """Tells progress what is tried, with the peaks: ``segments: 8 · 380.1 MiB → 341.7 MiB``."""
 
-    def __init__(self, progress: Progress, level: int, start_bytes: int) -> None:
+    def __init__(self, progress: Progress, start_bytes: int) -> None:
         self._progress = progress
-        self._level = level
         self._best_bytes = start_bytes
         self._tried = 0
         self._trying = ""

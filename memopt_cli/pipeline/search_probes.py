@@ -13,10 +13,7 @@ from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused
 
 
 class SearchProbes:
-    """Dry runs (or real ones) of plans, and trials of chunks; what was asked before is answered from memory.
-
-    A search that is over can therefore be gone through again, without a subprocess: to the best of what was tried.
-    """
+    """Dry runs (or real ones) of plans, and trials of chunks; what was asked before is answered from memory."""
 
     def __init__(
         self,
@@ -46,8 +43,9 @@ class SearchProbes:
         return self._over
 
     def late(self) -> bool:
-        """Whether the time limit has passed; not of a search that was ended, which is gone through again."""
-        return self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
+        """Whether the search is over: by its time limit, or because it was ended."""
+        timed_out = self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
+        return bool(self._over) or timed_out
 
     @property
     def improved(self) -> bool:
@@ -62,7 +60,7 @@ class SearchProbes:
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
-        self._over, self._limit_s = reason, None
+        self._over = reason
 
     def count(self, plan: Plan) -> Counted | Failure | NotTried:
         """The peaks of one step under a plan."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
-from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, SegmentPlan, Verification, to_data
+from memopt_cli.plan.search import spent_by
+from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, Verification, to_data
 from memopt_cli.units import format_bytes, format_seconds
 
 _SLOW = 2.0
@@ -41,9 +42,7 @@ def summarize(found: Findings) -> MemOptSummary:
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
-    applied = [row for row in rows if row.level <= plan.level]
-    whole = not rows or found.by_goal
-    level1 = next((row.plan.segments for row in applied if row.level == 1), plan.segments if whole else ())
+    outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor) or (0, 0, 0)
     measured = _measured(rows, plan.level)
     return MemOptSummary(
         profile=options.profile,
@@ -54,16 +53,16 @@ def summarize(found: Findings) -> MemOptSummary:
         applied_level=plan.level,
         compress_x=options.compress_x,
         allow_expensive_profiling=options.allow_expensive_profiling,
-        applied_steps=_steps_of(plan) if found.by_goal else _applied_steps(rows, plan),
+        applied_steps=_steps_of(plan, splits),
         skipped_steps=sorted((*found.skipped, *_not_applied(rows, plan))),
         notes=found.notes,
-        gc_wrap_count=len(level1),
+        gc_wrap_count=outer,
         manual_compressor_count=len(manual),
         bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
         null_compressor_count=len(plan.segments) - len(packed),
-        spatial_split_count=_changed(applied, 2),
-        temporal_split_count=_changed(applied, 3),
-        unwrap_count=_changed(applied, 4),
+        spatial_split_count=splits,
+        temporal_split_count=len(chunked),
+        unwrap_count=sum(bool(s.keep) for s in plan.segments),
         gc_container_count=len(plan.segments),
         tcgc_container_count=len(chunked),
         options=to_data(options),
@@ -77,7 +76,7 @@ def summarize(found: Findings) -> MemOptSummary:
         total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
         compressed_layers=len(packed),
-        skipped_errors=sum(not isinstance(row.outcome, Measurement) for row in rows),
+        skipped_errors=sum(not isinstance(row.outcome, Measurement | None) for row in rows),
         levels=rows,
         plan=plan,
         verification=found.verification,
@@ -90,36 +89,21 @@ def _measured(rows: list[LevelRow], level: int) -> Measurement | None:
     return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
 
 
-def _steps_of(plan: Plan) -> list[str]:
+def _steps_of(plan: Plan, splits: int) -> list[str]:
     """The levels whose means a plan uses."""
     used = {
-        1: bool(plan.segments) or plan.packed,
+        1: not plan.is_empty,
+        2: splits > 0,
         3: any(s.chunks > 1 for s in plan.segments),
         4: any(s.keep for s in plan.segments),
     }
     return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
 
 
-def _applied_steps(rows: list[LevelRow], plan: Plan) -> list[str]:
-    """The levels that changed the plan; one without a row of its own was not measured."""
-    improved = {row.level for row in rows if row.level <= plan.level and not row.note}
-    if not rows and plan.segments:
-        improved = {plan.level}
-    return [name for level, name in STEP_NAMES.items() if level in improved]
-
-
 def _not_applied(rows: list[LevelRow], plan: Plan) -> list[str]:
     """The levels that found a plan which the measurement did not bear out."""
-    return [f"level{row.level}:no_improving_candidate" for row in rows if row.level > plan.level and not row.note]
-
-
-def _changed(rows: list[LevelRow], level: int) -> int:
-    """How many segments a level added, changed or removed."""
-    plans: dict[int, set[SegmentPlan]] = {row.level: set(row.plan.segments) for row in rows}
-    if level not in plans or level - 1 not in plans:
-        return 0
-    before, after = {s.path for s in plans[level - 1]}, {s.path for s in plans[level]}
-    return len(plans[level] - plans[level - 1]) or len(before - after)
+    above = (row for row in rows if row.level > plan.level and not row.note and row.outcome is not None)
+    return [f"level{row.level}:no_improving_candidate" for row in above]
 
 
 def _recommendation(found: Findings) -> str:
@@ -141,8 +125,6 @@ def _generic(rows: list[LevelRow], plan: Plan) -> str:
     before, after = _measured(rows, 0), _measured(rows, plan.level)
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
-    if plan.level < 4 and rows[-1].level < 4:
-        return f"Level {rows[-1].level + 1} may save more."
     return ""
 
 

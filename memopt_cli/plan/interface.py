@@ -1,13 +1,11 @@
-"""What a strategy is given and what it returns."""
+"""What a search for a plan is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from memopt_cli.plan.policy import Selection
-from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SearchOptions, StepTrace
+from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class NotTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """How a strategy learns of the model: answers come from dry runs or from profiling subprocesses."""
+    """How a search learns of the model: answers come from dry runs or from profiling subprocesses."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
     """The peaks of one step under a plan."""
@@ -44,27 +42,6 @@ class Probes:
     """A step under a plan, recorded."""
     late: Callable[[], bool] = lambda: False
     """Whether the time of the search is over: long sums ask this too, for they count nothing meanwhile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Improvement:
-    """What a level made of the plan it was given."""
-
-    best: Candidate
-    tried: int
-    """Plans that were probed."""
-    notes: tuple[str, ...] = ()
-    selection: Selection | None = None
-    """Level 1: which modules were chosen, and how."""
-
-
-class Strategy(Protocol):
-    """One level: takes the best plan so far to a better one, or returns it as it was."""
-
-    level: int
-
-    def improve(self, start: Candidate, tree: ModuleTree, options: SearchOptions, probes: Probes) -> Improvement:
-        """Search from ``start``; every plan kept was probed."""
 
 
 class ModuleTree:
@@ -107,8 +84,3 @@ class ModuleTree:
 def is_within(path: str, ancestor: str) -> bool:
     """Whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
-
-
-def held_at_peak(counted: Counted, path: str) -> int:
-    """Activation bytes that the module and those below it hold at the instant of the peak."""
-    return sum(share.held_bytes for share in counted.holders if is_within(share.path, path))

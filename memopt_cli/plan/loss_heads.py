@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from memopt_cli.plan.interface import Candidate, Improvement, ModuleTree, NotTried, Probes
-from memopt_cli.records import Counted, ModuleCall, ModuleTrace, SegmentPlan, StepTrace
+from memopt_cli.plan.interface import Candidate, ModuleTree, is_within
+from memopt_cli.records import ModuleCall, ModuleTrace, Plan, SegmentPlan, StepTrace
 
 _LEAST_ROWS = 128
 """Of a chunk: products of fewer rows are slow."""
@@ -14,23 +15,18 @@ _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
-def with_heads(start: Candidate, tree: ModuleTree, probes: Probes) -> Improvement:
+def with_heads(start: Candidate, tree: ModuleTree, count: Callable[[Plan], Candidate | None]) -> Candidate:
     """The plan with every head through its loss that does not raise the peak, if that lowers it in the end.
 
-    Of two that stand equally high one alone changes nothing.
+    Of two that stand equally high one alone changes nothing.  ``count`` dry-runs a plan, ``None`` if it cannot run.
     """
-    best, tried = start, 0
+    best = start
     for head in loss_heads(tree):
-        others = tuple(s for s in best.plan.segments if s.path != head.path)
-        plan = replace(best.plan, level=3, segments=(*others, head))
-        probes.report(f"chunk {head.path} through its loss")
-        counted = probes.count(plan)
-        if isinstance(counted, NotTried):
-            break
-        tried += 1
-        if isinstance(counted, Counted) and counted.allocated_peak_bytes <= best.peak_bytes:
-            best = Candidate(plan=plan, counted=counted)
-    return Improvement(best=best if best.peak_bytes < start.peak_bytes else start, tried=tried)
+        others = tuple(s for s in best.plan.segments if not is_within(head.path, s.path))
+        found = count(replace(best.plan, segments=(*others, head)))
+        if found is not None and found.peak_bytes <= best.peak_bytes:
+            best = found
+    return best if best.peak_bytes < start.peak_bytes else start
 
 
 def loss_heads(tree: ModuleTree) -> tuple[SegmentPlan, ...]:

@@ -1,19 +1,23 @@
-"""Plans for a memory budget: shortlisted by arithmetic, decided by dry runs."""
+"""One search for all that is asked: levels, budgets, the frontier.  Shortlisted by arithmetic, decided by dry runs."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memopt_cli.plan.block_tree import Block, block_tree
-from memopt_cli.plan.cost_model import CostModel, chunk_counts
-from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
-from memopt_cli.plan.search import Allowed, Solver, Way
-from memopt_cli.plan.strategies.segments import segment as plain_segment
-from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Prediction, Refused, SegmentPlan, StepTrace
+from memopt_cli.plan.improvements import Improvements
+from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
+from memopt_cli.plan.loss_heads import with_heads
+from memopt_cli.plan.policy import most_segments
+from memopt_cli.plan.proposals import Proposals
+from memopt_cli.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
+from memopt_cli.plan.search import Limits
+from memopt_cli.plan.targets import asked_for
+from memopt_cli.records import Outlook, Plan, SearchOptions, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget, with packing and without."""
@@ -29,119 +33,184 @@ _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
 _WORTH_ASKING = 0.05
 """Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
-_MOST_QUESTIONS = 12
-"""Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
 _REARRANGEMENTS = 4
 """Of the plans that differ by one rearrangement, those that are dry-run."""
-_MOST_UNWRAPS = 40
-"""Segments that are looked at one by one, those that cost most time first."""
+_NEARLY = 0.01
+"""Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A plan that was counted by a dry run, and the step time that the cost model gives it."""
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """A recorded step, what is proposed for it, and what was learned of it."""
 
-    candidate: Candidate
-    slowdown: float
-    """Step time over that of the original."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Allocated peak of the dry run."""
-        return self.candidate.peak_bytes
-
-
-class _TimeIsUp(Exception):
-    """Raised where the search goes on no longer, within sums too; the best of what was counted is its answer."""
+    proposals: Proposals
+    questions: ChunkQuestions
+    improvements: Improvements
 
 
 class Planner:
-    """Finds plans of one recorded step; what it learns of the model while it looks is kept."""
+    """Finds plans of one recorded step; what it learns of the model while it looks is kept.
 
-    def __init__(
-        self,
-        trace: StepTrace,
-        probes: Probes,
-        allowed: Allowed,
-        *,
-        may_chunk: bool,
-        level: int,
-        heads: tuple[SegmentPlan, ...] = (),
-        slowdown: float = 1.0,
-    ) -> None:
-        """``heads`` ran through their losses in the recorded step, at so much ``slowdown``, and do so in every plan."""
-        self._modules = {module.path: module for module in trace.modules}
+    Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
+    """
+
+    def __init__(self, trace: StepTrace, original: Candidate, probes: Probes, options: SearchOptions) -> None:
+        self._tree = ModuleTree(trace)
         self._probes = probes
-        self._model = CostModel(trace)
-        self._root = block_tree(trace, self._model.recompute_s)
-        self._allowed = allowed
-        self._may_pack = allowed.compress and self._model.packable_bytes > 0 and not self._modules[""].refusal
-        self._solvers = self._make_solvers()
-        self._may_chunk = may_chunk
-        self._asked: set[str] = set()
-        self._questions = 0
-        self._heads = heads
-        self._ground_slowdown = slowdown
-        self._certain: set[str] = {head.path for head in heads}
-        """Modules whose own answer is known; of the others that of their class is taken, until a plan relies on it."""
-        self._level = level
-        self._counted: dict[Plan, Priced | None] = {}
+        self._options = options
+        self._dry_runs = DryRuns(probes, original)
+        self._plain = self._ground(Proposals(trace, self._tick))
+        self._headed: _Ground | None = None
+        self._now = self._plain
+        self._level = 1
+        self._limits = self._bounds()
 
     @property
     def tried(self) -> int:
         """Plans that were dry-run."""
-        return len(self._counted)
+        return len(self._dry_runs)
 
-    def within(self, budget_bytes: int) -> Priced | None:
+    @property
+    def frontier_so_far(self) -> list[Priced]:
+        """Of all plans that were dry-run, those of which no other is both smaller and faster, fastest first."""
+        return list(nondominated(self._dry_runs.up_to(self._options.level)))
+
+    def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
+        """What the next faster plan on the frontier so far would give, and the next smaller."""
+        own = self._dry_runs.known(plan)
+        if own is None:
+            return None, None
+        frontier = self.frontier_so_far
+        faster = [found for found in frontier if found.slowdown < own.slowdown and found.peak_bytes > own.peak_bytes]
+        smaller = [found for found in frontier if found.peak_bytes < own.peak_bytes]
+        return _outlook(faster[-1:]), _outlook(smaller[:1])
+
+    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        """The plan of the lowest peak found that a level allows and that is no slower; none is above a lower level's.
+
+        Modules that stand at the peak are put in chunks while that lowers it.
+        """
+        with contextlib.suppress(TimeIsUp):
+            for lower in range(1, level + 1):
+                self._enter(lower)
+                self._descend(0, most_slowdown)
+        return self._dry_runs.smallest(level, most_slowdown)
+
+    def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        """The fastest plan whose peak is nearly the least, and no higher than that of the level below."""
+        least = self.least(level, most_slowdown)
+        below = self._dry_runs.smallest(level - 1, most_slowdown)
+        found = self.within(level, min(int((1 + _NEARLY) * least.peak_bytes), below.peak_bytes))
+        if math.isfinite(most_slowdown):
+            self._look_below()
+        return found or least
+
+    def within(self, level: int, budget_bytes: int) -> Priced | None:
         """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
-        try:
-            return self._search(budget_bytes)
-        except _TimeIsUp:
-            return self._fastest_counted(budget_bytes)
+        with contextlib.suppress(TimeIsUp):
+            self._search(level, budget_bytes)
+            if self._dry_runs.fastest(level, budget_bytes) is None:
+                self.least(level)
+                self._relax(level, budget_bytes)
+        return self._dry_runs.fastest(level, budget_bytes)
 
-    def least(self, start_bytes: int) -> Priced | None:
-        """The plan of the lowest peak found; modules that stand at the peak are put in chunks while that lowers it."""
-        with contextlib.suppress(_TimeIsUp):
-            self._descend(start_bytes)
-        return self._smallest_counted()
-
-    def frontier(self, start: Priced) -> list[Priced]:
+    def frontier(self, level: int) -> list[Priced]:
         """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        found: list[Priced | None] = [start]
-        try:
-            self._descend(start.peak_bytes)
-            found.append(least := self._smallest_counted())
-            low = least.peak_bytes if least else start.peak_bytes
-            for step in range(1, _FRONTIER_POINTS):
-                budget = low + (start.peak_bytes - low) * step // _FRONTIER_POINTS
+        low, high = self.least(level).peak_bytes, self._dry_runs.smallest(0).peak_bytes
+        with contextlib.suppress(TimeIsUp):
+            for step in range(_FRONTIER_POINTS):
+                budget = low + (high - low) * step // _FRONTIER_POINTS
                 self._probes.report(f"fastest plan within {budget >> 20} MiB")
-                found.append(self._search(budget))
-        except _TimeIsUp:
-            found += self._all_counted()
-        return list(nondominated([priced for priced in found if priced]))
+                self._search(level, budget)
+        return self.frontier_so_far
+
+    def _look_below(self) -> None:
+        """Count what would be the least peak if time did not matter, so that it can be told."""
+        with contextlib.suppress(TimeIsUp):
+            plan = self._least_plan()
+            if plan is not None:
+                self._count(plan)
+
+    # ------------------------------------------------------------------------------------------ what plans may do
+
+    def _ground(self, proposals: Proposals) -> _Ground:
+        questions = ChunkQuestions(self._probes, proposals, self._most_questions())
+        return _Ground(proposals, questions, Improvements(proposals, questions))
+
+    def _enter(self, level: int) -> None:
+        """Allow the means of a level."""
+        self._tick()
+        self._level = level
+        if level >= CHUNKS and self._headed is None:
+            self._headed = self._with_heads()
+        self._now = (self._headed if level >= CHUNKS else None) or self._plain
+        allowed = allowed_at(level, self._options, self._tree, self._limits)
+        known = self._now.questions.known if level >= CHUNKS else {}
+        self._now.proposals.allow(replace(allowed, chunks=known))
+
+    def _with_heads(self) -> _Ground | None:
+        """The step recorded with the heads through their losses that lower the peak, if there are any.
+
+        That of the smallest plan so far, or of the original: where others stand at the peak they change nothing yet.
+        """
+        if self._limits.cuts == 0 or asked_for(self._tree, self._options) is not None:
+            return None
+
+        def count(plan: Plan) -> Candidate | None:
+            found = self._dry_runs.count(plan, self._plain.proposals)
+            return found.candidate if found else None
+
+        starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
+        for start in starts.values():
+            found = with_heads(start.candidate, self._tree, count)
+            heads = _heads(found.plan)
+            if not heads:
+                continue
+            trace = self._probes.trace(Plan(level=CHUNKS, segments=heads))
+            if isinstance(trace, StepTrace):
+                seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
+                slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
+                return self._ground(Proposals(trace, self._tick, heads=heads, slowdown=slowdown))
+        return None
+
+    def _bounds(self) -> Limits:
+        """The limits that were asked for; a share is one of what is asked for, or else of what level 1 would take."""
+        options = self._options
+        limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
+        asked, plan = asked_for(self._tree, options), None
+        if asked is None and options.gc_target_budget_ratio is not None:
+            self._plain.proposals.allow(allowed_at(1, options, self._tree, Limits()))
+            with contextlib.suppress(TimeIsUp):
+                plan = self._plain.proposals.least(2 * self._plain.proposals.model.peak_bytes)
+        candidates = len(asked) if asked is not None else len(plan.segments) if plan else 0
+        return replace(limits, segments=most_segments(options, candidates))
+
+    def _most_questions(self) -> int | None:
+        per_round, rounds = self._options.max_candidates_per_round, self._options.max_split_rounds
+        return None if per_round is None or rounds is None else per_round * rounds
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _search(self, budget_bytes: int) -> Priced | None:
-        if (original := self._count(Plan(level=self._level))) and original.peak_bytes <= budget_bytes:
-            return original
+    def _search(self, level: int, budget_bytes: int) -> None:
+        """Count plans within the budget, and what can be left out of the fastest of them."""
+        if self._dry_runs.smallest(0).peak_bytes <= budget_bytes:
+            return
+        self._enter(level)
         self._approach(budget_bytes)
-        best = self._fastest_counted(budget_bytes)
-        while best and (less := self._relaxed(best, budget_bytes)) is not best:
-            best = less
-        return best
+        self._relax(level, budget_bytes)
 
     def _approach(self, budget_bytes: int) -> None:
         """Count plans that come ever closer to the budget from below.
 
         What packing finds by itself is there before modules are asked for chunks, which takes time.
         """
-        if self._may_pack:
+        packings = self._now.proposals.packings
+        if True in packings:
             self._approach_by(True, budget_bytes, may_learn=False)
         self._approach_by(False, budget_bytes, may_learn=True)
-        if self._may_pack and self._fastest_counted(budget_bytes) is None:
+        if True in packings and self._fastest_counted(budget_bytes) is None:
             self._approach_by(True, budget_bytes, may_learn=True)
-        self._descend(2 * self._model.peak_bytes, budget_bytes)  # sums that are a little off find nothing that fits
+        self._descend(budget_bytes)  # sums that are a little off find nothing that fits
 
     def _approach_by(self, packed: bool, budget_bytes: int, *, may_learn: bool) -> None:
         """By the sums of one solver.
@@ -154,7 +223,7 @@ class Planner:
             plan = self._fastest(packed, target, budget_bytes, may_learn=may_learn) if dry_runs < _DRY_RUNS else None
             if plan is None:
                 break
-            predicted_bytes = self._predict(plan).allocated_peak_bytes
+            predicted_bytes = self._now.proposals.predict(plan).allocated_peak_bytes
             peak_bytes = int(predicted_bytes * bias)
             if peak_bytes <= (1 + _DOUBT) * budget_bytes and self._is_faster(plan, budget_bytes):
                 found = self._count(plan)
@@ -169,273 +238,123 @@ class Planner:
                 break
             target += unused * 3 // 4
 
-    def _is_faster(self, plan: Plan, budget_bytes: int) -> bool:
-        """Than all within the budget so far."""
-        best = self._fastest_counted(budget_bytes)
-        return best is None or self._slowdown(plan) < best.slowdown
-
-    def _descend(self, start_bytes: int, budget_bytes: int = 0) -> None:
-        """Count plans of ever lower peaks, until one is within the budget."""
-        while self._fastest_counted(budget_bytes) is None:
-            plan = self._least_plan(start_bytes)
-            if plan is None:
-                break
-            self._count(plan)
-            if not self._learn_chunks(plan):
-                break
-        self._rearrange(budget_bytes)
-
-    def _tick(self) -> None:
-        if self._probes.late():
-            raise _TimeIsUp
-
-    def _predict(self, plan: Plan) -> Prediction:
-        self._tick()
-        return self._model.predict(plan)
-
-    def _make_solvers(self) -> dict[bool, Solver]:
-        """With packing (``True``) and without."""
-        choices = (False, True) if self._may_pack else (False,)
-        return {packed: Solver(self._root, replace(self._allowed, packed=packed), self._tick) for packed in choices}
-
     def _fastest(self, packed: bool, target: int, budget_bytes: int, *, may_learn: bool) -> Plan | None:
         """A plan within the target; where there is none, modules may be put in chunks until there is."""
         while True:
-            way = self._solvers[packed].fastest(target)
-            if way is not None:
-                plan = self._plan(way, packed)
-                if self._confirm_chunks(plan):
+            plan = self._now.proposals.fastest(packed, target)
+            if plan is not None:
+                if self._now.questions.confirm(plan):
                     return plan
                 continue
             learns = may_learn and self._is_worth_asking(target, budget_bytes)
-            least = self._least_plan(2 * self._model.peak_bytes) if learns else None
-            if least is None or not self._learn_chunks(least):
+            least = self._least_plan() if learns else None
+            if least is None or not self._learn(least):
                 return None
 
-    def _least_plan(self, high: int) -> Plan | None:
-        """The plan of the least peak, by the solver's sums."""
+    def _descend(self, budget_bytes: int, most_slowdown: float = math.inf) -> None:
+        """Count plans of ever lower peaks that are no slower, until one is within the budget."""
+        while self._fastest_counted(budget_bytes) is None:
+            plan = self._least_plan(most_slowdown)
+            if plan is None:
+                break
+            self._count(plan)
+            if not self._learn(plan):
+                break
+        self._rearrange(budget_bytes, most_slowdown)
+
+    def _least_plan(self, most_slowdown: float = math.inf) -> Plan | None:
+        """The plan of the least peak that is no slower, by the solver's sums."""
+        proposals = self._now.proposals
         while True:
-            lows = {packed: solver.least_peak_bytes(high) for packed, solver in self._solvers.items()}
-            low, packed = min(((low, packed) for packed, low in lows.items() if low is not None), default=(None, False))
-            way = self._solvers[packed].fastest(low) if low is not None else None
-            plan = self._plan(way, packed) if way is not None else None
-            if plan is None or self._confirm_chunks(plan):
+            plan = proposals.least(2 * proposals.model.peak_bytes, most_slowdown)
+            if plan is None or self._now.questions.confirm(plan):
                 return plan
 
-    def _plan(self, way: Way, packed: bool) -> Plan:
-        segments = {segment.path: segment for segment in way.segments()}
-        return Plan(level=self._level, segments=(*segments.values(), *self._heads), packed=packed)
-
-    def _count(self, plan: Plan) -> Priced | None:
-        if plan not in self._counted:
-            self._probes.report(f"segments: {len(plan.segments)}")
-            counted = self._probes.count(plan)
-            if isinstance(counted, NotTried):
-                raise _TimeIsUp
-            self._counted[plan] = (
-                Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=self._slowdown(plan))
-                if isinstance(counted, Counted)
-                else None
-            )
-        return self._counted[plan]
-
-    def _rearrange(self, budget_bytes: int) -> None:
+    def _rearrange(self, budget_bytes: int, most_slowdown: float) -> None:
         """Go on from the smallest plan so far, by chunks of one module or of a class, until one is within the budget.
 
         The solver cannot see all that chunks hold, a state's graph for one; the cost model sees more of it.
         """
-        best = self._smallest_counted()
+        proposals, questions = self._now.proposals, self._now.questions
+        best = self._smallest_here(most_slowdown)
         while best is not None and best.peak_bytes > budget_bytes:
-            asked = self._questions
-            plans = {plan: self._predict(plan) for plan in self._rearranged(best.candidate.plan)}
+            asked = questions.questions
+            plans = {plan: proposals.predict(plan) for plan in self._now.improvements.rearranged(best.plan)}
             ranked = sorted(plans, key=lambda plan: (plans[plan].allocated_peak_bytes, plans[plan].step_s))
-            asked_for = (plan for plan in ranked[:_REARRANGEMENTS] if self._follows_answers(plan))
-            tried = [self._count(plan) for plan in asked_for if self._confirm_chunks(plan)]
-            better = min((p for p in tried if p), key=lambda p: p.peak_bytes, default=best)
-            learned = asked < self._questions < _MOST_QUESTIONS  # of modules that go by a rule of their own
+            quick = [plan for plan in ranked if proposals.slowdown(plan) <= most_slowdown]
+            asked_for = (plan for plan in quick[: self._most_rearrangements()] if questions.follows(plan))
+            tried = [self._count(plan) for plan in asked_for if questions.confirm(plan)]
+            better = min((found for found in tried if found), key=lambda found: found.peak_bytes, default=best)
+            learned = asked < questions.questions and questions.may_ask  # of modules that go by a rule of their own
             if better.peak_bytes >= best.peak_bytes and not learned:
                 break
-            best = better
+            best = min(better, best, key=lambda found: found.peak_bytes)
 
-    def _rearranged(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with one of the modules that may run in chunks, or all of its class, in so many chunks."""
-        classes: dict[str, list[str]] = defaultdict(list)
-        for path in self._allowed.chunks:
-            if self._is_cuttable(path):
-                classes[self._modules[path].class_name].append(path)
-        for paths in classes.values():
-            length = max(self._allowed.chunks[path][1] for path in paths)
-            for chunks in chunk_counts(length, self._allowed.chunk_factor):
-                for group in [paths, *([path] for path in paths)]:
-                    if not any(_nested(path, other) for path in group for other in group if other != path):
-                        yield self._in_chunks(plan, group, chunks)
+    def _smallest_here(self, most_slowdown: float) -> Priced | None:
+        """Of the plans that the recorded step is one of: with its heads."""
+        heads = self._now.proposals.heads
+        here = [found for found in self._dry_runs.up_to(self._level) if _heads(found.plan) == heads]
+        usable = [found for found in here if found.slowdown <= most_slowdown]
+        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
 
-    def _in_chunks(self, plan: Plan, paths: Sequence[str], chunks: int) -> Plan:
-        """What lies in the modules, and what they lie in, is no segment any longer."""
+    def _most_rearrangements(self) -> int:
+        return min(_REARRANGEMENTS, self._options.max_candidates_per_round or _REARRANGEMENTS)
 
-        def apart(other: SegmentPlan) -> bool:
-            return not any(_nested(other.path, path) for path in paths)
+    def _relax(self, level: int, budget_bytes: int) -> None:
+        """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees."""
+        while best := self._dry_runs.fastest(level, budget_bytes):
+            ground = self._headed if self._headed and _heads(best.plan) else self._plain
+            bias = best.peak_bytes - ground.proposals.predict(best.plan).allocated_peak_bytes
 
-        new = []
-        for path in paths:
-            rule, length = self._allowed.chunks[path]
-            module = self._modules[path]
-            cut = rule.applied(plain_segment(module, self._allowed.compress), min(chunks, length))
-            new.append(replace(cut, recompute_states=module.state_bytes > 0))
-        segments = sorted((*filter(apart, plan.segments), *new), key=lambda s: self._modules[s.path].order)
-        return replace(plan, segments=tuple(segments))
+            fits = functools.partial(self._fits, ground.proposals, budget_bytes - bias)
+            less = ground.improvements.relaxed(best.plan, fits)
+            found = self._dry_runs.count(less, ground.proposals) if less != best.plan else None
+            if found is None or self._dry_runs.fastest(level, budget_bytes) is best:
+                break
 
-    def _smallest_counted(self) -> Priced | None:
-        return min(self._all_counted(), key=lambda p: (p.peak_bytes, p.slowdown), default=None)
+    def _fits(self, proposals: Proposals, most_bytes: int, plan: Plan) -> bool:
+        is_admitted = self._limits.admit_plan(plan, self._options.temporal_split_factor)
+        return is_admitted and proposals.predict(plan).allocated_peak_bytes <= most_bytes
+
+    # ------------------------------------------------------------------------------------------ what is asked
+
+    def _tick(self) -> None:
+        if self._probes.late():
+            raise TimeIsUp
+
+    def _count(self, plan: Plan) -> Priced | None:
+        return self._dry_runs.count(plan, self._now.proposals)
+
+    def _learn(self, plan: Plan) -> bool:
+        return self._level >= CHUNKS and self._limits.cuts != 0 and self._now.questions.learn(plan)
 
     def _fastest_counted(self, budget_bytes: int) -> Priced | None:
-        """Of all that was dry-run so far: what is found for one budget may be good for another."""
-        fitting = [p for p in self._all_counted() if p.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda p: (p.slowdown, p.peak_bytes), default=None)
+        return self._dry_runs.fastest(self._level, budget_bytes)
 
-    def _all_counted(self) -> list[Priced]:
-        return [priced for priced in self._counted.values() if priced is not None]
-
-    def _slowdown(self, plan: Plan) -> float:
-        ground = self._ground_slowdown if plan.segments else 1.0
-        return ground * self._model.predict(plan).step_s / self._model.step_s
-
-    def _learn_chunks(self, plan: Plan) -> bool:
-        """Ask whether a module that stands at the peak may run in chunks; ``False`` if none is left to ask for."""
-        if not self._may_chunk or self._questions >= _MOST_QUESTIONS:
-            return False
-        at_peak = self._model.predict(plan).module
-        for block in self._around(at_peak, plan):
-            alike = self._like(block.path)
-            self._asked.update(alike)
-            rule = self._chunking(block.path)
-            if rule is None:
-                continue  # what is refused of one is taken to be refused of its class
-            lengths = {path: self._modules[path].input_shape[rule.axis :] for path in alike}
-            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
-            self._allow_chunks({**self._allowed.chunks, **found})
-            self._certain.add(block.path)
-            return True
-        return False
+    def _is_faster(self, plan: Plan, budget_bytes: int) -> bool:
+        """Than all within the budget so far."""
+        best = self._fastest_counted(budget_bytes)
+        return best is None or self._now.proposals.slowdown(plan) < best.slowdown
 
     def _is_worth_asking(self, target: int, budget_bytes: int) -> bool:
         """Whether chunks could give the first plan within the budget, or about one that is faster by enough."""
         best = self._fastest_counted(budget_bytes)
         if best is None:
             return True
+        proposals, questions = self._now.proposals, self._now.questions
         wanted = best.slowdown - _WORTH_ASKING
-        if not self._may_chunk or self._questions >= _MOST_QUESTIONS or wanted <= min(1.0, self._ground_slowdown):
+        if self._level < CHUNKS or not questions.may_ask or wanted <= proposals.least_slowdown:
             return False
-        hopeful = dict(self._allowed.chunks)
-        for path, module in self._modules.items():
-            lengths = module.input_shape[:2]
-            length = max(lengths, default=0)
-            if path not in self._asked and length > 1 and self._saves_by_chunks(module):
-                hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
-        way = Solver(self._root, replace(self._allowed, chunks=hopeful), self._tick).fastest(target)
-        return way is not None and self._slowdown(self._plan(way, packed=False)) < wanted
-
-    def _allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
-        self._allowed = replace(self._allowed, chunks=chunks)
-        self._solvers = self._make_solvers()
-
-    def _confirm_chunks(self, plan: Plan) -> bool:
-        """Ask for the modules that the plan runs in chunks because others of their class can.
-
-        ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
-        """
-        for segment in self._cut(plan):
-            if segment.path in self._certain:
-                continue
-            self._certain.add(segment.path)
-            rule = self._chunking(segment.path)
-            assumed, _ = self._allowed.chunks[segment.path]
-            if rule != assumed:
-                others = {path: found for path, found in self._allowed.chunks.items() if path != segment.path}
-                if rule is not None:
-                    others[segment.path] = rule, self._modules[segment.path].input_shape[rule.axis]
-                self._allow_chunks(others)
-                return False
-        return True
-
-    def _follows_answers(self, plan: Plan) -> bool:
-        """Whether the plan, made before an answer, is one that could be made after it."""
-        rules = ((segment, self._allowed.chunks.get(segment.path)) for segment in self._cut(plan))
-        return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
-
-    @staticmethod
-    def _cut(plan: Plan) -> Iterator[SegmentPlan]:
-        """What the plan runs in chunks by a rule that was asked for."""
-        return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)
-
-    def _chunking(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"chunk {path}")
-        self._questions += 1
-        rule = self._probes.chunking(path)
-        return None if isinstance(rule, Refused) else rule
-
-    def _like(self, path: str) -> list[str]:
-        """The module and those of its class: where one stands at the peak, the next is not far below."""
-        kind = self._modules[path].class_name
-        alike = (m for m in self._modules.values() if m.class_name == kind and m.path and not m.refusal)
-        return [path, *(m.path for m in alike if m.path != path and self._saves_by_chunks(m))]
-
-    def _around(self, path: str, plan: Plan) -> Iterator[Block]:
-        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
-
-        If nothing of that saves by chunks, whether it may run in them or not: what it lies in, from within.
-        """
-        segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
-        usable = {b.path: b for b in self._root if b.path and not b.refusal and self._is_cuttable(b.path)}
-        inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
-        largest = sorted(inside, key=lambda b: -b.kept_bytes)
-        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
-        yield from [block for block in largest or outwards if block.path not in self._asked]
-
-    def _is_cuttable(self, path: str) -> bool:
-        """Whether chunks of a module may be in a plan, and would save something."""
-        may_be = self._allowed.targets(path) and not any(_nested(path, head.path) for head in self._heads)
-        return may_be and self._saves_by_chunks(self._modules[path])
-
-    @staticmethod
-    def _saves_by_chunks(module: ModuleTrace) -> bool:
-        return module.saved_bytes > module.output_bytes
-
-    def _relaxed(self, best: Priced, budget_bytes: int) -> Priced:
-        """Without the segments, chunks and packing that the cost model finds needless, if a dry run agrees."""
-        bias = best.peak_bytes - self._model.predict(best.candidate.plan).allocated_peak_bytes
-        plan = best.candidate.plan
-        removable = [s for s in plan.segments if not s.through_loss]
-
-        def fits(reduced: Plan) -> bool:
-            return self._predict(reduced).allocated_peak_bytes + bias <= budget_bytes
-
-        for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
-            plan = self._reduced(plan, segment, fits)
-        if plan.packed and fits(replace(plan, packed=False)):
-            plan = replace(plan, packed=False)
-        found = self._count(plan) if plan != best.candidate.plan else best
-        return found if found is not None and found.peak_bytes <= budget_bytes else best
-
-    def _reduced(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
-        """The fastest that fits: without the segment, with it as a whole or in fewer chunks; or the plan as it is."""
-        at = plan.segments.index(segment)
-        before, after = plan.segments[:at], plan.segments[at + 1 :]
-        without = replace(plan, segments=before + after)
-        if fits(without):
-            return without
-        if segment.chunks == 1:
-            return plan
-        whole = SegmentPlan(path=segment.path, compressor=segment.compressor, keep=segment.keep)
-        length = self._modules[segment.path].input_shape[segment.axis]
-        fewer = (replace(segment, chunks=n) for n in chunk_counts(length, 1) if n < segment.chunks)
-        cheaper = [replace(plan, segments=(*before, less, *after)) for less in (whole, *fewer)]
-        first = bisect.bisect_left(cheaper, True, key=fits)
-        return cheaper[first] if first < len(cheaper) else plan
+        plan = proposals.fastest_with(questions.hopeful(), target)
+        return plan is not None and proposals.slowdown(plan) < wanted
 
 
-def _nested(path: str, other: str) -> bool:
-    return is_within(path, other) or is_within(other, path)
+def _outlook(found: Sequence[Priced]) -> Outlook | None:
+    return Outlook(peak_bytes=found[0].peak_bytes, slowdown=found[0].slowdown) if found else None
+
+
+def _heads(plan: Plan) -> tuple[SegmentPlan, ...]:
+    return tuple(segment for segment in plan.segments if segment.through_loss)
 
 
 def nondominated(plans: Sequence[Priced]) -> Iterator[Priced]:

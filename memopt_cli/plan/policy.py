@@ -17,6 +17,8 @@ Value = TypeVar("Value")
 
 DEFAULT_LEVEL = 3
 """Of a search that neither a level nor a profile was asked of."""
+DEFAULT_SLOWDOWN = 1.33
+"""Of a level's plan: one forward more is about a third of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ def resolve(request: SearchRequest, *, has_inputs: bool = True) -> Resolved:
         max_gc_wrapped_modules=request.max_gc_wrapped_modules,
         gc_target_budget_ratio=request.gc_target_budget_ratio,
         allow_inexact=request.allow_inexact,
+        max_slowdown=_most_slowdown(request.max_slowdown),
     )
     options = _budgeted(options, notes)
     return Resolved(options=_bounded(options, request, notes), requested_level=requested, notes=tuple(notes))
@@ -114,6 +117,12 @@ def resolve(request: SearchRequest, *, has_inputs: bool = True) -> Resolved:
 
 def _first(asked: Value | None, otherwise: Value) -> Value:
     return otherwise if asked is None else asked
+
+
+def _most_slowdown(asked: float | None) -> float | None:
+    if asked is None:
+        return DEFAULT_SLOWDOWN
+    return asked if math.isfinite(asked) else None
 
 
 def _preferred(request: SearchRequest) -> tuple[SearchRequest, list[str]]:
@@ -162,6 +171,11 @@ def _check(request: SearchRequest) -> None:
     _check_least("temporal_split_factor", request.temporal_split_factor, 2)
     _check_least("max_split_rounds", request.max_split_rounds, 0)
     _check_least("max_candidates_per_round", request.max_candidates_per_round, 0)
+    if request.max_slowdown is not None and not request.max_slowdown >= 1:
+        raise OptionError(
+            f"max_slowdown is {request.max_slowdown:g}; it is a step's time over the original's",
+            hint="Give 1 or more, or infinity for no limit.",
+        )
     ratio = request.gc_target_budget_ratio
     if ratio is not None and not ratio <= 1:  # NaN is not
         raise OptionError(
@@ -218,29 +232,26 @@ def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selecti
     )
 
 
-def least_predicted_peak(candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
-    """The selection that memopt made by itself, of all called modules that can be segments."""
-    return _own_selection("least_predicted_peak", candidates, selected)
-
-
-def chosen_by_goal(candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
-    """The segments of a plan that was found for a budget, or picked from the frontier."""
-    return _own_selection("fastest_within_budget", candidates, selected)
-
-
-def _own_selection(policy: SelectionPolicy, candidates: int, selected: Sequence[ModuleTrace]) -> Selection:
-    policy = policy if candidates else "no_candidates"
+def chosen(
+    candidates: int, segments: Sequence[ModuleTrace], options: SearchOptions, *, by_goal: bool = False
+) -> Selection:
+    """What the search chose of the candidates: for the least peak, or ``by_goal`` for a budget or from the frontier."""
+    policy: SelectionPolicy = "fastest_within_budget" if by_goal else "least_predicted_peak"
+    if not candidates:
+        policy = "no_candidates"
+    elif most_segments(options, candidates) == 0:
+        policy = _none_allowed(options)
     return Selection(
         policy=policy,
         candidates=candidates,
-        selected=tuple(selected),
-        explanation=_EXPLANATIONS[policy].format(n=candidates, k=len(selected)),
+        selected=tuple(segments),
+        explanation=_EXPLANATIONS[policy].format(n=candidates, k=len(segments), **_limit_texts(options)),
     )
 
 
-def is_limited(options: SearchOptions) -> bool:
-    """Whether a count or a share limits the selection."""
-    return options.max_gc_wrapped_modules is not None or options.gc_target_budget_ratio is not None
+def most_segments(options: SearchOptions, candidates: int) -> int | None:
+    """How many segments the limits allow, of so many candidates; ``None``: nothing limits them."""
+    return min(_limits(options, candidates), default=None)
 
 
 def _limits(options: SearchOptions, count: int) -> list[int]:
@@ -258,17 +269,20 @@ def _limits(options: SearchOptions, count: int) -> list[int]:
 def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, allowed: int) -> SelectionPolicy:
     if not candidates:
         return "no_candidates"
-    if options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0:
-        return "explicit_zero_budget"
-    if options.gc_target_budget_ratio is not None and options.gc_target_budget_ratio <= 0:
-        return "zero_ratio_budget"
-    if not is_limited(options):
+    if not allowed:
+        return _none_allowed(options)
+    if not _limits(options, 1):
         return "all_candidates"
     if allowed >= len(candidates):
         return "budget_covers_all"
     if not any(m.first_input_bytes for m in candidates):
         return "fallback_module_order"
     return "largest_input_activations"
+
+
+def _none_allowed(options: SearchOptions) -> SelectionPolicy:
+    by_count = options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0
+    return "explicit_zero_budget" if by_count else "zero_ratio_budget"
 
 
 _EXPLANATIONS: dict[SelectionPolicy, str] = {
@@ -279,8 +293,8 @@ _EXPLANATIONS: dict[SelectionPolicy, str] = {
     "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
     "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
     "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
-    "least_predicted_peak": "{k} of {n} called modules: the set with the lowest predicted peak.",
-    "fastest_within_budget": "{k} of {n} called modules: the fastest plan found for this peak.",
+    "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
+    "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
 }
 
 

@@ -19,6 +19,7 @@ on the safe side.
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +27,65 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block, repeated
 from memopt_cli.plan.cost_model import chunk_counts, chunk_state_bytes, longest_share, overhead_s
+from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names, numbered
-from memopt_cli.records import ChunkRule, SegmentPlan
+from memopt_cli.records import ChunkRule, Plan, SegmentPlan
 
 _MOST_WAYS = 400
 """Ways kept on the way through the step."""
 _MOST_INNER_WAYS = 32
 """Ways kept of a block that is looked at by itself."""
+
+
+Spent = tuple[int, ...]
+"""Of what :class:`Limits` bound, in the order of its fields; empty: nothing of any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much a plan may have at most of what recomputes; ``None``: no limit."""
+
+    segments: int | None = None
+    """Segments that lie in no other."""
+    splits: int | None = None
+    """Segments with others in them, or with a split of their own."""
+    cuts: int | None = None
+    """How often chunks were multiplied by the factor, over all segments."""
+
+    @property
+    def hold(self) -> bool:
+        """Whether there is any."""
+        return self != Limits()
+
+    def admit(self, spent: Spent) -> bool:
+        """Whether none is passed."""
+        bounds = (self.segments, self.splits, self.cuts)
+        return all(bound is None or amount <= bound for amount, bound in zip(spent, bounds, strict=False))
+
+    def admit_plan(self, plan: Plan, factor: int) -> bool:
+        """Whether a plan passes none; ``factor``: by which chunks are multiplied."""
+        return self.admit(spent_by(plan.segments, factor))
+
+
+def spent_by(segments: Sequence[SegmentPlan], factor: int) -> Spent:
+    """What the segments of a plan spend; heads that run through their losses are free."""
+    own = [s for s in segments if not s.through_loss]
+    inner = {s.path for s in own if any(_lies_in(s, other) for other in own)}
+    split = [s for s in own if s.spatial_split or any(_lies_in(other, s) for other in own)]
+    return len(own) - len(inner), len(split), sum(cuts(s.chunks, factor) for s in own)
+
+
+def cuts(chunks: int, factor: int) -> int:
+    """How often one chunk is multiplied by ``factor`` to give so many."""
+    return math.ceil(math.log(chunks, factor) - 1e-9)
+
+
+def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
+    return segment is not other and is_within(segment.path, other.path)
+
+
+def _together(spent: Spent, other: Spent) -> Spent:
+    return tuple(map(operator.add, spent, other)) if spent and other else spent or other
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +106,8 @@ class Way:
     """The paths below begin with the first and mean the second: the way of a block that is alike."""
     has_segments: bool = False
     """Whether it is a segment, or one lies in it."""
+    spent: Spent = ()
+    """Of what is limited."""
 
     def then(self, other: Way) -> Way:
         """This way, and another of the block that follows."""
@@ -66,6 +121,7 @@ class Way:
             (self, other),
             None,
             self.has_segments or other.has_segments,
+            _together(self.spent, other.spent),
         )
 
     def elsewhere(self, moved: tuple[str, str], more_bytes: int) -> Way:
@@ -79,6 +135,7 @@ class Way:
             (self,),
             moved,
             self.has_segments,
+            self.spent,
         )
 
     def segments(self) -> Iterator[SegmentPlan]:
@@ -98,6 +155,8 @@ class Allowed:
 
     targets: Callable[[str], bool] = lambda path: True
     """Which modules may be segments, among those that can."""
+    nested: bool = True
+    """Whether segments may lie in others."""
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
     """Modules that may run in chunks: how, and the length of the axis."""
@@ -106,6 +165,7 @@ class Allowed:
     """What is saved outside of segments is packed."""
     keep: bool = True
     """Whether segments that lie in no other may keep the outputs of costly calls."""
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +216,36 @@ class Solver:
         best: Way | None = None
         for choice in self._choices:
             self._chosen = choice
-            found = self._through([Way()], self._root, budget_bytes)
+            found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
             fastest = min(found, key=lambda way: way.added_s, default=None)
             if fastest is not None and (best is None or fastest.added_s < best.added_s):
                 best = fastest
         return best
 
-    def least_peak_bytes(self, high: int) -> int | None:
-        """The least budget, to a part in a thousand, that a way stays within; ``None`` if ``high`` is too little."""
-        if self.fastest(high) is None:
+    def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
+        """The least budget, to a part in a thousand, that a way stays within which adds no more time.
+
+        ``None`` if none stays within ``high``.
+        """
+
+        def is_met(budget_bytes: int) -> bool:
+            way = self.fastest(budget_bytes)
+            return way is not None and way.added_s <= most_added_s
+
+        if not is_met(high):
             return None
         low = -1
         while high - low > max(1, high // 1000):
             middle = (low + high) // 2
-            if self.fastest(middle) is None:
-                low = middle
-            else:
+            if is_met(middle):
                 high = middle
+            else:
+                low = middle
         return high
+
+    def _spent_before(self, choice: _Choice) -> Spent:
+        """By the segments that are called several times, each of which counts once."""
+        return (len(choice.segmented), 0, 0) if self._allowed.limits.hold and choice.segmented else ()
 
     def _choices_of_repeated(self) -> Iterable[frozenset[str]]:
         """None of them; one of the outermost; all of the outermost."""
@@ -196,11 +268,11 @@ class Solver:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
         if self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children:
-            return _followed(before, self._ways(block, self._outside), budget_bytes)
+            return _followed(before, self._ways(block, self._outside), budget_bytes, self._allowed.limits)
         plain = before
         for child in block.children:
             plain = self._through(plain, child, budget_bytes)
-        segments = _followed(before, self._as_segment(block, self._outside), budget_bytes)
+        segments = _followed(before, self._as_segment(block, self._outside), budget_bytes, self._allowed.limits)
         return _thinned([*plain, *segments], _MOST_WAYS, budget_bytes)
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
@@ -238,7 +310,7 @@ class Solver:
         return ways
 
     def _as_segment(self, block: Block, around: _Around) -> list[Way]:
-        if not self._may_be_segment(block, self._chosen.segmented):
+        if not self._may_be_segment(block, self._chosen.segmented) or (around.recomputed and not self._allowed.nested):
             return []
         key = block, self._chosen.kinds[block], around.recomputed
         if key not in self._segment_ways:
@@ -269,6 +341,9 @@ class Solver:
             if segment.batch_statistics and (kept or inside.has_segments):
                 continue  # a norm in a segment within cannot take part; of several passes each would keep its own
             states, _ = chunk_state_bytes(segment, block.state_bytes)
+            spent = self._spent(block, segment, inside, around)
+            if not self._allowed.limits.admit(spent):
+                continue
             highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
             packed_bytes = block.input_bytes if packed else 0
             overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
@@ -280,7 +355,15 @@ class Solver:
                 segment=segment,
                 parts=(inside,),
                 has_segments=True,
+                spent=spent,
             )
+
+    def _spent(self, block: Block, segment: SegmentPlan, inside: Way, around: _Around) -> Spent:
+        if not self._allowed.limits.hold:
+            return ()
+        outer = not around.recomputed and block.path not in self._chosen.segmented
+        own = int(outer), int(inside.has_segments), cuts(segment.chunks, self._allowed.chunk_factor)
+        return _together(own, inside.spent) if any(own) else inside.spent
 
     def _in_chunks(self, block: Block, plain: SegmentPlan, around: _Around) -> Iterator[SegmentPlan]:
         if block.path not in self._allowed.chunks:
@@ -314,7 +397,11 @@ class Solver:
         return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
 
 
-def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> list[Way]:
+_Pair = tuple[int, float, Way, Way]
+"""Bytes kept and time added by two ways, one after the other."""
+
+
+def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int, limits: Limits) -> list[Way]:
     """First a way of ``before``, then one of ``own``: what :func:`_thinned` would leave of those within the budget.
 
     Most pairs are dropped before they are made a way.
@@ -325,8 +412,17 @@ def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> l
         for way in before
         if way.kept_bytes + after.peak_bytes <= budget_bytes
     ]
+    if not limits.hold:
+        return _best_pairs(pairs)
+    groups: dict[Spent, list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[_together(pair[2].spent, pair[3].spent)].append(pair)
+    return [way for spent, group in groups.items() if limits.admit(spent) for way in _best_pairs(group)]
+
+
+def _best_pairs(pairs: list[_Pair]) -> list[Way]:
     pairs.sort(key=operator.itemgetter(0))
-    best: list[tuple[int, float, Way, Way]] = []
+    best: list[_Pair] = []
     for pair in pairs:
         if not best or pair[1] < best[-1][1]:
             if best and best[-1][0] == pair[0]:
@@ -342,13 +438,13 @@ def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int) -> l
 
 
 def _thinned(ways: Sequence[Way], most: int, indifferent_bytes: int = 0) -> list[Way]:
-    """The Pareto set of those that hold the same bytes; of more than ``most``, the fastest of every cell of a grid.
+    """The Pareto set of those that hold and spend the same; of more than ``most``, the fastest of every cell of a grid.
 
     The lowest peak stays too.  Peaks up to ``indifferent_bytes`` are equally good.
     """
-    groups: dict[int, list[Way]] = defaultdict(list)
+    groups: dict[tuple[int, Spent], list[Way]] = defaultdict(list)
     for way in ways:
-        groups[way.held_bytes].append(way)
+        groups[way.held_bytes, way.spent].append(way)
     best = [way for group in groups.values() for way in _pareto(group, indifferent_bytes)]
     if len(best) <= most:
         return best

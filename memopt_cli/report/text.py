@@ -237,6 +237,10 @@ def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
                 format_seconds(found.step_s),
                 _ratio(found.step_s, original.step_s) if original else "–",
             )
+        case None if predicted is not None:
+            share = f"~{100 * predicted / original.allocated_peak_bytes:.0f} %" if original else "–"
+            slowdown = row.predicted_slowdown
+            return ("–", forecast, share, "–", "–", "–", f"~{slowdown:.2f}×" if slowdown is not None else "–")
         case _:
             return ("–", forecast, "–", "–", "–", "–", "–")
 
@@ -296,15 +300,33 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     if summary.budget_bytes is not None:
         yield f"within the budget of {format_bytes(summary.budget_bytes)}"
     for row in summary.levels:
-        if not isinstance(row.outcome, Measurement):
+        if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
         if row.note:
             yield f"level {row.level}: {row.note}"
+    if any(row.outcome is None for row in summary.levels):
+        yield "~ predicted by a dry run; --measure-levels measures every level"
     yield _verification(summary.verification) if summary.verification else "not verified"
     if summary.advice:
         yield _batch(summary.advice)
     if summary.recommendation:
         yield summary.recommendation
+    yield from _neighbours(summary)
+
+
+def _neighbours(summary: MemOptSummary) -> Iterator[str]:
+    """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
+    rows = (row for row in summary.levels if row.level == summary.applied_level)
+    slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
+    said = []
+    if summary.faster is not None:
+        faster = 1 - summary.faster.slowdown / slowdown
+        said.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
+    if summary.smaller is not None:
+        said.append(f"smaller: {format_bytes(summary.smaller.peak_bytes)} at {summary.smaller.slowdown:.2f}×")
+    if said:
+        more = ", --max-slowdown none" if summary.smaller is not None else ""
+        yield f"{'; '.join(said)} (predicted; --frontier{more})"
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import Measurement, MemOptSummary
+from memopt_cli.records import LevelRow, Measurement, MemOptSummary
 from memopt_cli.report.html.figure import Figure, bytes_axis, text
 from memopt_cli.units import format_bytes, format_seconds
 
@@ -47,13 +47,22 @@ def _levels(summary: MemOptSummary) -> list[FrontierPoint]:
     """Levels that share a plan, and so its measurement, are one point."""
     points: list[FrontierPoint] = []
     for row in summary.levels:
-        if isinstance(row.outcome, Measurement):
-            point = _point(f"level {row.level}", row.outcome, applied=row.level == summary.applied_level)
+        point = _of_level(row, summary)
+        if point is not None:
             if points and (points[-1].peak_bytes, points[-1].step_s) == (point.peak_bytes, point.step_s):
                 last = points.pop()
                 point = replace(point, label=f"{last.label}, {row.level}", applied=last.applied or point.applied)
             points.append(point)
     return points
+
+
+def _of_level(row: LevelRow, summary: MemOptSummary) -> FrontierPoint | None:
+    if isinstance(row.outcome, Measurement):
+        return _point(f"level {row.level}", row.outcome, applied=row.level == summary.applied_level)
+    original, peak, slowdown = summary.levels[0].outcome, row.predicted_allocated_peak_bytes, row.predicted_slowdown
+    if row.outcome is not None or peak is None or slowdown is None or not isinstance(original, Measurement):
+        return None
+    return FrontierPoint(label=f"level {row.level}, predicted", peak_bytes=peak, step_s=slowdown * original.step_s)
 
 
 def _point(label: str, outcome: Measurement, *, applied: bool) -> FrontierPoint:

@@ -1,0 +1,101 @@
+"""What the solver proposes: plans of one recorded step, by sums alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from memopt_cli.plan.block_tree import block_tree
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.search import Allowed, Solver, Way
+from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
+
+_CORRECTIONS = 4
+"""How often time is taken off what the solver may add, because the cost model finds its plan slower than it does."""
+
+
+class Proposals:
+    """Solvers for one recorded step, with packing and without, and the cost model that prices what they find."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        tick: Callable[[], None],
+        *,
+        heads: tuple[SegmentPlan, ...] = (),
+        slowdown: float = 1.0,
+    ) -> None:
+        """``heads`` ran through their losses in the recorded step, at so much ``slowdown``, and do so in every plan.
+
+        ``tick`` is called all along; what it raises ends the search.
+        """
+        self.trace = trace
+        self.modules = {module.path: module for module in trace.modules}
+        self.model = CostModel(trace)
+        self.root = block_tree(trace, self.model.recompute_s)
+        self.heads = heads
+        self.allowed = Allowed()
+        self._ground_slowdown = slowdown
+        self._tick = tick
+        self._solvers: dict[bool, Solver] = {}
+
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        """Without packing, and with it where that may be and saves anything."""
+        return tuple(self._solvers)
+
+    @property
+    def least_slowdown(self) -> float:
+        """No plan is faster."""
+        return min(1.0, self._ground_slowdown)
+
+    def allow(self, allowed: Allowed) -> None:
+        """What plans may do from now on."""
+        self.allowed = allowed
+        may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
+        choices = (False, True) if may_pack else (False,)
+        self._solvers = {packed: Solver(self.root, replace(allowed, packed=packed), self._tick) for packed in choices}
+
+    def allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
+        """The modules that may run in chunks from now on: how, and the length of the axis."""
+        self.allow(replace(self.allowed, chunks=chunks))
+
+    def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
+        """The fastest within a budget."""
+        way = self._solvers[packed].fastest(budget_bytes)
+        return self._plan(way, packed) if way is not None else None
+
+    def fastest_with(self, chunks: Mapping[str, tuple[ChunkRule, int]], budget_bytes: int) -> Plan | None:
+        """The same without packing, as it would be if these modules could run in chunks."""
+        way = Solver(self.root, replace(self.allowed, chunks=chunks), self._tick).fastest(budget_bytes)
+        return self._plan(way, packed=False) if way is not None else None
+
+    def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
+        """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
+        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self.model.step_s
+        for _ in range(_CORRECTIONS):
+            plan = self._least_adding(high_bytes, seconds)
+            if plan is None or (over_s := self.model.predict(plan).step_s - self.model.step_s - most_s) <= 0:
+                return plan
+            seconds -= over_s
+        return None
+
+    def predict(self, plan: Plan) -> Prediction:
+        """By the cost model."""
+        self._tick()
+        return self.model.predict(plan)
+
+    def slowdown(self, plan: Plan) -> float:
+        """Step time over that of the original, by the cost model."""
+        ground = self._ground_slowdown if plan.segments else 1.0
+        return ground * self.model.predict(plan).step_s / self.model.step_s
+
+    def _least_adding(self, high_bytes: int, most_s: float) -> Plan | None:
+        lows = {packed: solver.least_peak_bytes(high_bytes, most_s) for packed, solver in self._solvers.items()}
+        low, packed = min(((low, packed) for packed, low in lows.items() if low is not None), default=(None, False))
+        return self.fastest(packed, low) if low is not None else None
+
+    def _plan(self, way: Way, packed: bool) -> Plan:
+        segments = {segment.path: segment for segment in way.segments()}
+        return Plan(level=0, segments=(*segments.values(), *self.heads), packed=packed)

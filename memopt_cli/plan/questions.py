@@ -1,0 +1,213 @@
+"""What a search asks of the model: dry runs of plans, and which modules may run in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from memopt_cli.plan.block_tree import Block
+from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
+from memopt_cli.plan.levels import level_of
+from memopt_cli.plan.proposals import Proposals
+from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan
+
+_MOST_QUESTIONS = 12
+"""Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
+
+
+class TimeIsUp(Exception):
+    """Raised where the search goes on no longer, within sums too; the best of what was counted is its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan that was counted by a dry run, and the step time that the cost model gives it."""
+
+    candidate: Candidate
+    slowdown: float
+    """Step time over that of the original."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, at the level whose means it needs."""
+        return self.candidate.plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated peak of the dry run."""
+        return self.candidate.peak_bytes
+
+
+class DryRuns:
+    """Plans that were counted: what is found for one level or budget may be the answer for another."""
+
+    def __init__(self, probes: Probes, original: Candidate) -> None:
+        self._probes = probes
+        first = Priced(candidate=replace(original, plan=_by_means(original.plan)), slowdown=1.0)
+        self._found: dict[Plan, Priced | None] = {first.plan: first}
+
+    def __len__(self) -> int:
+        return len(self._found) - 1
+
+    def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
+        """A plan with its peak; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
+        plan = _by_means(plan)
+        if plan not in self._found:
+            self._probes.report(f"segments: {len(plan.segments)}")
+            counted = self._probes.count(plan)
+            if isinstance(counted, NotTried):
+                raise TimeIsUp
+            self._found[plan] = (
+                Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=proposals.slowdown(plan))
+                if isinstance(counted, Counted)
+                else None
+            )
+        return self._found[plan]
+
+    def known(self, plan: Plan) -> Priced | None:
+        """A plan as it was counted, if it was."""
+        return self._found.get(_by_means(plan))
+
+    def up_to(self, level: int) -> list[Priced]:
+        """All that a level allows, the original among them."""
+        return [found for found in self._found.values() if found is not None and found.plan.level <= level]
+
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        """Of those that are no slower, the fastest of the least peak."""
+        usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
+        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
+
+    def fastest(self, level: int, budget_bytes: int) -> Priced | None:
+        """Within the budget."""
+        fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
+
+
+def _by_means(plan: Plan) -> Plan:
+    return replace(plan, level=level_of(plan))
+
+
+class ChunkQuestions:
+    """Which modules may run in chunks: few are asked, at the peak; their answer is taken for all of their class.
+
+    A plan that relies on another of the class has that one asked as well.
+    """
+
+    def __init__(self, probes: Probes, proposals: Proposals, most: int | None) -> None:
+        """``most``: modules that are asked, at most; ``None``: as many as pay."""
+        self._probes = probes
+        self._proposals = proposals
+        self._most = _MOST_QUESTIONS if most is None else min(most, _MOST_QUESTIONS)
+        self._asked: set[str] = set()
+        self._certain = {head.path for head in proposals.heads}
+        """Modules whose own answer is known."""
+        self.questions = 0
+        self.known: Mapping[str, tuple[ChunkRule, int]] = {}
+        """Modules that may run in chunks: how, and the length of the axis."""
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether more modules may be asked."""
+        return self.questions < self._most
+
+    def learn(self, plan: Plan) -> bool:
+        """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
+        if not self.may_ask:
+            return False
+        modules = self._proposals.modules
+        for block in self._around(self._proposals.predict(plan).module, plan):
+            alike = self._like(block.path)
+            self._asked.update(alike)
+            rule = self._ask(block.path)
+            if rule is None:
+                continue  # what is refused of one is taken to be refused of its class
+            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
+            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            self._certain.add(block.path)
+            self._allow({**self.known, **found})
+            return True
+        return False
+
+    def confirm(self, plan: Plan) -> bool:
+        """Ask for the modules that the plan runs in chunks because others of their class can.
+
+        ``False``: of one it was learned that it cannot, or by another rule, which the next plan then follows.
+        """
+        for segment in _cut(plan):
+            if segment.path in self._certain:
+                continue
+            self._certain.add(segment.path)
+            rule = self._ask(segment.path)
+            if rule != self.known[segment.path][0]:
+                others = {path: found for path, found in self.known.items() if path != segment.path}
+                if rule is not None:
+                    others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
+                self._allow(others)
+                return False
+        return True
+
+    def follows(self, plan: Plan) -> bool:
+        """Whether the plan, made before an answer, is one that could be made after it."""
+        rules = ((segment, self.known.get(segment.path)) for segment in _cut(plan))
+        return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
+
+    def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
+        """What may run in chunks if every module that was not asked can, along the longer of its first two axes."""
+        hopeful = dict(self.known)
+        for path, module in self._proposals.modules.items():
+            lengths = module.input_shape[:2]
+            length = max(lengths, default=0)
+            if path not in self._asked and length > 1 and saves_by_chunks(module):
+                hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
+        return hopeful
+
+    def is_cuttable(self, path: str) -> bool:
+        """Whether chunks of a module may be in a plan, and would save something."""
+        proposals = self._proposals
+        may_be = proposals.allowed.targets(path) and not any(nested(path, head.path) for head in proposals.heads)
+        return may_be and saves_by_chunks(proposals.modules[path])
+
+    def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
+        self.known = chunks
+        self._proposals.allow_chunks(chunks)
+
+    def _ask(self, path: str) -> ChunkRule | None:
+        self._probes.report(f"chunk {path}")
+        self.questions += 1
+        rule = self._probes.chunking(path)
+        return None if isinstance(rule, Refused) else rule
+
+    def _like(self, path: str) -> list[str]:
+        """The module and those of its class: where one stands at the peak, the next is not far below."""
+        modules = self._proposals.modules
+        kind = modules[path].class_name
+        alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)
+        return [path, *(m.path for m in alike if m.path != path and saves_by_chunks(m))]
+
+    def _around(self, path: str, plan: Plan) -> Iterator[Block]:
+        """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
+
+        If nothing of that saves by chunks, whether it may run in them or not: what it lies in, from within.
+        """
+        segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
+        usable = {b.path: b for b in self._proposals.root if b.path and not b.refusal and self.is_cuttable(b.path)}
+        inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
+        largest = sorted(inside, key=lambda b: -b.kept_bytes)
+        outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
+        yield from [block for block in largest or outwards if block.path not in self._asked]
+
+
+def saves_by_chunks(module: ModuleTrace) -> bool:
+    """Whether a module holds more than its output, which stays whole."""
+    return module.saved_bytes > module.output_bytes
+
+
+def nested(path: str, other: str) -> bool:
+    """Whether one lies in the other."""
+    return is_within(path, other) or is_within(other, path)
+
+
+def _cut(plan: Plan) -> Iterator[SegmentPlan]:
+    """What the plan runs in chunks by a rule that was asked for."""
+    return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)

@@ -1,0 +1,67 @@
+"""Which modules may become segments, as the user names them: by class, by path or by object."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from memopt_cli.errors import PlanError
+from memopt_cli.plan.interface import ModuleTree, is_within
+from memopt_cli.plan.policy import Selection
+from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan
+
+_NAMED = 3
+"""How many modules a note names."""
+
+
+def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
+    """Segments on the selected modules."""
+    return Plan(level=1, segments=tuple(segment(m, options.compress_x) for m in selection.selected))
+
+
+def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
+    """The plain segment on a module, its input packed by the codec that held it in the recorded step."""
+    return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
+
+
+def asked_for(tree: ModuleTree, options: SearchOptions) -> list[ModuleTrace] | None:
+    """The outermost modules that may be segments; ``None``: whichever memopt chooses."""
+    if options.targets:
+        return matching_targets(tree, options.targets)
+    if options.modules is not None:
+        return outermost([m for m in tree if m.path in options.modules and not m.refusal])
+    return None
+
+
+def left_out(modules: Iterable[ModuleTrace], options: SearchOptions) -> list[str]:
+    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+    known = {m.path: m.refusal for m in modules}
+    reasons = {path: known.get(path, "the step never calls it") for path in options.modules or ()}
+    refused = [f"'{path or '(root)'}' ({reason})" for path, reason in reasons.items() if reason]
+    more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+    return [f"Not candidates: {', '.join(refused[:_NAMED])}{more}."] if refused else []
+
+
+def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
+    """Those that lie below no other, in the order of first call: a segment within a segment is recomputed twice."""
+    ordered = sorted(modules, key=lambda m: m.order)
+    return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
+
+
+def matching_targets(tree: ModuleTree, targets: Iterable[str]) -> list[ModuleTrace]:
+    """The outermost modules whose class name or path matches; :class:`PlanError` if a target matches nothing usable."""
+    chosen: list[ModuleTrace] = []
+    for target in targets:
+        matches = [m for m in tree if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
+        usable = [m for m in matches if not m.refusal]
+        if not usable:
+            raise PlanError(_no_match(tree, target, matches), hint="Name a class or a path glob: --target Bottleneck.")
+        chosen += [m for m in usable if m not in chosen]
+    return outermost(chosen)
+
+
+def _no_match(tree: ModuleTree, target: str, matches: list[ModuleTrace]) -> str:
+    if matches:
+        return f"target '{target}' matches '{matches[0].path}', which cannot be a segment: {matches[0].refusal}"
+    classes = sorted({m.class_name for m in tree if not m.refusal})
+    return f"target '{target}' matches no module that the training step calls (classes: {', '.join(classes)})"
