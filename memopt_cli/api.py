@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -83,9 +84,10 @@ def memory_optimization(
 ) -> nn.Module | tuple[nn.Module, MemOptSummary]:
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
-    Only outermost modules that are an ``instance`` become segments.  With ``dummy_input`` (any shapes that ``forward``
-    takes; dimension 0 of the first tensor is the batch) every level is measured in profiling subprocesses and the
-    plan is verified against the original; a level that raises the measured peak is not applied.  Without it, level 1
+    Modules that are an ``instance`` may become segments, and from level 2 on what lies in them.  With ``dummy_input``
+    (any shapes that ``forward`` takes; dimension 0 of the first tensor is the batch) the plan of the lowest peak is
+    searched, however much longer its step is, measured in profiling subprocesses and verified against the original; one
+    that raises the measured peak is not applied.  Without it, a segment on every outermost ``instance``, level 1,
     is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says where
     not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
     ``net`` carries from before is taken off first.
@@ -99,7 +101,8 @@ def memory_optimization(
     temporal_split_factor:
         Level 3 multiplies a segment's chunks by it.
     max_split_rounds, max_candidates_per_round:
-        Limits of levels 2 and 3; ``None``: the profile's.
+        How many segments may be split, and how often chunks multiplied; how many modules are tried for each.
+        ``None``: the profile's.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first one that counts is not slow.
     warmup_in_profile_workers:
@@ -131,6 +134,7 @@ def memory_optimization(
         checkpoint_budget=checkpoint_budget,
         max_gc_wrapped_modules=max_gc_wrapped_modules,
         gc_target_budget_ratio=gc_target_budget_ratio,
+        max_slowdown=math.inf,
     )
     resolved = resolve(request, has_inputs=dummy_input is not None)
     notes = _take_off(net)

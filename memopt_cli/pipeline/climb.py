@@ -17,7 +17,7 @@ from memopt_cli.units import format_bytes
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
 _HARDLY_SLOWER = 1.02
-_TIMING_NOISE = 0.05
+_TIMING_NOISE = 0.1
 """A measured step may be so much longer than the limit: steps of one model differ by as much."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
@@ -95,32 +95,37 @@ class Climb:
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         row = self.measured(row)
-        limit, original = self.options.max_slowdown, self.original.outcome
-        if limit is None or not isinstance(original, Measurement):
-            return row
-        asked = limit
-        for _ in range(_MEASUREMENTS - 1):
-            if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
-                return row
-            slowdown = row.outcome.step_s / original.step_s
-            if slowdown <= limit * (1 + _TIMING_NOISE):
-                return row
-            asked = max(1.0, min(asked, row.predicted_slowdown or limit) * limit / slowdown)
+        limit = self.options.max_slowdown
+        asked = limit or math.inf
+        for _ in range(_MEASUREMENTS):
+            slowdown = self._slowdown(row)
+            if limit is None or slowdown <= limit * (1 + _TIMING_NOISE):
+                break
+            added = min(asked, row.predicted_slowdown or limit) - 1
+            asked = 1 + added * (limit - 1) / (slowdown - 1)
+            self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             started, tried = time.monotonic(), self.planner.tried
             found = self.planner.best(row.level, asked)
-            if replace(found.plan, level=0) == replace(row.plan, level=0):
-                break
+            if found.slowdown >= (row.predicted_slowdown or limit):
+                found = self.planner.least(0)
             tried = row.candidates + self.planner.tried - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = self.measured(replace(faster, search_s=row.search_s + faster.search_s))
-        if isinstance(row.outcome, Measurement) and not row.plan.is_empty:
-            slowdown = row.outcome.step_s / original.step_s
-            if slowdown > limit * (1 + _TIMING_NOISE):
-                self.notes.append(
-                    f"The plan of {format_bytes(row.outcome.allocated_peak_bytes)} was to take "
-                    f"{row.predicted_slowdown or limit:.2f} times the original's step; measured: {slowdown:.2f} times."
-                )
+        else:
+            row = replace(self.original, level=row.level, plan=Plan(level=row.level), candidates=row.candidates)
         return row
+
+    def _slowdown(self, row: LevelRow) -> float:
+        """Of the fastest step that was measured, over the original's fastest: what runs beside them slows others."""
+        original = self.original.outcome
+        if not isinstance(original, Measurement) or not isinstance(row.outcome, Measurement) or row.plan.is_empty:
+            return 1.0
+        return min(row.outcome.step_times_s) / min(original.step_times_s)
+
+
+def _peak(row: LevelRow) -> str:
+    assert isinstance(row.outcome, Measurement)
+    return format_bytes(row.outcome.allocated_peak_bytes)
 
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:

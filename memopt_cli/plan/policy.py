@@ -329,7 +329,7 @@ def recommend(options: SearchOptions, selection: Selection | None, *, measured: 
     own, or empty.
     """
     advice = _particular(options, selection) or generic
-    return " ".join(sentence for sentence in (advice, measured) if sentence) if advice else ""
+    return " ".join(sentence for sentence in (advice, measured) if sentence)
 
 
 def _particular(options: SearchOptions, selection: Selection | None) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
+from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
 from memopt_cli.plan.interface import Candidate
-from memopt_cli.plan.planner import Priced
+from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Breakdown,
@@ -66,13 +68,13 @@ class FakePlanner:
     tried = 0
     plans = tuple(priced(peak) for peak in range(1000, 200, -100))
 
-    def within(self, budget: int) -> Priced | None:
+    def within(self, level: int, budget: int) -> Priced | None:
         return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
 
-    def least(self, start: int) -> Priced:
+    def least(self, level: int) -> Priced:
         return self.plans[-1]
 
-    def frontier(self, start: Priced) -> list[Priced]:
+    def frontier(self, level: int) -> list[Priced]:
         return list(self.plans)
 
 
@@ -90,13 +92,13 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
 
 def test_the_fastest_plan_within_the_budget() -> None:
     search, asked = goal(measured)
-    row = search.within(750, priced(1000))
+    row = search.within(750)
     assert (asked, row.predicted_allocated_peak_bytes) == ([700], 700)
 
 
 def test_a_measurement_over_the_budget_asks_for_less() -> None:
     search, asked = goal(lambda peak: measured(peak + 120))
-    row = search.within(750, priced(1000))
+    row = search.within(750)
     assert isinstance(row.outcome, Measurement)
     assert row.outcome.allocated_peak_bytes <= 750
     assert asked == [700, 600]
@@ -104,65 +106,66 @@ def test_a_measurement_over_the_budget_asks_for_less() -> None:
 
 def test_memory_that_runs_out_asks_for_less() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 500 else measured(peak))
-    assert search.within(750, priced(1000)).predicted_allocated_peak_bytes == 500
+    assert search.within(750).predicted_allocated_peak_bytes == 500
     assert asked == [700, 500]
 
 
 def test_where_memory_runs_out_the_least_plan_is_tried_in_the_end() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail="") if peak > 350 else measured(peak))
-    assert search.within(450, priced(1000)).predicted_allocated_peak_bytes == 300
+    assert search.within(450).predicted_allocated_peak_bytes == 300
     assert asked == [400, 300]
 
 
 def test_where_measurements_pass_the_budget_the_least_plan_is_tried_in_the_end() -> None:
     search, asked = goal(lambda peak: measured(peak + 150 if peak > 350 else peak))
-    assert search.within(440, priced(1000)).predicted_allocated_peak_bytes == 300
+    assert search.within(440).predicted_allocated_peak_bytes == 300
     assert asked == [400, 300]
 
 
 def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail=""))
     with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
-        search.within(750, priced(1000))
+        search.within(750)
     assert asked == [700, 500, 300]
 
 
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
     with pytest.raises(NothingFitsError, match=r"no plan found takes 200 B or less; the least is about 300 B") as error:
-        search.within(200, priced(1000))
+        search.within(200)
     assert error.value.exit_code == 6
     search, asked = goal(lambda peak: measured(peak + 1000))
     with pytest.raises(NothingFitsError, match="the least is about"):
-        search.within(750, priced(1000))
+        search.within(750)
     assert len(asked) <= 6
 
 
 def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
     search, asked = goal(lambda peak: measured(peak - 5))
-    row = search.within(296, priced(1000))
+    row = search.within(296)
     assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
     search, asked = goal(measured)
     with pytest.raises(NothingFitsError, match="the least is about 300 B"):
-        search.within(296, priced(1000))
+        search.within(296)
     assert asked == [300]
     search, asked = goal(lambda peak: measured(peak - 50))
     with pytest.raises(NothingFitsError):
-        search.within(290, priced(1000))
+        search.within(290)
     assert asked == []
 
 
 def test_a_measurement_that_fails_is_not_called_too_large() -> None:
     search, _ = goal(lambda peak: TimedOut(limit_s=1.0))
     with pytest.raises(MeasurementError, match="time limit"):
-        search.within(750, priced(1000))
+        search.within(750)
 
 
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
     search, asked = goal(measured)
-    original = measured(1000)
-    points = search.frontier(search.planner.frontier(priced(1000)), original)
-    assert points[0].outcome is original
+    original = found_row(0, priced(1000), 0, 0.0, dry_run=True)
+    original = replace(original, outcome=measured(1000))
+    points = search.frontier(search.planner.frontier(3), original)
+    assert points[0].outcome is original.outcome
     assert len(asked) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300
     peaks = [point.predicted_allocated_peak_bytes for point in points]
@@ -171,6 +174,16 @@ def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> Non
     for number in (0, len(points) + 1):
         with pytest.raises(UsageError, match=f"plans on the frontier: {len(points)}"):
             picked(points, number)
+
+
+def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
+    search = replace(goal(measured)[0], most_slowdown=1.3)
+    assert search.within(750).predicted_allocated_peak_bytes == 700
+    with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
+        search.within(650)
+    original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
+    points = search.frontier(search.planner.frontier(3), original)
+    assert [point.predicted_slowdown for point in points] == [1.0, 1.1, 1.2, 1.3]
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(Budget(nbytes=123), 123), (Budget(share=0.6), 600)])

@@ -116,7 +116,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, spawn_memopt: Memopt) -> Run:
     folder = tmp_path_factory.mktemp("run")
     torch.save(conv_net(), folder / "net.pt")
     sha256 = hashlib.sha256((folder / "net.pt").read_bytes()).hexdigest()
-    arguments = "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --search-time 8".split()
+    arguments = (
+        "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --max-slowdown none".split()
+    )
     return Run(spawn_memopt(folder, *arguments), folder, sha256)
 
 
@@ -156,22 +158,28 @@ def test_the_summary_reads_back(run: Run) -> None:
     assert data["requested_level"] == 4
 
 
-def test_each_level_has_its_own_measurement(run: Run) -> None:
+def test_the_original_and_the_applied_plan_are_measured(run: Run) -> None:
     rows = run.rows()
     assert [row.level for row in rows] == [0, 1, 2, 3, 4]
-    outcomes = [row.outcome for row in rows]
-    assert all(isinstance(outcome, Measurement) for outcome in outcomes)
-    for before, row in itertools.pairwise(rows):
-        changed = row.plan.segments != before.plan.segments
-        assert (row.outcome != before.outcome) is changed
-        assert bool(row.note) is not changed
-    for outcome in outcomes:
+    first, *between, last = rows
+    assert all(row.outcome is None for row in between)
+    for row in rows:
+        assert row.predicted_allocated_peak_bytes is not None
+        assert row.predicted_slowdown is not None or row is first
+    for outcome in (first.outcome, last.outcome):
         assert isinstance(outcome, Measurement)
         assert 3 <= len(outcome.step_times_s) <= 20
         assert outcome.batch == 8
         assert sum(to_data(outcome.breakdown).values()) == outcome.tensor_peak_bytes
         assert outcome.process_peak_bytes > outcome.allocated_peak_bytes
         assert outcome.spent_s > sum(outcome.step_times_s)
+
+
+def test_no_level_is_above_the_one_below(run: Run) -> None:
+    peaks = [row.predicted_allocated_peak_bytes or 0 for row in run.rows()]
+    assert peaks == sorted(peaks, reverse=True)
+    for before, row in itertools.pairwise(run.rows()[1:]):
+        assert bool(row.note) is (replace(row.plan, level=0) == replace(before.plan, level=0))
 
 
 def test_the_plan_lowers_the_peak_and_was_predicted(run: Run) -> None:
@@ -324,7 +332,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     limit = address_space_without_tensors() + (300 << 20)
     done = spawn_memopt(
         tmp_path,
-        *"optimize deep.pt -i Bx131072 --dim B=16 --level 1 --code-path train.py".split(),
+        *"optimize deep.pt -i Bx131072 --dim B=16 --level 1 --code-path train.py --max-slowdown none".split(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
     assert done.code == 0, done.err
@@ -501,7 +509,7 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
     assert "the search was ended after 0 s (--search-time): a longer one may find a better plan\n" in done.err
 
 
-@pytest.mark.parametrize("goal", [("--level", "4"), ("--budget", "44%"), ("--frontier",)])
+@pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "44%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     goal: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,7 +582,7 @@ def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: py
 @pytest.mark.parametrize("level", range(5))
 def test_levels(level: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", str(level), "--json")
+    done = optimize("net.pt", *SPEC, "--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert [row.level for row in summary.levels] == list(range(level + 1))
@@ -583,6 +591,7 @@ def test_levels(level: int, optimize: Memopt) -> None:
     assert summary.plan == summary.levels[summary.applied_level].plan
     assert len(segments(memopt_cli.load("net.memopt.pt"))) == len(summary.plan.segments)
     peaks = [row.outcome.allocated_peak_bytes for row in summary.levels if isinstance(row.outcome, Measurement)]
+    assert len(peaks) == level + 1
     assert peaks[summary.applied_level] == min(peaks)
 
 
@@ -659,7 +668,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     kind: str, path: str, flags: str, optimize: Memopt
 ) -> None:
     save_program(kind, path)
-    done = optimize(path, *flags.split(), *"--dim B=8 --json".split())
+    done = optimize(path, *flags.split(), *"--dim B=8 --json --max-slowdown none".split())
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert summary.model_format == ("exported" if kind == "exported" else "torchscript")
@@ -760,13 +769,15 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
 def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     model: str, where: str, optimize: Memopt, user_code: str
 ) -> None:
-    done = optimize(f"faulty:{model}", "-i", "256x32", "--code-path", user_code, "--level", "1")
+    done = optimize(
+        f"faulty:{model}", "-i", "256x32", "--code-path", user_code, "--level", "1", "--max-slowdown", "none"
+    )
     assert done.code == 0, done.err
     assert "verified: " in done.out
     (line,) = (line for line in done.out.splitlines() if line.startswith("'2' is no segment: with it gradient of 2."))
     assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
-    assert {segment.path for segment in plan.segments} == {"0", "1", "3"}
+    assert {segment.path for segment in plan.segments} == {"0", "1"}
 
 
 def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(

@@ -1,0 +1,177 @@
+"""The plan of every level: what is predicted, what is measured, and what is not worth its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memopt_cli.pipeline.climb import Climb, found_row
+from memopt_cli.plan.interface import Candidate
+from memopt_cli.plan.questions import Priced
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Breakdown,
+    Counted,
+    Failure,
+    Measurement,
+    OutOfMemory,
+    Plan,
+    SearchOptions,
+    SegmentPlan,
+)
+
+NOTHING = Breakdown(
+    parameters_bytes=0,
+    buffers_bytes=0,
+    gradients_bytes=0,
+    optimizer_bytes=0,
+    inputs_bytes=0,
+    activations_bytes=0,
+    temporaries_bytes=0,
+)
+ORIGINAL = 1000
+
+
+def priced(peak: int, slowdown: float) -> Priced:
+    """A plan of its own for every peak."""
+    segments = () if peak == ORIGINAL else (SegmentPlan(path=f"m{peak}"),)
+    counted = Counted(
+        tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
+    )
+    return Priced(candidate=Candidate(plan=Plan(level=0, segments=segments), counted=counted), slowdown=slowdown)
+
+
+def measured(peak: int, *step_times_s: float) -> Measurement:
+    return Measurement(
+        tensor_peak_bytes=peak,
+        allocated_peak_bytes=peak,
+        resident_bytes=0,
+        reserved_peak_bytes=peak,
+        process_peak_bytes=peak,
+        step_times_s=step_times_s or (1.0,),
+        breakdown=NOTHING,
+        holders=(),
+        backend="",
+        batch=1,
+        spent_s=0.0,
+    )
+
+
+class FakePlanner:
+    """Knows a few plans of each level."""
+
+    tried = 0
+
+    def __init__(self, plans: Mapping[int, Mapping[int, float]]) -> None:
+        """``plans``: level -> peak -> slowdown."""
+        self._plans = plans
+
+    def best(self, level: int, most_slowdown: float) -> Priced:
+        usable = {
+            peak: slowdown
+            for at, plans in self._plans.items()
+            for peak, slowdown in plans.items()
+            if at <= level and slowdown <= most_slowdown
+        }
+        return priced(*min({ORIGINAL: 1.0, **usable}.items()))
+
+    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        return self.best(level, most_slowdown)
+
+
+def climb(
+    plans: Mapping[int, Mapping[int, float]],
+    outcome: Callable[[int], Measurement | Failure],
+    *,
+    max_slowdown: float | None = 1.33,
+    measure_all: bool = False,
+) -> tuple[Climb, list[int]]:
+    """The climb to the highest of the levels, and the peaks that were measured."""
+    asked: list[int] = []
+
+    def measure(plan: Plan) -> Any:
+        asked.append(int(plan.segments[0].path[1:]))
+        return outcome(asked[-1])
+
+    planner: Any = FakePlanner(plans)
+    original = replace(found_row(0, priced(ORIGINAL, 1.0), 0, 0.0, dry_run=True), outcome=measured(ORIGINAL))
+    made = Climb(
+        planner=planner,
+        original=original,
+        original_bytes=ORIGINAL,
+        options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
+        measure=measure,
+        progress=Progress(),
+        dry_run=True,
+        measure_all=measure_all,
+    )
+    return made, asked
+
+
+def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
+    found, asked = climb({1: {800: 1.1}, 2: {}, 3: {600: 1.2}}, measured)
+    rows = found.rows()
+    assert [row.predicted_allocated_peak_bytes for row in rows] == [800, 800, 600]
+    assert [row.predicted_slowdown for row in rows] == [1.1, 1.1, 1.2]
+    assert [row.outcome for row in rows] == [None, None, measured(600)]
+    assert [row.note for row in rows] == ["", "the plan of level 1", ""]
+    assert found.skipped == ["level2:no_spatial_candidates"]
+    assert asked == [600]
+
+
+def test_every_level_is_measured_if_asked_for() -> None:
+    found, asked = climb({1: {800: 1.1}, 2: {600: 1.2}}, measured, measure_all=True)
+    assert [row.outcome for row in found.rows()] == [measured(800), measured(600)]
+    assert asked == [600, 800]
+
+
+def test_where_the_last_cannot_run_the_one_below_is_measured() -> None:
+    gone = OutOfMemory(detail="")
+    found, _ = climb({1: {800: 1.1}, 2: {600: 1.2}}, lambda peak: gone if peak == 600 else measured(peak))
+    assert [row.outcome for row in found.rows()] == [measured(800), gone]
+
+
+def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -> None:
+    found, asked = climb({1: {600: 1.3, 700: 1.2, 800: 1.05}}, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
+    (row,) = found.rows()
+    assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
+    assert asked == [600, 800]
+    assert found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
+
+
+def test_where_every_plan_takes_too_long_the_original_stays() -> None:
+    found, asked = climb({1: {600: 1.3, 700: 1.2, 800: 1.1, 900: 1.01}}, lambda peak: measured(peak, 3.0))
+    (row,) = found.rows()
+    assert row.plan == Plan(level=1)
+    assert row.outcome == measured(ORIGINAL)
+    assert 1 <= len(asked) <= 3
+    assert len(found.notes) == len(asked)
+
+
+def test_noise_in_the_timing_replaces_nothing() -> None:
+    """What runs beside a step makes it longer, never shorter."""
+    found, asked = climb({1: {600: 1.3}}, lambda peak: measured(peak, 1.4, 2.0, 5.0))
+    assert found.rows()[-1].predicted_allocated_peak_bytes == 600
+    assert (asked, found.notes) == ([600], [])
+
+
+def test_without_a_limit_no_step_is_too_long() -> None:
+    found, asked = climb({1: {600: 3.0}}, lambda peak: measured(peak, 5.0), max_slowdown=None)
+    assert found.rows()[-1].predicted_allocated_peak_bytes == 600
+    assert (asked, found.notes) == ([600], [])
+
+
+@pytest.mark.parametrize(
+    ("peak", "slowdown", "applied"), [(985, 1.2, False), (985, 1.01, True), (975, 1.2, True), (1000, 1.0, False)]
+)
+def test_what_saves_next_to_nothing_for_its_time_is_not_applied(peak: int, slowdown: float, applied: bool) -> None:
+    found, asked = climb({1: {peak: slowdown}}, measured)
+    (row,) = found.rows()
+    assert bool(row.plan.segments) is applied
+    assert asked == [peak] * applied
+    assert bool(found.notes) is (not applied and peak < ORIGINAL)
+    assert row.predicted_allocated_peak_bytes == (peak if applied else ORIGINAL)
