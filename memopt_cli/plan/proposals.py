@@ -92,9 +92,11 @@ class Proposals:
         return ground * self.model.predict(plan).step_s / self.model.step_s
 
     def _least_adding(self, high_bytes: int, most_s: float) -> Plan | None:
-        lows = {packed: solver.least_peak_bytes(high_bytes, most_s) for packed, solver in self._solvers.items()}
-        low, packed = min(((low, packed) for packed, low in lows.items() if low is not None), default=(None, False))
-        return self.fastest(packed, low) if low is not None else None
+        low, best = high_bytes, None
+        for packed, solver in self._solvers.items():
+            found = solver.least_peak_bytes(low, most_s)
+            low, best = (low, best) if found is None else (found - 1, (packed, found))
+        return self.fastest(*best) if best is not None else None
 
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}

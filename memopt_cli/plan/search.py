@@ -35,6 +35,10 @@ _MOST_WAYS = 400
 """Ways kept on the way through the step."""
 _MOST_INNER_WAYS = 32
 """Ways kept of a block that is looked at by itself."""
+_PRECISION = 1000
+"""A least peak is found to this part of itself."""
+_GALLOP = 16
+"""The first step down from a peak that is met, in steps of that."""
 
 
 Spent = tuple[int, ...]
@@ -213,35 +217,45 @@ class Solver:
 
     def fastest(self, budget_bytes: int) -> Way | None:
         """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
-        best: Way | None = None
-        for choice in self._choices:
-            self._chosen = choice
-            found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
-            fastest = min(found, key=lambda way: way.added_s, default=None)
-            if fastest is not None and (best is None or fastest.added_s < best.added_s):
-                best = fastest
-        return best
+        found = (self._fastest(choice, budget_bytes) for choice in self._choices)
+        return min((way for way in found if way is not None), key=lambda way: way.added_s, default=None)
 
     def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
         """The least budget, to a part in a thousand, that a way stays within which adds no more time.
 
         ``None`` if none stays within ``high``.
         """
+        least: int | None = None
+        for choice in self._choices:
+            lower = self._least(choice, high if least is None else least - _step(least), most_added_s)
+            least = least if lower is None else lower
+        return least
+
+    def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
+        """The same for one choice: down in growing steps, then by halves."""
 
         def is_met(budget_bytes: int) -> bool:
-            way = self.fastest(budget_bytes)
+            way = self._fastest(choice, budget_bytes)
             return way is not None and way.added_s <= most_added_s
 
-        if not is_met(high):
+        if high < 0 or not is_met(high):
             return None
-        low = -1
-        while high - low > max(1, high // 1000):
+        low = high - (step := _GALLOP * _step(high))
+        while low >= 0 and is_met(low):
+            high, low, step = low, low - 2 * step, 2 * step
+        low = max(low, -1)
+        while high - low > _step(high):
             middle = (low + high) // 2
             if is_met(middle):
                 high = middle
             else:
                 low = middle
         return high
+
+    def _fastest(self, choice: _Choice, budget_bytes: int) -> Way | None:
+        self._chosen = choice
+        found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
+        return min(found, key=lambda way: way.added_s, default=None)
 
     def _spent_before(self, choice: _Choice) -> Spent:
         """By the segments that are called several times, each of which counts once."""
@@ -399,6 +413,10 @@ class Solver:
 
 _Pair = tuple[int, float, Way, Way]
 """Bytes kept and time added by two ways, one after the other."""
+
+
+def _step(peak_bytes: int) -> int:
+    return max(1, peak_bytes // _PRECISION)
 
 
 def _followed(before: Sequence[Way], own: Sequence[Way], budget_bytes: int, limits: Limits) -> list[Way]:
