@@ -110,7 +110,9 @@ class Planner:
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             if self._dry_runs.fastest(level, budget_bytes) is None:
-                self.least(level)
+                if self.least(level).peak_bytes <= (1 + _DOUBT) * budget_bytes:
+                    for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
+                        self.best(lower)
                 self._relax(level, budget_bytes)
         return self._dry_runs.fastest(level, budget_bytes)
 
