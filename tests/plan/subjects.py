@@ -30,7 +30,6 @@ from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep
 from sample_models import gpt, resnet
 
-
 Chunking = Callable[[str], ChunkRule | Refused]
 
 

@@ -138,11 +138,12 @@ LIMITED = {
 @given(trees(most=6), st.integers(0, 3), st.floats(0, 1))
 def test_the_fastest_plan_within_limits_is_found(limit: str, root: Block, most: int, share: float) -> None:
     allowed, admits = LIMITED[limit]
-    plans = []
-    for count in range(len(paths(root)) + 1):
-        for names in itertools.combinations(paths(root), count):
-            if admits(most, *depths(frozenset(names))):
-                plans.append(step(root, frozenset(names))[1:])
+    plans = [
+        step(root, frozenset(names))[1:]
+        for count in range(len(paths(root)) + 1)
+        for names in itertools.combinations(paths(root), count)
+        if admits(most, *depths(frozenset(names)))
+    ]
     least, highest = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (highest - least))
     solver = Solver(root, allowed(most))
