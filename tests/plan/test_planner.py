@@ -56,10 +56,16 @@ def any_step(request: pytest.FixtureRequest) -> Subject:
     return drawn(request.param)
 
 
-def test_no_level_is_above_the_one_below(any_step: Subject) -> None:
+@pytest.fixture(scope="module")
+def best(any_step: Subject) -> dict[int, Priced]:
+    """Of every level, by one planner."""
     plans = any_step.planner(without_norms(any_step))
-    for ask in (plans.least, plans.best):
-        found = [ask(level) for level in LEVELS]
+    return {level: plans.best(level) for level in LEVELS}
+
+
+def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Priced]) -> None:
+    plans = any_step.planner(without_norms(any_step))
+    for found in ([plans.least(level) for level in LEVELS], [best[level] for level in LEVELS]):
         peaks = [any_step.original.peak_bytes, *(priced.peak_bytes for priced in found)]
         assert peaks == sorted(peaks, reverse=True)
         for level, priced in zip(LEVELS, found, strict=True):
@@ -67,11 +73,12 @@ def test_no_level_is_above_the_one_below(any_step: Subject) -> None:
             assert any_step.dry_run(priced.plan) == priced.peak_bytes
 
 
-def test_every_plan_that_is_dry_run_is_one_that_its_level_allows(any_step: Subject) -> None:
+def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dict[int, Priced]) -> None:
+    """And no plan is dry-run that the level does not allow."""
     refused = {m.path for m in any_step.trace.modules if m.refusal}
     for level in LEVELS:
         plans = any_step.planner(without_norms(any_step), level=level)
-        plans.best(level)
+        assert best[level].peak_bytes <= NEARLY * plans.frontier(level)[-1].peak_bytes
         for priced in counted(plans):
             paths = [s.path for s in priced.plan.segments]
             assert level_of(priced.plan) <= level
@@ -80,19 +87,8 @@ def test_every_plan_that_is_dry_run_is_one_that_its_level_allows(any_step: Subje
             assert not any(numbered(s.keep) for s in priced.plan.segments if s.chunks > 1)
 
 
-def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject) -> None:
-    plans = any_step.planner(without_norms(any_step))
-    for level in LEVELS:
-        best = plans.best(level)
-        frontier = any_step.planner(without_norms(any_step), level=level).frontier(level)
-        assert best.peak_bytes <= NEARLY * frontier[-1].peak_bytes
-        assert all(level_of(priced.plan) <= level for priced in frontier)
-
-
-def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subject) -> None:
+def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subject, best: dict[int, Priced]) -> None:
     chunking = without_norms(any_step)
-    plans = any_step.planner(chunking)
-    best = {level: plans.best(level) for level in LEVELS}
     for level, other in itertools.combinations_with_replacement(LEVELS, 2):
         budget = best[level].peak_bytes
         found = any_step.planner(chunking, level=other).within(other, budget)
@@ -184,7 +180,7 @@ def test_limits_leave_something_to_do(limit: str) -> None:
 def small(name: str) -> Subject:
     """Of few blocks, for what is asked of them many times."""
     if name == "gpt":
-        model = gpt.GPT(vocabulary=400, width=32, heads=2, blocks=2)
+        model = gpt.GPT(vocabulary=200, width=16, heads=2, blocks=2)
         return Subject(model, torch.randint(0, 400, (4, 32)))
     return Subject(Chain(blocks=4), torch.randn(4, 16, 16, 16))
 
@@ -484,7 +480,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels() -> None:
 @pytest.mark.parametrize(("other", "rule"), [("blocks.3", None), ("blocks.5", rule_along(2))])
 def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: ChunkRule | None) -> None:
     """The solver takes blocks for alike no longer once their answers differ: each plan it makes follows them."""
-    subject = small("chain")
+    subject = SUBJECTS["chain"]()
     asked: list[str] = []
     ticks = itertools.count()
 
