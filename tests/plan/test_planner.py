@@ -466,15 +466,13 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
 
-def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels() -> None:
-    subject = SUBJECTS["chain"]()
-    plans = subject.planner(lambda path: rule_along(0))
+@pytest.mark.parametrize(("level", "cut"), [(1, False), (2, False), (3, True), (4, True)])
+def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
+    plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
-    assert any(level_of(found.plan) == 3 for found in counted(plans))
-    before = len(counted(plans))
-    for level in (1, 2):
-        plans.best(level, 1.2)
-        assert all(level_of(found.plan) <= level for found in counted(plans)[before:])
+    plans._enter(level)
+    rearranged = plans._now.improvements.rearranged(segments("blocks.1"))
+    assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 
 @pytest.mark.parametrize(("other", "rule"), [("blocks.3", None), ("blocks.5", rule_along(2))])
