@@ -49,7 +49,8 @@ Level = Annotated[
         parser=whole(0, 4),
         show_default="the profile's, else 3",
         rich_help_panel=_SEARCH,
-        help="What a plan may do: 0 nothing; 1 segments and packing; 2 nest them; 3 run in chunks; 4 keep costly outputs.",
+        help="What a plan may do: 0 nothing; 1 segments and packing; 2 nest them; 3 run in chunks; "
+        "4 keep costly outputs.",
     ),
 ]
 Target = Annotated[
