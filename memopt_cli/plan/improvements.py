@@ -53,7 +53,7 @@ class Improvements:
             yield replace(plan, segments=tuple(replace(s, spatial_split=s.path in wanted) for s in others))
 
     def _cut(self, plan: Plan) -> Iterator[Plan]:
-        known = self._questions.known
+        known = self._proposals.allowed.chunks  # none below the level of chunks, whatever was learned above it
         classes: dict[str, list[str]] = defaultdict(list)
         for path in known:
             if self._questions.is_cuttable(path):
@@ -73,7 +73,7 @@ class Improvements:
 
         new = []
         for path in paths:
-            rule, length = self._questions.known[path]
+            rule, length = self._proposals.allowed.chunks[path]
             module = self._modules[path]
             cut = rule.applied(plain_segment(module, self._proposals.allowed.compress), min(chunks, length))
             new.append(replace(cut, recompute_states=module.state_bytes > 0))

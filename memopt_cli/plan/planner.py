@@ -110,13 +110,15 @@ class Planner:
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             if self._dry_runs.fastest(level, budget_bytes) is None:
-                self.least(level)
+                if self.least(level).peak_bytes <= (1 + _DOUBT) * budget_bytes:
+                    for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
+                        self.best(lower)
                 self._relax(level, budget_bytes)
         return self._dry_runs.fastest(level, budget_bytes)
 
     def frontier(self, level: int) -> list[Priced]:
         """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        low, high = self.least(level).peak_bytes, self._dry_runs.smallest(0).peak_bytes
+        low, high = self.best(level).peak_bytes, self._dry_runs.smallest(0).peak_bytes
         with contextlib.suppress(TimeIsUp):
             for step in range(_FRONTIER_POINTS):
                 budget = low + (high - low) * step // _FRONTIER_POINTS

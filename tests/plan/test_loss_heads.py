@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,12 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
-from memopt_cli.plan.planner import Planner, Priced
-from memopt_cli.plan.search import Allowed
-from memopt_cli.plan.strategies.greedy_unwrap import GreedyUnwrap
-from memopt_cli.plan.strategies.temporal_split import TemporalSplit
-from memopt_cli.records import Counted, Plan, Refused, SearchOptions, SegmentPlan, StepSettings, StepTrace
+from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
-from memopt_cli.trace import FakeStep
 from memopt_cli.verify import verify
+from tests.plan.subjects import Subject
 
 VOCABULARY = 600
 
@@ -51,40 +48,18 @@ def hugging_face(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"loss": F.cross_entropy(shifted.view(-1, VOCABULARY), labels[..., 1:].reshape(-1)), "logits": logits}
 
 
-class Subject:
-    """A step on tensors without data."""
+def subject_of(loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> Subject:
+    return Subject(LanguageModel(loss, hidden), torch.randint(VOCABULARY, (8, 64)))
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> None:
-        ids = torch.randint(VOCABULARY, (8, 64))
-        self.fake = FakeStep(Step(model=LanguageModel(loss, hidden), args=(ids,), kwargs={}, settings=StepSettings()))
-        self.tree = ModuleTree(self.record(Plan(level=0)))
-        self.probes = Probes(
-            count=self.count,
-            chunking=lambda path: Refused(reason="no"),
-            report=lambda line: None,
-            trace=self.record,
-        )
-        self.start = Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
 
-    def record(self, plan: Plan) -> StepTrace:
-        apply_plan(self.fake.step.model, plan)
-        try:
-            return self.fake.record(batch=8)
-        finally:
-            remove_plan(self.fake.step.model)
-
-    def count(self, plan: Plan) -> Counted:
-        apply_plan(self.fake.step.model, plan)
-        try:
-            return self.fake.count()
-        finally:
-            remove_plan(self.fake.step.model)
+def heads_of(subject: Subject) -> tuple[SegmentPlan, ...]:
+    return loss_heads(ModuleTree(subject.trace))
 
 
 @pytest.mark.parametrize("loss", [alone, hugging_face])
 def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], object]) -> None:
     # 512 rows: four chunks of 128, though the logits are 19 times as large as the input.
-    assert loss_heads(Subject(loss).tree) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
+    assert heads_of(subject_of(loss)) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
 
 
 @pytest.mark.parametrize(
@@ -97,100 +72,122 @@ def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], 
     ],
 )
 def test_logits_that_others_read_are_made(loss: Callable[[Tensor, Tensor], object]) -> None:
-    assert loss_heads(Subject(loss).tree) == ()
+    assert heads_of(subject_of(loss)) == ()
 
 
 @pytest.mark.parametrize("loss", [alone, hugging_face])
 def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) -> None:
-    subject = Subject(loss)
-    found = TemporalSplit().improve(subject.start, subject.tree, SearchOptions(), subject.probes)
-    assert [s.path for s in found.best.plan.segments] == ["head"]
-    assert found.best.peak_bytes < 0.7 * subject.start.peak_bytes
-    asked = SearchOptions(targets=("blocks.0",))
-    assert TemporalSplit().improve(subject.start, subject.tree, asked, subject.probes).best is subject.start
+    subject = subject_of(loss)
+    plans = subject.planner(level=3)
+    (head,) = heads_of(subject)
+    assert head not in plans.least(2).plan.segments
+    found = plans.least(3)
+    assert head in found.plan.segments
+    assert found.plan.level == 3
+    assert found.peak_bytes < 0.7 * subject.original.peak_bytes
+    assert subject.dry_run(found.plan) == found.peak_bytes
+
+
+@pytest.mark.parametrize("asked", [{"targets": ("blocks.0",)}, {"modules": ("blocks.0",)}, {"max_split_rounds": 0}])
+def test_where_other_modules_or_no_chunks_are_asked_for_the_head_stays(asked: dict[str, Any]) -> None:
+    plans = subject_of(alone).planner(**asked)
+    plans.least(4)
+    assert not any(s.through_loss for found in plans._dry_runs.up_to(4) for s in found.plan.segments)
 
 
 @pytest.mark.parametrize(("both", "kept"), [(0.5, ["one", "other"]), (1.0, [])])
 def test_heads_that_stand_equally_high_go_together(
     both: float, kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = Subject(alone)
+    subject = subject_of(alone)
     heads = tuple(SegmentPlan(path=path, chunks=4, through_loss=True) for path in ("one", "worse", "other"))
     monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda tree: heads)
+    tried: list[Plan] = []
 
-    def count(plan: Plan) -> Counted:
+    def count(plan: Plan) -> Candidate | None:
+        tried.append(plan)
         paths = {segment.path for segment in plan.segments}
         share = 2.0 if "worse" in paths else both if len(paths) == 2 else 1.0
-        counted = subject.start.counted
-        return replace(counted, allocated_peak_bytes=int(share * counted.allocated_peak_bytes))
+        counted = subject.original.counted
+        peak_bytes = int(share * counted.allocated_peak_bytes)
+        return Candidate(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
 
-    found = with_heads(subject.start, subject.tree, replace(subject.probes, count=count))
-    assert [segment.path for segment in found.best.plan.segments] == kept
-    assert found.tried == 3
+    found = with_heads(subject.original, ModuleTree(subject.trace), count)
+    assert [segment.path for segment in found.plan.segments] == kept
+    assert len(tried) == 3
+
+
+def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
+    subject = subject_of(alone)
+    assert with_heads(subject.original, ModuleTree(subject.trace), lambda plan: None) is subject.original
+
+
+def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
+    subject = subject_of(alone)
+    (head,) = heads_of(subject)
+    start = replace(
+        subject.original, plan=Plan(level=1, segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks")))
+    )
+    tried: list[Plan] = []
+    with_heads(start, ModuleTree(subject.trace), lambda plan: tried.append(plan))
+    assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 
 def test_a_planner_builds_on_the_head_through_its_loss() -> None:
-    subject = Subject(alone)
-    heads = loss_heads(subject.tree)
-    ground = subject.record(Plan(level=3, segments=heads))
-    planners = [
-        Planner(trace, subject.probes, Allowed(), may_chunk=False, level=4, heads=used)
-        for trace, used in ((subject.tree.trace, ()), (ground, heads))
-    ]
-    without, with_head = (planner.least(subject.start.peak_bytes) for planner in planners)
-    assert without is not None
-    assert with_head is not None
-    assert with_head.peak_bytes < 0.7 * without.peak_bytes
-    frontier = planners[1].frontier(Priced(candidate=subject.start, slowdown=1.0))
-    assert frontier[0].candidate.plan.segments in ((), heads)
-    assert all(heads[0] in priced.candidate.plan.segments for priced in frontier[1:])
+    subject = subject_of(alone)
+    (head,) = heads_of(subject)
+    frontier = subject.planner().frontier(4)
+    assert frontier[-1].peak_bytes < 0.7 * subject.planner().least(2).peak_bytes
+    assert head in frontier[-1].plan.segments
+    assert any(head in priced.plan.segments and len(priced.plan.segments) > 1 for priced in frontier)
     for priced in frontier:
-        assert subject.count(priced.candidate.plan).allocated_peak_bytes == priced.peak_bytes
+        assert subject.dry_run(priced.plan) == priced.peak_bytes
 
 
 def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     """On the original step the logits are the peak, and hide what a block keeps."""
-    subject = Subject(alone, hidden=256)
+    subject = subject_of(alone, hidden=256)
     blocks = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(4))
-    plan = Plan(level=3, segments=(*blocks, *loss_heads(subject.tree)))
-    begun = Candidate(plan=plan, counted=subject.count(plan))
-    found = GreedyUnwrap().improve(begun, subject.tree, SearchOptions(level=4), subject.probes).best
-    assert found.peak_bytes <= begun.peak_bytes
-    assert [s.keep for s in found.plan.segments] == [(), (), (), ("aten::addmm#1",), ()]
-    assert subject.count(found.plan).allocated_peak_bytes == found.peak_bytes
+    budget = subject.dry_run(Plan(level=3, segments=(*blocks, *heads_of(subject))))
+    three, four = (subject.planner(level=level).within(level, budget) for level in (3, 4))
+    assert three is not None
+    assert four is not None
+    assert four.peak_bytes <= budget
+    assert four.slowdown <= three.slowdown
+    assert heads_of(subject)[0] in four.plan.segments
 
 
-def test_level_4_keeps_nothing_where_the_step_with_the_head_cannot_be_recorded() -> None:
-    subject = Subject(alone, hidden=256)
-    plan = Plan(level=3, segments=(SegmentPlan(path="blocks.3"), *loss_heads(subject.tree)))
-    begun = Candidate(plan=plan, counted=subject.count(plan))
+def test_the_step_with_the_head_is_recorded_once() -> None:
+    subject = subject_of(alone)
     asked: list[Plan] = []
 
-    def trace(plan: Plan) -> NotTried:
+    def trace(plan: Plan) -> StepTrace:
         asked.append(plan)
-        return NotTried(reason="time is up")
+        return subject.record(plan)
 
-    probes = replace(subject.probes, trace=trace)
-    found = GreedyUnwrap().improve(begun, subject.tree, SearchOptions(level=4), probes).best
-    assert not any(segment.keep for segment in found.plan.segments)
-    assert asked == [Plan(level=3, segments=loss_heads(subject.tree))]
+    plans = subject.planner_asking(replace(subject.probes(), trace=trace))
+    plans.least(4)
+    plans.frontier(4)
+    assert asked == [Plan(level=3, segments=heads_of(subject))]
+
+
+def test_where_the_step_with_the_head_cannot_be_recorded_the_head_alone_may_be_in_a_plan() -> None:
+    subject = subject_of(alone)
+    probes = replace(subject.probes(), trace=lambda plan: NotTried(reason="time is up"))
+    found = subject.planner_asking(probes).least(4)
+    assert heads_of(subject)[0] in found.plan.segments
+    assert subject.dry_run(found.plan) == found.peak_bytes
 
 
 def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_peak() -> None:
     """That a block is independent along the batch is found by trying; the whole plan is verified."""
-    subject = Subject(alone, hidden=1024)
-    heads = loss_heads(subject.tree)
-    ground = subject.record(Plan(level=3, segments=heads))
+    subject = subject_of(alone, hidden=1024)
     ids = torch.randint(VOCABULARY, (8, 64))
     step = Step(model=LanguageModel(alone, hidden=1024).train(), args=(ids,), kwargs={}, settings=StepSettings())
-    probes = replace(subject.probes, chunking=lambda path: find_rule(*capture_call(step, path)))
-    high = subject.start.peak_bytes
-    whole = Planner(ground, subject.probes, Allowed(), may_chunk=False, level=4, heads=heads).least(high)
-    found = Planner(ground, probes, Allowed(), may_chunk=True, level=4, heads=heads).least(high)
-    assert whole is not None
-    assert found is not None
+    whole = subject.planner().least(4)
+    found = subject.planner(lambda path: find_rule(*capture_call(step, path))).least(4)
     assert found.peak_bytes < whole.peak_bytes
-    plan = found.candidate.plan
+    plan = found.plan
     assert any(s.chunks > 1 and s.path.startswith("blocks") for s in plan.segments)
     checked = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
     assert checked.passed, checked

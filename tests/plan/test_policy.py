@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.errors import OptionError, UsageError
-from memopt_cli.plan.policy import Selection, least_predicted_peak, recommend, resolve, select, skipped_step
+from memopt_cli.plan import policy
+from memopt_cli.plan.policy import Selection, most_segments, recommend, resolve, select, skipped_step
 from memopt_cli.records import ModuleTrace, SearchOptions, SearchRequest
 
 
@@ -55,6 +56,7 @@ def test_a_profile_sets(
         warmup_in_profile_workers=workers,
         allow_expensive_profiling=expensive,
         compress_x=True,
+        max_slowdown=1.33,
     )
 
 
@@ -77,6 +79,11 @@ def test_a_profile_sets(
 def test_what_is_asked_for_wins_over_the_profile(name: str, value: Any) -> None:
     assert getattr(resolved(profile="exhaustive", **{name: value}), name) == value
     assert resolved(profile="exhaustive", **{name: value}) == replace(resolved(profile="exhaustive"), **{name: value})
+
+
+@pytest.mark.parametrize(("asked", "settled"), [(None, 1.33), (1, 1), (2.5, 2.5), (math.inf, None)])
+def test_how_slow_a_step_may_be(asked: float | None, settled: float | None) -> None:
+    assert resolved(max_slowdown=asked).max_slowdown == settled
 
 
 def test_expensive_profiling_can_be_allowed_and_forbidden() -> None:
@@ -184,6 +191,8 @@ def test_levels_0_and_1_need_none(asked: dict[str, Any]) -> None:
         ("gc_target_budget_ratio", math.nan, "gc_target_budget_ratio is nan"),
         ("temporal_split_factor", 1, "temporal_split_factor is 1.*at least 2"),
         ("max_split_rounds", -1, "max_split_rounds is -1.*at least 0"),
+        ("max_slowdown", 0.9, "max_slowdown is 0.9; it is a step's time over the original's"),
+        ("max_slowdown", math.nan, "max_slowdown is nan"),
         ("max_candidates_per_round", -2, "max_candidates_per_round is -2"),
         ("profile", "fast", "profile is 'fast'.*safe, balanced, memory, exhaustive"),
         ("prefer", "safe", "prefer is 'safe'.*speed, balanced, memory"),
@@ -302,10 +311,43 @@ def test_a_selection_explains_itself(limits: dict[str, Any], said: str) -> None:
 
 
 def test_memopts_own_choice_explains_itself() -> None:
-    own = least_predicted_peak(9, CANDIDATES[:2])
+    own = policy.chosen(9, CANDIDATES[:2], SearchOptions())
     assert (own.policy, own.candidates, len(own.selected)) == ("least_predicted_peak", 9, 2)
-    assert own.explanation == "2 of 9 called modules: the set with the lowest predicted peak."
-    assert least_predicted_peak(0, []).policy == "no_candidates"
+    assert own.explanation == "2 of 9 candidates: the set with the lowest predicted peak."
+    by_goal = policy.chosen(9, CANDIDATES[:2], SearchOptions(), by_goal=True)
+    assert by_goal.explanation == "2 of 9 candidates: the fastest plan found for this peak."
+    assert policy.chosen(0, [], SearchOptions()).policy == "no_candidates"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"max_gc_wrapped_modules": 0}, "explicit_zero_budget"),
+        ({"max_gc_wrapped_modules": -1, "gc_target_budget_ratio": 0.5}, "explicit_zero_budget"),
+        ({"gc_target_budget_ratio": 0.0}, "zero_ratio_budget"),
+        ({"max_gc_wrapped_modules": 1}, "least_predicted_peak"),
+    ],
+)
+def test_memopts_own_choice_says_why_it_is_none(limits: dict[str, Any], expected: str) -> None:
+    own = policy.chosen(9, [], SearchOptions(**limits))
+    assert own.policy == expected
+    assert "9 candidates" in own.explanation
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({}, None),
+        ({"max_gc_wrapped_modules": 3}, 3),
+        ({"max_gc_wrapped_modules": -3}, 0),
+        ({"gc_target_budget_ratio": 0.4}, 2),
+        ({"gc_target_budget_ratio": 0.01}, 1),
+        ({"gc_target_budget_ratio": 0.0}, 0),
+        ({"max_gc_wrapped_modules": 1, "gc_target_budget_ratio": 0.4}, 1),
+    ],
+)
+def test_how_many_segments_are_allowed(limits: dict[str, Any], most: int | None) -> None:
+    assert most_segments(SearchOptions(**limits), 5) == most
 
 
 # ---------------------------------------------------------------------------------------------- what is said of it

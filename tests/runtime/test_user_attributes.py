@@ -15,10 +15,10 @@ from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
-from memopt_cli.plan.strategies import STRATEGIES
-from memopt_cli.plan.strategies.segments import matching_targets
+from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.targets import matching_targets
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
-from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segment, refusal, segment_of
+from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
 from memopt_cli.step import Step
 from memopt_cli.trace import count, record
@@ -171,11 +171,12 @@ class Membranes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Sigmoid(), nn.Linear(4 * WIDTH, WIDTH))
+        self.wide = nn.Parameter(torch.rand(4 * WIDTH, WIDTH))
+        self.narrow = nn.Parameter(torch.rand(WIDTH, 4 * WIDTH))
 
     def forward(self, x: Tensor, membrane: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
-        for step in self.drive(x):
+        for step in (x @ self.wide.t()).sigmoid() @ self.narrow.t():
             membrane = 0.5 * membrane + step
             outputs.append(membrane.sigmoid())
         return torch.stack(outputs), membrane
@@ -209,46 +210,93 @@ def climbed(step: Step, level: int, *targets: str) -> Plan:
     def chunking(path: str) -> Any:
         return find_rule(*capture_call(step, path))
 
-    tree = ModuleTree(record(step, 8, contents=True))
     options = SearchOptions(level=level, targets=targets)
     probes = Probes(count=probe, chunking=chunking, report=lambda _: None)
-    best = Candidate(plan=Plan(level=0), counted=probe(Plan(level=0)))
-    for strategy in STRATEGIES[:level]:
-        best = strategy.improve(best, tree, options, probes).best
-    return best.plan
+    original = Candidate(plan=Plan(level=0), counted=probe(Plan(level=0)))
+    return Planner(record(step, 8, contents=True), original, probes, options).least(level).plan
 
 
-def test_level_1_packs_as_the_module_asks() -> None:
-    step = step_of(Net(), 8, 8, WIDTH)
-    assert climbed(step, 1, "Splitting", "Membranes").segments == (
-        SegmentPlan(path="split", compressor="own"),
-        SegmentPlan(path="cell", compressor="bit"),
-    )
-    traces = {m.path: m for m in record(step, 8, contents=True).modules}
+class Spikes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Firing(nn.Module):
+    """What it gives survives every codec, and nothing but what reads it keeps it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fired: Tensor = Spikes.apply(x)
+        return fired
+
+
+def before_others(*layers: nn.Module) -> nn.Sequential:
+    """So that what these save is not needed yet when the peak is reached."""
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("said", "codec", "share"), [(Halves(), "own", 2), ("BitSpikeCompressor", "bit", 32), (None, "bit", 32)]
+)
+def test_level_1_packs_as_the_module_asks(said: Any, codec: str, share: int) -> None:
+    step = step_of(before_others(nn.Linear(WIDTH, WIDTH), Firing(), Block(x_compressor=said)), 512, WIDTH)
+    assert climbed(step, 1, "Block").segments == (SegmentPlan(path="2", compressor=codec),)
+    traces = {m.path: m for m in record(step, 512, contents=True).modules}
+    assert traces["2"].packed_input_bytes == traces["2"].input_bytes / share
+
+
+def test_of_several_inputs_those_are_packed_that_survive_it() -> None:
+    traces = {m.path: m for m in record(step_of(Net(), 8, 8, WIDTH), 8, contents=True).modules}
     assert traces["split"].packed_input_bytes == traces["split"].input_bytes / 2  # spikes survive as halves
     raw, membrane = 8 * 8 * WIDTH * 4, 8 * WIDTH // 8
     assert traces["cell"].packed_input_bytes == raw + membrane  # only the membrane starts out as zeros
 
 
 def test_a_codec_that_holds_nothing_is_not_tried_at_every_step() -> None:
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(x_compressor="BitSpikeCompressor"))
-    assert climbed(step_of(net, 256, WIDTH), 1, "Block").segments == (SegmentPlan(path="1"),)
+    net = before_others(nn.Linear(WIDTH, WIDTH), Block(x_compressor="BitSpikeCompressor"))
+    assert climbed(step_of(net, 512, WIDTH), 1, "Block").segments == (SegmentPlan(path="1"),)
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, _, second, _ = self.layers
+        x = torch.tanh(nn.functional.linear(x, first.weight, first.bias))
+        return nn.functional.linear(x, second.weight, second.bias).sigmoid()
+
+
+class Stages(Splitting):
+    """Calls none of its modules: only its own word says where it may be split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stage(self.second).forward(Stage(self.first).forward(x))
+
+    def __spatial_split__(self) -> tuple[nn.Module, ...]:
+        return Stage(self.first), Stage(self.second)
 
 
 def test_level_2_splits_as_the_module_says() -> None:
-    plan = climbed(step_of(nn.Sequential(nn.Identity(), Splitting(x_compressor=Halves())), 256, WIDTH), 2, "Splitting")
-    assert plan.segments == (SegmentPlan(path="1", compressor="own", spatial_split=True),)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Firing(), Stages(), nn.Linear(WIDTH, WIDTH), Firing(), Stages())
+    assert climbed(step_of(net, 512, WIDTH), 1, "Stages").segments == (SegmentPlan(path="2", compressor="bit"),)
+    split = SegmentPlan(path="2", compressor="bit", spatial_split=True)
+    assert climbed(step_of(net, 512, WIDTH), 2, "Stages").segments == (split,)
 
 
 def test_level_3_cuts_what_the_module_declares_a_sequence() -> None:
     net = Net()
-    square = step_of(net, 8, 8, WIDTH)  # sequence, batch and membrane are all of one length
+    square = step_of(net, WIDTH, WIDTH, WIDTH)  # sequence, batch and membrane are all of one length
     assert find_rule(*capture_call(square, "cell")) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     plan = climbed(square, 3, "Splitting", "Membranes")
     cut = next(s for s in plan.segments if s.path == "cell")
     assert cut.chunks > 1
     assert (cut.axis, cut.seq_inputs, cut.seq_outputs) == (0, 1, 1)
     apply_plan(net, plan)
-    assert segment_of(net.split) is not None
-    net(spikes(8, 8, WIDTH)).sum().backward()
+    net(spikes(WIDTH, WIDTH, WIDTH)).sum().backward()
     assert all(p.grad is not None for p in net.parameters())
