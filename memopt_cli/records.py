@@ -879,8 +879,8 @@ class OptimizeRequest:
     """Existing files may be replaced."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
-    longest_step_s: float = 10.0
-    """The step that verifies the recommended batch is to take no longer."""
+    longest_step_s: float | None = None
+    """The step that verifies the recommended batch is to take no longer; ``None``: see ``pipeline.batch_advice``."""
     recommend_batch: bool = True
     """Find the batch that fits, too."""
     record_steps: bool = False

@@ -57,7 +57,7 @@ def optimize(
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
-    longest_step: options.LongestStep = 10.0,
+    longest_step: options.LongestAdvisedStep = None,
     key: options.Key = None,
     weights: options.Weights = None,
     code_path: options.CodePath,

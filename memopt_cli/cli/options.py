@@ -206,6 +206,18 @@ LongestStep = Annotated[
     ),
 ]
 
+LongestAdvisedStep = Annotated[
+    float | None,
+    typer.Option(
+        "--longest-step",
+        metavar="SECONDS",
+        parser=seconds(0.001),
+        rich_help_panel=_STEP,
+        show_default="four times the plan's step, 5 to 10 s",
+        help="The recommended batch is run; a step of it may take this long.",
+    ),
+]
+
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", rich_help_panel=_TRUST, help="Load without any check: the file may run code.")
 ]

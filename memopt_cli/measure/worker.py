@@ -104,8 +104,8 @@ _PIECE = 1 << 20
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
-_LONG_S = 2.0
-"""A step of this length whose memory is recorded counts as one of the timed: recording costs it little."""
+_LONG_S = 1.0
+"""A step of this length is timed once, warm, and once while its memory is recorded, which costs it little."""
 
 
 def _take(step: Step) -> None:
@@ -281,7 +281,7 @@ class Worker:
         first_s = self._install(job.plan, step)
         is_long = job.warm_up and first_s >= _LONG_S
         times: tuple[float, ...] = () if job.warm_up else (first_s,)
-        times += self._step_times(step, job.steps - len(times) - is_long)
+        times += self._step_times(step, min(1, job.steps - 1) if is_long else job.steps - len(times))
         self._start.enter()
         clock = trace.Clock(self._settings.device)
         with clock if job.plan == ORIGINAL else contextlib.nullcontext():

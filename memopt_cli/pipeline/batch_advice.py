@@ -11,18 +11,30 @@ from memopt_cli.loading.input_spec import batch_of, with_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchAdvice, BatchEstimate, NoBatchFits, OptimizeRequest, Plan
+from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
 
-_PROBES = 3
+_PROBES = 2
 """Batch sizes that the advice rests on, at least, where so many can be run."""
+_LONGEST_S = (5.0, 10.0)
+_LONGEST_STEPS = 4
+"""The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
+a step of five to ten seconds tells enough, and the answer is not to cost more than the search did."""
 
 TRIAL_LOST = "A trial ended its profiling subprocess; another took over."
 
 
 def advise(
-    request: OptimizeRequest, prepared: Prepared, plan: Plan, notes: list[str], progress: Progress
+    request: OptimizeRequest,
+    prepared: Prepared,
+    plan: Plan,
+    measured: Measurement,
+    notes: list[str],
+    progress: Progress,
 ) -> BatchAdvice | None:
-    """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name."""
+    """The largest batch that was run within the device's memory; ``None``, and a note, if there is none to name.
+
+    ``measured``: of the plan, at the batch as described: the first run.
+    """
     progress.stage("finding the batch that fits")
     batch = batch_of(prepared.subject.spec)
     try:
@@ -30,11 +42,17 @@ def advise(
     except UsageError as err:
         notes.append(f"No batch recommendation: {err.message}.")
         return None
-    limits = _limits(prepared.subject.settings.device, request.longest_step_s)
+    longest_s = request.longest_step_s
+    if longest_s is None:
+        longest_s = min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1])
+    limits = _limits(prepared.subject.settings.device, longest_s)
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
     with replaceable(open_session, lambda: notes.append(TRIAL_LOST)) as session:
         probes = BatchProbes(session=session, plan=plan, progress=progress)
         search = probes.search(batch, limits)
+        search.runs[batch] = BatchProbe(
+            batch=batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
+        )
         search.find()
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
             if len(search.measured) < _PROBES:

@@ -15,6 +15,7 @@ from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    BatchAdvice,
     Measurement,
     MemOptSummary,
     OptimizeRequest,
@@ -89,8 +90,7 @@ class Kept:
             self._keep_plan()
             self._keep_model()
         if passed and self.request.recommend_batch and not self.summary.interrupted:
-            notes = self.summary.notes
-            self.summary.advice = advise(self.request, self.prepared, self._plan, notes, self.progress)
+            self.summary.advice = self._advice()
         if writes:
             self._keep(self.paths.batch, content(self._batch_yaml()))
             self._keep_summary()
@@ -98,6 +98,13 @@ class Kept:
             self.steps = self._recorded_steps()
             if writes:
                 self._keep_summary()
+
+    def _advice(self) -> BatchAdvice | None:
+        rows = (row for row in self.summary.levels if row.level == self.summary.applied_level)
+        measured = next(row.outcome for row in rows)
+        assert isinstance(measured, Measurement)
+        notes = self.summary.notes
+        return advise(self.request, self.prepared, self._plan, measured, notes, self.progress)
 
     @property
     def _plan(self) -> Plan:

@@ -26,7 +26,7 @@ class Improvements:
         self._modules = proposals.modules
 
     def rearranged(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with one of the modules that may run in chunks, or all of its class, in so many chunks.
+        """The plan with a module at its peak that may run in chunks, or all of a class, in so many chunks.
 
         And with the modules that have a split of their own split by it.
         """
@@ -58,10 +58,11 @@ class Improvements:
         for path in known:
             if self._questions.is_cuttable(path):
                 classes[self._modules[path].class_name].append(path)
+        at_peak = self._proposals.predict(plan).module
         for paths in classes.values():
             length = max(known[path][1] for path in paths)
             for chunks in chunk_counts(length, self._proposals.allowed.chunk_factor):
-                for group in [paths, *([path] for path in paths)]:
+                for group in [paths, *([path] for path in paths if len(paths) > 1 and nested(path, at_peak))]:
                     if not any(nested(path, other) for path in group for other in group if other != path):
                         yield self._in_chunks(plan, group, chunks)
 

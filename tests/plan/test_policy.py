@@ -406,5 +406,5 @@ def test_recommendations_by_priority(asked: dict[str, Any], selection: Selection
     assert recommend(resolved(**asked), selection, measured="", generic="GENERIC.") == text.removesuffix(f" {MEASURED}")
 
 
-def test_numbers_alone_recommend_nothing() -> None:
-    assert recommend(SearchOptions(), SOME, measured=MEASURED, generic="") == ""
+def test_where_there_is_nothing_to_recommend_the_numbers_stand_alone() -> None:
+    assert recommend(SearchOptions(), SOME, measured=MEASURED, generic="") == MEASURED
