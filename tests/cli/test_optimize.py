@@ -1,6 +1,7 @@
 """From flags and the config file to one request."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--temporal-split-factor 3 --max-split-rounds 5 --max-candidates-per-round 6 --device cuda:1".split(),
         *"--profile safe --prefer speed --checkpoint-budget memory --max-gc-wrapped-modules 7 --allow-inexact".split(),
         *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling --warmup-in-main-process".split(),
-        *"--no-warmup-in-profile-workers".split(),
+        *"--no-warmup-in-profile-workers --max-slowdown 1.5 --measure-levels --longest-step 3".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
         *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
@@ -74,6 +75,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
             allow_expensive_profiling=False,
             warmup_in_main_process=True,
             warmup_in_profile_workers=False,
+            max_slowdown=1.5,
         ),
         output="out.pt",
         force=True,
@@ -82,8 +84,14 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         recommend_batch=False,
         timeout_s=12.5,
         search_limit_s=40,
+        measure_levels=True,
+        longest_step_s=3.0,
         interruptible=True,
     )
+
+
+def test_a_slowdown_without_a_limit(optimize: Optimize) -> None:
+    assert optimize("--max-slowdown", "none").search.max_slowdown == math.inf
 
 
 def test_a_factory_needs_no_file(pipeline: Any) -> None:

@@ -19,6 +19,7 @@ from memopt_cli.records import (
     Measurement,
     MemOptSummary,
     OptimizeResult,
+    Outlook,
     OutOfMemory,
     ParetoPoint,
     Plan,
@@ -306,3 +307,31 @@ def test_files_of_apply(report: Report, expected: str | None) -> None:
 def test_a_run_that_changes_nothing_says_so_first(summary: MemOptSummary) -> None:
     summary.applied_level = 0
     assert shown(TextReport(), result(summary)).startswith("no plan that was found lowers the peak of 617.9 MiB")
+
+
+def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSummary) -> None:
+    predicted = replace(row(2, measured(300, 1.0)), outcome=None, predicted_slowdown=1.25)
+    summary.levels.insert(2, predicted)
+    lines = shown(TextReport(), result(summary)).splitlines()
+    (line,) = (line for line in lines if line.startswith("2 "))
+    assert line.split() == "2 no segments – 310.0 MiB ~50 % – – – ~1.25×".split()
+    assert "~ predicted by a dry run; --measure-levels measures every level" in lines
+
+
+@pytest.mark.parametrize(
+    ("faster", "smaller", "said"),
+    [
+        (
+            Outlook(peak_bytes=320 * MIB, slowdown=1.2),
+            Outlook(peak_bytes=212 * MIB, slowdown=2.3),
+            "20 % faster: 320.0 MiB; smaller: 212.0 MiB at 2.30× (predicted; --frontier, --max-slowdown none)",
+        ),
+        (Outlook(peak_bytes=320 * MIB, slowdown=1.2), None, "20 % faster: 320.0 MiB (predicted; --frontier)"),
+    ],
+)
+def test_the_neighbours_on_the_frontier_are_told(
+    faster: Outlook | None, smaller: Outlook | None, said: str, summary: MemOptSummary
+) -> None:
+    summary.levels[-1] = replace(summary.levels[-1], predicted_slowdown=1.5)
+    summary.faster, summary.smaller = faster, smaller
+    assert said in shown(TextReport(), result(summary)).splitlines()
