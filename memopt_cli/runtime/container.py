@@ -783,7 +783,7 @@ class _Run:
         elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
         held.drop()
-        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_node)
+        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
             save_nothing()
         return output

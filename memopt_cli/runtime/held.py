@@ -23,12 +23,19 @@ class Held:
     def __init__(self) -> None:
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
-        self.last_node = -1
-        """Number of the node of autograd that saved a tensor last."""
+        self._made = first_node(), first_node()
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
         return saved_tensors_hooks(self._hold, self._give)
+
+    @property
+    def last_nodes(self) -> range:
+        """Numbers of nodes of autograd; that which saved a tensor last is one of them, and none of the others did.
+
+        An operator that is given a view of what was written in place makes a node for the view behind its own.
+        """
+        return range(*self._made)
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
@@ -41,7 +48,8 @@ class Held:
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
-        self.last_node = first_node() - 1
+        if first_node() != self._made[1]:
+            self._made = self._made[1], first_node()
         saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
         self._saved.append(saved)
         return saved
