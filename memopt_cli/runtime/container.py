@@ -789,11 +789,17 @@ class _Run:
         return output
 
     def _recompute(self, given: Sequence[Tensor]) -> Any:
-        """From the state in which the first run started, and without a trace."""
+        """From the state in which the first run started, and without a trace.
+
+        Of what came before its inputs it knows nothing: hooks that forward puts on an input, or that others have put
+        there and a gradient within forward would call, are those of the first run.
+        """
         outer = getattr(_thread, "recomputing", ())
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
+            if self._module not in _overwrites_input:  # a leaf is not to be written
+                given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
                 with _within_segment(), _holding_inputs(), as_of(self._began):
                     output = self._call(given, replaced)

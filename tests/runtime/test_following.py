@@ -142,6 +142,49 @@ def test_a_checkpoint_of_the_users_own_between_two_segments(
     judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
 
 
+# ---------------------------------------------------------------------------------------------- hooks on inputs
+
+
+class HookingItsInput(nn.Module):
+    """Halves the gradient that leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return self.linear(x).sin()
+
+
+class Force(nn.Module):
+    """A gradient of its own by the input: hooks on that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0].sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(HookingItsInput, PLAIN), (HookingItsInput, SegmentConfig(chunks=2)), (Force, PLAIN)]
+)
+def test_hooks_on_an_input_are_not_called_by_a_recomputation(kind: type[nn.Module], config: SegmentConfig) -> None:
+    found = []
+    for model in pair(nn.Sequential(nn.Linear(8, 8), kind()), config, "1"):
+        seen: list[Tensor] = []
+        leaf = torch.ones(4, 8, requires_grad=True)
+        x = leaf * 2
+        x.retain_grad()
+        leaf.register_hook(seen.append)
+        model[1](x).square().sum().backward()
+        model(leaf).square().sum().backward()
+        found.append([*gradients(model), x.grad, leaf.grad, *seen])
+    assert equal(*found)
+
+
 # ---------------------------------------------------------------------------------------------- frozen in between
 
 
