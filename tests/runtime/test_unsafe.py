@@ -111,7 +111,17 @@ class Scaling(_Reading):
         return (self.table(torch.arange(50)) * self.table(torch.arange(49, -1, -1))).mean()
 
 
+class CallingBackward(_Reading):
+    """Adds to the gradients of its parameters, of a loss of its own."""
+
+    def factor(self) -> Tensor:
+        if torch.is_grad_enabled():
+            self.linear(torch.ones(1, 4)).square().sum().backward()
+        return torch.ones(())
+
+
 KINDS = {
+    CallingBackward: "calls backward in its forward, which adds to the gradients of its parameters",
     Scaling: "writes to its parameter weight in place",
     Generating: "moves the generator make on",
     Banking: r"writes in place to a tensor of shape \(64, 512\) in an object",
