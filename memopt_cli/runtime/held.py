@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,18 @@ class Held:
             saved.tensor = None
         self._saved.clear()
 
-    def keep(self) -> None:
-        """Forward cannot run again: backward gets them as they are."""
+    def keep(self, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None) -> None:
+        """Forward cannot run again: backward gets them as they are.
+
+        ``hooks``: whoever packs and unpacks what is saved around the segment, and would have without it.
+        """
+        if hooks is not None:
+            pack, self._unpack = hooks
+            for saved in self._saved:
+                if saved.tensor is not None and version_of(saved.tensor) == saved.version:
+                    with torch.no_grad():
+                        saved.remade = pack(saved.tensor)
+                    saved.tensor = None
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
@@ -70,4 +81,4 @@ class _Saved:
     tensor: Tensor | None
     version: int
     remade: Any
-    """What the checkpoint around makes again of the tensor."""
+    """Of what the checkpoint around, or others around the segment, give the tensor again."""
