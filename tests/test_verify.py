@@ -73,6 +73,13 @@ def test_a_right_plan_passes(plan: Plan, exact: bool) -> None:
 INEXACT = SegmentPlan(path="body.1", chunks=2, inexact=True)
 
 
+def test_a_mean_that_is_rounding_alone_is_no_difference() -> None:
+    chunked = Plan(level=3, segments=(SegmentPlan(path="0", chunks=3, batch_statistics=True),))
+    assert check(
+        chunked, model=nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False), nn.BatchNorm1d(3))
+    ).passed
+
+
 def test_what_is_inexact_as_asked_for_is_named_and_all_else_is_compared() -> None:
     asked = check(Plan(level=3, segments=(INEXACT,)))
     assert asked.passed
