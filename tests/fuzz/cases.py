@@ -41,12 +41,21 @@ _NOT_REPEATED: Final = frozenset(
         "membranes",
         "memory in place",
     }
-    | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm"}
+    | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""
 
 KNOWN: Final = (
-    Known(frozenset({"weights", "penalized", "thaw"}), "packed, what was frozen when it was saved has no gradient"),
+    Known(frozenset({"penalized", "thaw between"}), "packed, what was frozen when it was saved has no gradient"),
+    Known(
+        frozenset({"penalized", "freeze between"}),
+        "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
+        frozenset({"bag", "largest of a bag"}),
+    ),
+    Known(
+        frozenset({"saved on the CPU", "change the inputs"}),
+        "of what is on the CPU PyTorch saves no copy there, and does not see that it changes; packed, it is one",
+    ),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
     *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
 )
@@ -125,7 +134,8 @@ def _drawn(draws: random.Random) -> Case:
 def _names(case: Case) -> set[str]:
     scenario = case.scenario
     events = (*scenario.around, *scenario.before, *scenario.between, *scenario.after)
-    return {block.kind for _, block in placed(case.blocks)} | {scenario.call, scenario.backward, *events}
+    between = (f"{name} between" for name in scenario.between)
+    return {block.kind for _, block in placed(case.blocks)} | {scenario.call, scenario.backward, *events, *between}
 
 
 _DTYPES: Final = ("float32", "float32", "float32", "float64", "bfloat16")
