@@ -74,9 +74,11 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
-    buffers = {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
-    held = {f"state {i}": t.detach().clone() for i, t in enumerate(ModuleState(model).tensors())}
-    return buffers | held
+    named = dict(model.named_buffers())
+    known = {id(b) for b in named.values()}
+    others = (t for t in ModuleState(model).tensors() if id(t) not in known)
+    found = {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
+    return {name: t.detach().clone() for name, t in found.items()}
 
 
 @contextmanager
