@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ _ROUNDING_SCALE = 1e-3
 """A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
 or of a bias before batch norm is: its difference is related to this share of the largest instead."""
 
+_NORM_EPSILON = 1e-5
+"""What norms add to a variance: to a smaller one it makes no difference."""
 
 TOLERANCE = 1e-9
 """Relative difference in float64 up to which two steps are taken for the same."""
@@ -34,7 +37,8 @@ class Difference:
     """Empty if all are equal to the bit."""
     relative: float
     """Largest absolute difference over the largest magnitude of the reference tensor; infinite for another shape.
-    A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`."""
+    A gradient that is nearly zero beside the others is measured by :data:`_ROUNDING_SCALE`, and so are the running
+    statistics of a norm: a mean beside the deviation, and a variance beside the mean."""
     compared: int
 
 
@@ -70,9 +74,11 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
-    buffers = {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
-    held = {f"state {i}": t.detach().clone() for i, t in enumerate(ModuleState(model).tensors())}
-    return buffers | held
+    named = dict(model.named_buffers())
+    known = {id(b) for b in named.values()}
+    others = (t for t in ModuleState(model).tensors() if id(t) not in known)
+    found = {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
+    return {name: t.detach().clone() for name, t in found.items()}
 
 
 @contextmanager
@@ -103,7 +109,8 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
         one, another = reference.get(name), other.get(name)
         if one is not None and another is not None and _same_bits(one, another):
             continue
-        relative = _relative(one, another, least if name.startswith("gradient") else 0.0)
+        least_scale = least if name.startswith("gradient") else _least_statistic(name, reference)
+        relative = _relative(one, another, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
@@ -161,6 +168,20 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _magnitude(tensor: Tensor) -> float:
     return tensor.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
+
+
+def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
+    """What the running statistics of a norm are related to at least; 0 for anything else.
+
+    The mean of what another norm gave is rounding alone, and so is the variance of what is the same everywhere.
+    """
+    norm = name.removesuffix("running_mean").removesuffix("running_var")
+    mean, variance = (found.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
+    if norm == name or mean is None or variance is None:
+        return 0.0
+    if name.endswith("running_mean"):
+        return _ROUNDING_SCALE * math.sqrt(_magnitude(variance) + _NORM_EPSILON)
+    return _ROUNDING_SCALE * (_magnitude(mean) ** 2 + _NORM_EPSILON)
 
 
 def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:

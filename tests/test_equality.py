@@ -183,6 +183,22 @@ def test_a_bias_before_batch_norm_may_differ_by_what_rounding_makes_of_it() -> N
     assert difference(reference, reference | {"gradient of bias": torch.zeros(1).double()}).relative < TOLERANCE
 
 
+@pytest.mark.parametrize("prefix", ["buffer ", "buffer blocks.1.norm."])
+def test_a_running_statistic_of_rounding_alone_is_measured_by_the_other(prefix: str) -> None:
+    mean, variance = f"{prefix}running_mean", f"{prefix}running_var"
+
+    def relative(name: str, magnitude: float, here: float, there: float) -> float:
+        found = {name: torch.tensor([here, 0.0]), ({mean, variance} - {name}).pop(): torch.tensor([magnitude])}
+        return difference(found, found | {name: torch.tensor([there, 0.0])}).relative
+
+    assert relative(mean, 1.0, 3e-17, -2e-17) < 1e-12  # behind another norm
+    assert relative(variance, 0.3, 1e-33, 3e-33) < 1e-12  # of what is the same everywhere
+    assert relative(mean, 0.0, 1e-17, 2e-17) < 1e-11
+    assert relative(mean, 1.0, 1e-3, 1e-3 + 1e-9) > 1e-7
+    assert relative(variance, 0.3, 1.0, 1.0 + 1e-6) > 1e-7
+    assert relative(mean, 1.0, float("nan"), 0.0) == math.inf
+
+
 def test_infinite_gradients_do_not_hide_a_difference() -> None:
     reference = {"gradient of a": torch.tensor([float("inf")]), "gradient of b": torch.tensor([1.0])}
     other = {"gradient of a": torch.tensor([float("inf")]), "gradient of b": torch.tensor([1.1])}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -185,7 +186,18 @@ def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: 
     if bias is not None:
         shift = shift + bias
     channels = (1, -1) + (1,) * (x.dim() - 2)
-    return torch.addcmul(shift.view(channels), x.to(scale.dtype), scale.view(channels)).to(x.dtype)
+    output = torch.addcmul(shift.view(channels), x.to(scale.dtype), scale.view(channels)).to(x.dtype)
+    return output.contiguous(memory_format=_layout_of(x))
+
+
+def _layout_of(x: Tensor) -> torch.memory_format:
+    """What batch norm gives for ``x``: what follows may look at it as a vector, or draw noise in that order."""
+    layout = _CHANNELS_LAST.get(x.dim())
+    is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
+    return layout if layout is not None and is_last else torch.contiguous_format
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
-from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, runs_plainly, this_moment
+from memopt_cli.runtime.unsafe import as_of, as_of_checkpoint, marks, run_plainly, runs_plainly, this_moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,6 +530,21 @@ def _checkpoint(
 
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
+    if torch.compiler.is_compiling():
+        return _checkpoint_now(module, forward, args, kwargs, inputs, keep, starts)
+    with as_of_checkpoint():
+        return _checkpoint_now(module, forward, args, kwargs, inputs, keep, starts)
+
+
+def _checkpoint_now(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: _Packed,
+    keep: tuple[str, ...],
+    starts: ChunkStarts | None,
+) -> Any:
     tensors, skeleton = split_tensors((args, kwargs))
     plainly = not torch.is_grad_enabled() or runs_plainly(module) or _is_transformed()
     if plainly or not _needs_gradient(module, tensors):
@@ -543,6 +558,7 @@ def _checkpoint(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = _Run(module, first, call, start, len(tensors), keep)
+    run.hooks = _hooks()
     if module in _overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()
@@ -749,6 +765,8 @@ class _Run:
         self._statistics = FoundStatistics(module, keep)
         self._began = this_moment()
         self._ends_in_noise = False
+        self.hooks: Any = None
+        """Those around the segment, on what autograd saves."""
         self.is_nested = False
         """Its inputs belong to the recomputation of the segment around."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
@@ -774,7 +792,7 @@ class _Run:
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did
-            held.keep()
+            held.keep(self.hooks)
             return output
         if any(version_of(t) != version for _, t, version in inputs):
             _overwrites_input.add(self._module)
@@ -783,17 +801,23 @@ class _Run:
         elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
         held.drop()
-        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_node)
+        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
             save_nothing()
         return output
 
     def _recompute(self, given: Sequence[Tensor]) -> Any:
-        """From the state in which the first run started, and without a trace."""
+        """From the state in which the first run started, and without a trace.
+
+        Of what came before its inputs it knows nothing: hooks that forward puts on an input, or that others have put
+        there and a gradient within forward would call, are those of the first run.
+        """
         outer = getattr(_thread, "recomputing", ())
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
+            if self._module not in _overwrites_input:  # a leaf is not to be written
+                given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
                 with _within_segment(), _holding_inputs(), as_of(self._began):
                     output = self._call(given, replaced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,19 @@ class Held:
     def __init__(self) -> None:
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
-        self.last_node = -1
-        """Number of the node of autograd that saved a tensor last."""
+        self._made = first_node(), first_node()
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
         return saved_tensors_hooks(self._hold, self._give)
+
+    @property
+    def last_nodes(self) -> range:
+        """Numbers of nodes of autograd; that which saved a tensor last is one of them, and none of the others did.
+
+        An operator that is given a view of what was written in place makes a node for the view behind its own.
+        """
+        return range(*self._made)
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
@@ -36,12 +44,23 @@ class Held:
             saved.tensor = None
         self._saved.clear()
 
-    def keep(self) -> None:
-        """Forward cannot run again: backward gets them as they are."""
+    def keep(self, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None) -> None:
+        """Forward cannot run again: backward gets them as they are.
+
+        ``hooks``: whoever packs and unpacks what is saved around the segment, and would have without it.
+        """
+        if hooks is not None:
+            pack, self._unpack = hooks
+            for saved in self._saved:
+                if saved.tensor is not None and version_of(saved.tensor) == saved.version:
+                    with torch.no_grad():
+                        saved.remade = pack(saved.tensor)
+                    saved.tensor = None
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
-        self.last_node = first_node() - 1
+        if first_node() != self._made[1]:
+            self._made = self._made[1], first_node()
         saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
         self._saved.append(saved)
         return saved
@@ -62,4 +81,4 @@ class _Saved:
     tensor: Tensor | None
     version: int
     remade: Any
-    """What the checkpoint around makes again of the tensor."""
+    """Of what the checkpoint around, or others around the segment, give the tensor again."""

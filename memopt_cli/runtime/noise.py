@@ -23,18 +23,18 @@ def first_node() -> int:
     return number
 
 
-def ends_in_noise(outputs: Sequence[Tensor], last: int) -> bool:
-    """Whether the node of that number, the last that saved a tensor, is of an operator that fills it later.
+def ends_in_noise(outputs: Sequence[Tensor], last: range) -> bool:
+    """Whether the last node that saved a tensor, one of these numbers, is of an operator that fills it later.
 
     ``outputs``: of what ran; a node that they do not depend on is never asked for its tensors.
     """
-    if last < 0:  # nothing was saved
+    if not last:  # nothing was saved
         return False
     pending: list[tuple[int, int, Any]] = []
     seen = set[Any]()
 
     def add(node: Any) -> None:
-        if node is not None and node not in seen and node._sequence_nr() >= last:
+        if node is not None and node not in seen and node._sequence_nr() >= last.start:
             seen.add(node)
             heapq.heappush(pending, (-node._sequence_nr(), len(seen), node))
 
@@ -42,7 +42,7 @@ def ends_in_noise(outputs: Sequence[Tensor], last: int) -> bool:
         add(output.grad_fn)
     while pending:
         number, _, node = heapq.heappop(pending)
-        if -number == last and node.name().startswith(_FILLED_LATER):
+        if -number in last and node.name().startswith(_FILLED_LATER):
             return True
         for following, _ in node.next_functions:
             add(following)

@@ -229,8 +229,11 @@ class _Parameters:
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
         self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and not is_lazy(p)}
+        self._gradients = [(p, p.grad, _version(p.grad)) for p in self.tensors() if p.is_leaf]
         self.written = ""
         """Name of a parameter that forward itself wrote."""
+        self.has_gradients = False
+        """Whether forward itself called backward, which adds to theirs."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Those that there are."""
@@ -241,6 +244,8 @@ class _Parameters:
         named = ((name, p) for _, used in self._used for name, p in used.items() if _is_plain(p))
         self.written = next((name for name, p in named if self._is_written(p)), "")
         self._places.clear()
+        self.has_gradients = any(p.grad is not g or _version(g) != version for p, g, version in self._gradients)
+        self._gradients.clear()
         self._versions = {id(p): version_of(p) for p in self.tensors()}
 
     def _is_written(self, p: Tensor) -> bool:
@@ -285,6 +290,10 @@ class _Parameters:
                 p.requires_grad_(trainable)
             for parameters, name, p in others:
                 parameters[name] = p
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else version_of(gradient)
 
 
 def _place_of(parameter: Tensor) -> int:
@@ -359,7 +368,11 @@ class StartingState:
     def lost(self) -> str:
         """What forward did that nothing can undo, a sentence without its subject; empty if nothing."""
         written = self._parameters.written
-        return f"writes to its parameter {written} in place" if written else self._objects.lost()
+        if written:
+            return f"writes to its parameter {written} in place"
+        if self._parameters.has_gradients:
+            return "calls backward in its forward, which adds to the gradients of its parameters"
+        return self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
         for reader in _readers.pop(tensor, ()):

@@ -6,20 +6,27 @@ They say so and run plainly from then on; with ``memopt_cli.on_unsafe = "raise"`
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, MutableMapping
-from weakref import WeakKeyDictionary
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import _CheckpointFrame
 
 _thread = threading.local()
 _moments = itertools.count(1)
 _made = 0
 _marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A module that runs plainly -> the number of its mark, in the order in which they were made."""
+_checkpoints: MutableMapping[_CheckpointFrame, int] = WeakKeyDictionary()
+"""A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
 
 
@@ -29,7 +36,9 @@ def run_plainly(module: nn.Module, reason: str) -> None:
     ``reason``: what its forward did, a sentence without its subject.  Warns, or raises :class:`RuntimeError` if
     ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor ``raise``.
     """
-    if module in _marked:  # by a run that was going on already
+    global _made
+    if module in _marked:  # by a run that was going on already, or as of an earlier moment
+        _made += 1
         return
     way = sys.modules[__name__.partition(".")[0]].on_unsafe
     if way not in _WAYS:
@@ -37,7 +46,6 @@ def run_plainly(module: nn.Module, reason: str) -> None:
     message = f"{type(module).__name__} {reason}, which a recomputation cannot repeat"
     if way == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
-    global _made
     _marked[module] = next(_moments)
     _made += 1
     # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
@@ -45,7 +53,7 @@ def run_plainly(module: nn.Module, reason: str) -> None:
 
 
 def marks() -> int:
-    """How many modules were marked so far."""
+    """How many runs could not be repeated so far."""
     return _made
 
 
@@ -72,3 +80,27 @@ def as_of(moment: int) -> Iterator[None]:
             del _thread.now
         else:
             _thread.now = outer
+
+
+def as_of_checkpoint() -> AbstractContextManager[None]:
+    """As of the moment when a segment first ran in the checkpoint of the user's own that this runs directly in, if any.
+
+    That recomputes as well, and must then find what it found: within, a segment that is marked on the way still runs
+    as one.
+    """
+    frame = None if hasattr(_thread, "now") else _checkpoint_around()
+    if frame is None:
+        return contextlib.nullcontext()
+    return as_of(_checkpoints.setdefault(frame, this_moment()))
+
+
+def _checkpoint_around() -> _CheckpointFrame | None:
+    """The call of PyTorch's checkpoint that keeps or recomputes what is saved now: its hooks know it."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = inspect.unwrap(hooks[0]) if hooks else None
+    for cell in getattr(pack, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            found = cell.cell_contents() if isinstance(cell.cell_contents, ref) else cell.cell_contents
+            if isinstance(found, _CheckpointFrame):
+                return found
+    return None

@@ -41,12 +41,34 @@ _NOT_REPEATED: Final = frozenset(
         "membranes",
         "memory in place",
     }
-    | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm"}
+    | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""
+_DRAWING: Final = frozenset(
+    {"dropout", "dropout in place", "alpha dropout", "dropout of channels", "sequential", "rrelu", "noise", "gumbel"}
+    | {"attention with dropout", "transformer layer", "deep lstm", "split"}
+)
 
 KNOWN: Final = (
-    Known(frozenset({"weights", "penalized", "thaw"}), "packed, what was frozen when it was saved has no gradient"),
+    Known(frozenset({"penalized", "thaw between"}), "packed, what was frozen when it was saved has no gradient"),
+    Known(
+        frozenset({"penalized", "freeze between"}),
+        "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
+        frozenset({"bag", "largest of a bag"}),
+    ),
+    Known(
+        frozenset({"saved on the CPU", "change the inputs"}),
+        "of what is on the CPU PyTorch saves no copy there, and does not see that it changes; packed, it is one",
+    ),
+    Known(
+        frozenset({"eval", "train between", "look between"}),
+        "PyTorch's batch norm in eval mode differentiates by the statistics that there are in backward, moved or not",
+    ),
+    Known(
+        frozenset({"max pool", "kept"}),
+        "PyTorch pools by another kernel where a mode watches: what is drawn behind it is drawn in another order",
+        _DRAWING,
+    ),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
     *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
 )
@@ -94,11 +116,16 @@ def drawn_case(seed: int, index: int) -> Case:
     draws = random.Random(f"training {seed} {index}")
     while True:
         case = _drawn(draws)
-        if any(known.applies(_names(case)) for known in KNOWN):
+        if _is_known(case):
             continue
         case = _planned(draws, case)
-        if case.is_comparable:
+        if case.is_comparable and not _is_known(case):
             return case
+
+
+def _is_known(case: Case) -> bool:
+    names = _names(case)
+    return any(known.applies(names) for known in KNOWN)
 
 
 def _planned(draws: random.Random, case: Case) -> Case:
@@ -125,7 +152,10 @@ def _drawn(draws: random.Random) -> Case:
 def _names(case: Case) -> set[str]:
     scenario = case.scenario
     events = (*scenario.around, *scenario.before, *scenario.between, *scenario.after)
-    return {block.kind for _, block in placed(case.blocks)} | {scenario.call, scenario.backward, *events}
+    between = (f"{name} between" for name in scenario.between)
+    kept = {"kept"} if any(segment.keep for segment in case.plan.segments) else set()
+    kinds = {block.kind for _, block in placed(case.blocks)}
+    return kinds | kept | {scenario.call, scenario.backward, *events, *between}
 
 
 _DTYPES: Final = ("float32", "float32", "float32", "float64", "bfloat16")

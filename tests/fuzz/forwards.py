@@ -696,7 +696,7 @@ def _each(make: Callable[[str], nn.Module], *names: str) -> dict[str, Kind]:
 
 FORWARDS: Final[dict[str, Kind]] = {
     "neurons": Kind(Neurons, (0,)),
-    "membranes": Kind(Membranes, (1,)),
+    "membranes": Kind(Membranes, (1,), hands_on=True),
     "remembering": Kind(Remembering),
     "memory in place": Kind(InPlaceMemory),
     "counting": Kind(Counting),
@@ -723,7 +723,7 @@ FORWARDS: Final[dict[str, Kind]] = {
     "copied": Kind(Copied),
     "written": Kind(Written),
     "residual": Kind(Residual, (0, 1), holds=True),
-    "twice": Kind(Twice, (0, 1), holds=True),
+    "twice": Kind(Twice, (0, 1), holds=True, repeats=True),
     "shared": Kind(Shared, holds=True),
     "tied": Kind(Tied, (0, 1), holds=True),
     "checkpointed": Kind(Checkpointed, (0, 1), holds=True),

@@ -28,6 +28,10 @@ class Kind:
     """Others lie in it."""
     gathers: bool = False
     """Its batch statistics have to be gathered from chunks."""
+    hands_on: bool = False
+    """A call starts from where the one before ended."""
+    repeats: bool = False
+    """It calls what it holds several times, each time on the whole of its input."""
 
 
 class Turned(nn.Module):

@@ -78,7 +78,9 @@ def _chunks(draws: random.Random, block: Block) -> dict[str, Any]:
 
 def _axes(block: Block) -> set[int]:
     """Dimensions along which nothing in the block mixes."""
-    return set.intersection(*(set(KINDS[b.kind].axes) for _, b in placed([block])))
+    kinds = [KINDS[b.kind] for _, b in placed([block])]
+    mixes = any(kind.repeats for kind in kinds) and any(kind.hands_on for kind in kinds)
+    return set() if mixes else set.intersection(*(set(kind.axes) for kind in kinds))
 
 
 def drawn_around(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[SegmentPlan, ...]:

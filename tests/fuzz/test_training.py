@@ -54,6 +54,20 @@ ONCE_FAILED = {
     '"recompute_states":true}]},{"kind":"alpha dropout"}],"scenario":{"dtype":"float64","batch":2},"steps":1}',
     "noise behind which others save": '{"blocks":[{"kind":"mapping"},{"kind":"rrelu"},{"kind":"saved by hooks",'
     '"inner":[{"kind":"object"}]},{"kind":"viewed"}],"segments":[{"path":"blocks.0-3"}],"steps":1}',
+    "noise for a view that was written in place": '{"blocks":[{"kind":"conv2d and norm"},{"kind":"slice"},'
+    '{"kind":"rrelu"}],"segments":[{"path":"blocks.1-2"}],"steps":1}',
+    "a gradient within by an input whose gradient is kept": '{"blocks":[{"kind":"force"}],"segments":[{"path":""}],'
+    '"scenario":{"inputs":"computed"},"steps":1}',
+    "noise behind a norm in chunks": '{"blocks":[{"kind":"batch norm","segments":[{"path":"","chunks":2,'
+    '"batch_statistics":true}]},{"kind":"alpha dropout"}],"scenario":{"dtype":"float64"},"steps":1}',
+    "a norm behind a norm in chunks": '{"blocks":[{"kind":"batch norm","segments":[{"path":"","chunks":3,'
+    '"batch_statistics":true}]},{"kind":"batch norm without momentum"}],"scenario":{"dtype":"float64"},"steps":1}',
+    "a norm of what is the same everywhere": '{"blocks":[{"kind":"feed-forward","segments":[{"path":"","chunks":2}]},'
+    '{"kind":"batch norm without momentum"}],"scenario":{"dtype":"float64","inputs":"negative zero"},"steps":2}',
+    "what writes to a parameter in a checkpoint": '{"blocks":[{"kind":"checkpointed","inner":[{"kind":"written",'
+    '"segments":[{"path":"linear"}]}],"segments":[{"path":"inner"}]}],"steps":2}',
+    "what writes to a parameter in a checkpoint twice": '{"blocks":[{"kind":"checkpointed","inner":[{"kind":"twice",'
+    '"inner":[{"kind":"written","segments":[{"path":""}]}]}]}],"segments":[{"path":""}],"packed":true,"steps":2}',
     "state that a transform has left behind": '{"blocks":[{"kind":"teacher","inner":[{"kind":"mapped",'
     '"inner":[{"kind":"membranes"}],"segments":[{"path":""}]}]}],"steps":1}',
 }

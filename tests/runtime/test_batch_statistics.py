@@ -78,6 +78,31 @@ def test_every_norm(exactly: Any, norm: nn.BatchNorm1d, dims: int) -> None:
     assert exactly.recomputations == 3 * 2 * (2 + 7)
 
 
+class Turned(nn.Module):
+    """Its input lies in memory in another order."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+        self.norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(order) - 3](3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = [self.order.index(d) for d in range(x.dim())]
+        y: Tensor = self.norm(x.permute(self.order).contiguous().permute(back))
+        return y
+
+
+ORDERS = [(0, 2, 1), (1, 0, 2), (0, 2, 3, 1), (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 4, 1), (0, 1, 4, 3, 2)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: tuple[int, ...]) -> None:
+    net = Resetting(Turned(order), nn.Dropout(0.5))
+    segment = exactly(net, {"blocks.0": EXACT}, leaf(6, 3, *(4,) * (len(order) - 2)), steps=1)
+    x = leaf(6, 3, *(4,) * (len(order) - 2))
+    assert segment.blocks[0](x).stride() == net.blocks[0](x).stride()
+
+
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize("codec", ["null", "bit"])
 def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:

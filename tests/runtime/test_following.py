@@ -79,8 +79,17 @@ class NoisyInPlace(Noisy):
         return F.rrelu(self.linear(x), training=True, inplace=True)
 
 
+class NoisyView(Noisy):
+    """Draws it for a view that was written in place: autograd makes a node for the view behind that of the noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).unflatten(1, (2, -1))
+        y[:, 0] = 0
+        return self.noise(y)
+
+
 @pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
-@pytest.mark.parametrize("kind", [Noisy, NoisyAside, NoisyInPlace])
+@pytest.mark.parametrize("kind", [Noisy, NoisyAside, NoisyInPlace, NoisyView])
 def test_noise_that_is_drawn_after_it_is_saved(kind: type[Noisy], config: SegmentConfig, judge: Judge) -> None:
     for _ in range(3):  # memory that is used again holds other numbers
         judge(kind(), {"": config}, torch.randn(4, 8))
@@ -131,6 +140,49 @@ def test_a_checkpoint_of_the_users_own_between_two_segments(
     model = nn.Sequential(Between(reentrant=reentrant), nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(200, 8, requires_grad=True)
     judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
+
+
+# ---------------------------------------------------------------------------------------------- hooks on inputs
+
+
+class HookingItsInput(nn.Module):
+    """Halves the gradient that leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return self.linear(x).sin()
+
+
+class Force(nn.Module):
+    """A gradient of its own by the input: hooks on that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0].sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(HookingItsInput, PLAIN), (HookingItsInput, SegmentConfig(chunks=2)), (Force, PLAIN)]
+)
+def test_hooks_on_an_input_are_not_called_by_a_recomputation(kind: type[nn.Module], config: SegmentConfig) -> None:
+    found = []
+    for model in pair(nn.Sequential(nn.Linear(8, 8), kind()), config, "1"):
+        seen: list[Tensor] = []
+        leaf = torch.ones(4, 8, requires_grad=True)
+        x = leaf * 2
+        x.retain_grad()
+        leaf.register_hook(seen.append)
+        model[1](x).square().sum().backward()
+        model(leaf).square().sum().backward()
+        found.append([*gradients(model), x.grad, leaf.grad, *seen])
+    assert equal(*found)
 
 
 # ---------------------------------------------------------------------------------------------- frozen in between

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.runtime import SegmentConfig, install_segment
@@ -44,7 +46,8 @@ class Generating(_Reading):
         self.numbers = self.make()
 
     def make(self) -> Iterator[float]:
-        yield from (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+        for number in range(1, 50):
+            yield float(number)
 
     def factor(self) -> Tensor:
         return torch.tensor(next(self.numbers))
@@ -111,7 +114,17 @@ class Scaling(_Reading):
         return (self.table(torch.arange(50)) * self.table(torch.arange(49, -1, -1))).mean()
 
 
+class CallingBackward(_Reading):
+    """Adds to the gradients of its parameters, of a loss of its own."""
+
+    def factor(self) -> Tensor:
+        if torch.is_grad_enabled():
+            self.linear(torch.ones(1, 4)).square().sum().backward()
+        return torch.ones(())
+
+
 KINDS = {
+    CallingBackward: "calls backward in its forward, which adds to the gradients of its parameters",
     Scaling: "writes to its parameter weight in place",
     Generating: "moves the generator make on",
     Banking: r"writes in place to a tensor of shape \(64, 512\) in an object",
@@ -146,6 +159,38 @@ def test_trains_on_as_without_a_plan(kind: Callable[[], nn.Module], paths: list[
     with pytest.warns(UserWarning, match=f"{KINDS[kind]}, .* it runs without recomputation from now on"):  # type: ignore[index]
         found = _trained(optimized)
     assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint of the user's own: it repeats what it can, and the writes that it does not put back."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._twice, x, use_reentrant=False)
+        return y
+
+    def _twice(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self.inner(x).sin()).square()
+        return y
+
+
+@pytest.mark.parametrize("paths", [["1"], ["1.inner"], ["1.inner", "1.inner.1"], ["", "1.inner"]], ids=" and ".join)
+def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], paths: list[str]) -> None:
+    if kind is CallingBackward:
+        pytest.skip("PyTorch's checkpoint recomputes for it in the middle of forward")
+    inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), kind())
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(inner))
+    optimized = copy.deepcopy(model)
+    for path in paths:
+        install_segment(optimized.get_submodule(path), PLAIN)
+    expected = _trained(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _trained(optimized)
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
