@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading.archive import Archive, record_names
-from memopt_cli.loading.exported_contents import checked_path
+from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     Builder,
@@ -90,7 +90,7 @@ class _Program:
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
-        program = read_json(archive.read(_PROGRAM))
+        program = read_json(archive.read(_PROGRAM), most_values=MOST_PROGRAM_VALUES)
         if program["schema_version"]["major"] != _SCHEMA:
             raise FileFormatError(
                 f"{path} has version {program['schema_version']['major']} of the format; memopt reads {_SCHEMA}",
