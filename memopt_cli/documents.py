@@ -21,6 +21,8 @@ MOST_BYTES = 64 << 20
 _MOST_YAML_BYTES = 1 << 20
 _MOST_YAML_VALUES = 60_000
 """Separators of a YAML file, which is read slowly, by Python: those of a plan of some 6000 segments."""
+_MOST_JSON_VALUES = 2_000_000
+"""Separators of a JSON document: each value takes some 100 bytes of memory, however short it is."""
 _DEEPEST = 200
 """Values within values: Python walks them by recursion."""
 _MOST_DIGITS = 80
@@ -82,15 +84,38 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open what can be read to an end; a named pipe that nobody writes to is empty, and not waited for."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
+    """Open what can be read to an end; a named pipe that nobody writes to is empty, and not waited for.
+
+    Opened first, and then looked at: what has the name later may be something else.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        state = os.fstat(descriptor)
+        if stat.S_ISDIR(state.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if stat.S_ISFIFO(state.st_mode):
+            os.set_blocking(descriptor, True)
+        elif not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, _SPECIAL, str(path))
+        elif not state.st_size:
+            _refuse_content(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _refuse_content(descriptor: int, path: str) -> None:
+    """Of a file that says it is empty: the kernel's own do, and some of them have no end, or are waited for."""
+    try:
+        is_empty = not os.read(descriptor, 1)
+    except OSError as err:  # nothing to read yet, or not for everybody
+        raise OSError(errno.EINVAL, _SPECIAL, str(path)) from err
+    if not is_empty:
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
+
+
+_SPECIAL: Final = "it is no regular file"
 
 
 def is_below(path: str, folder: Path) -> bool:
@@ -133,15 +158,20 @@ def yaml_text(data: Any) -> str:
     return yaml.dump(data, Dumper=_ExactDumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 
-def read_json(data: bytes | str, *, unique: bool = False, infinite: bool = False) -> Any:
+def read_json(
+    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MOST_JSON_VALUES
+) -> Any:
     """The plain values of a JSON document, whose numbers and depth are those that such documents have.
 
-    ``unique``: no object names a key twice.  ``infinite``: ``Infinity`` and ``NaN`` are numbers.
+    ``unique``: no object names a key twice.  ``infinite``: ``Infinity`` and ``NaN`` are numbers.  ``most_values``: how
+    many separators it may have.
 
     Raises :class:`ValueError` that says what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
+        if sum(map(text.count, ",:[{")) > most_values:
+            raise ValueError("it holds far more values than such a document does")
         hook, constant = _unique if unique else dict, float if infinite else _no_number
         value = json.loads(
             text, object_pairs_hook=hook, parse_int=whole_number, parse_float=_float, parse_constant=constant

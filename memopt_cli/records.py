@@ -147,7 +147,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """The inputs of one training step; exactly one of ``tensors``, ``data_file`` and ``script`` is set."""
+    """The inputs of one training step, by one of ``tensors``, ``data_file`` and ``script``.
+
+    With none of them its ``dims`` resize those that are found elsewhere.  Raises :class:`UsageError` for two at once:
+    whoever looked at the one would run the other.
+    """
 
     tensors: tuple[TensorSpec, ...] = ()
     dims: dict[str, int] = field(default_factory=dict)
@@ -160,6 +164,12 @@ class InputSpec:
     """``--input-script``: ``file.py:function``, called with the dimensions it names."""
     source: str
     """Where the spec was found, for people: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
+
+    def __post_init__(self) -> None:
+        ways = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
+        given = [name for name, value in ways.items() if value]
+        if len(given) > 1:
+            raise UsageError(f"the inputs are described twice, by {' and '.join(given)}", hint="Keep one of them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1614,7 +1624,10 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
             values[name] = _read(hints[name], data[name], f"{where}.{name}")
         elif f.default is MISSING and f.default_factory is MISSING:
             raise UsageError(f"{where} lacks the key {name!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UsageError as err:
+        raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
 
 
 def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -211,19 +212,47 @@ def find_renames(
     gone = {path: module for path, module in old.items() if path not in new}
     come = {path: module for path, module in new.items() if path not in old}
     moves: dict[str, str] = {}
+    taken: set[str] = set()
     renames = []
+    sides = _Paths(gone), _Paths(come)
     for stems in _votes(gone.values(), come.values()):
-        targets = {path: _renamed(path, *stems) for path in gone if path not in moves}
-        taken = set(moves.values())
-        carried = {
-            path: target
-            for path, target in targets.items()
-            if target not in taken and target in come and come[target].class_name == gone[path].class_name
-        }
+        carried = 0
+        for path, target in _pairs(*sides, *stems):
+            is_free = path not in moves and target not in taken and path in gone and target in come
+            if is_free and come[target].class_name == gone[path].class_name:
+                moves[path] = target
+                taken.add(target)
+                carried += 1
         if carried:
-            moves |= carried
-            renames.append(Rename(before=stems[0], after=stems[1], modules=len(carried)))
+            renames.append(Rename(before=stems[0], after=stems[1], modules=carried))
     return tuple(renames), moves
+
+
+class _Paths:
+    """Paths of modules, of which those below another one are found without a look at all."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._sorted = sorted(paths)
+
+    def below(self, stem: str) -> Sequence[str]:
+        """That path, if there is one, and all that begin with it."""
+        if not stem:
+            return self._sorted
+        own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
+        return [*(path for path in self._sorted[own : own + 1] if path == stem), *self._sorted[first:last]]
+
+
+def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+    """The paths that a rename would make others, and those others; told from the side that has fewer of them."""
+    sources, targets = gone.below(before), come.below(after)
+    if len(sources) <= len(targets):
+        for path in sources:
+            yield path, _renamed(path, before, after)
+    else:
+        for path in targets:
+            source = _renamed(path, after, before)
+            if _renamed(source, before, after) == path:
+                yield source, path
 
 
 def _votes(gone: Iterable[ModuleBytes], come: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
@@ -250,9 +279,7 @@ def _stems(before: str, after: str) -> tuple[str, str]:
     return ".".join(old), ".".join(new)
 
 
-def _renamed(path: str, before: str, after: str) -> str | None:
-    """``path`` with what it begins with replaced; ``None`` if it begins with something else."""
-    if before and path != before and not path.startswith(f"{before}."):
-        return None
+def _renamed(path: str, before: str, after: str) -> str:
+    """``path`` with what it begins with replaced."""
     rest = path[len(before) :].strip(".")
     return ".".join(part for part in (after, rest) if part)

@@ -143,13 +143,13 @@ segments = st.builds(
 tensor_specs = st.builds(
     TensorSpec, name=st.none() | names, shape=st.lists(counts | names, max_size=4).map(tuple), dtype=names, values=names
 )
-input_specs = st.builds(
-    InputSpec,
-    tensors=st.lists(tensor_specs, max_size=3).map(tuple),
-    dims=st.dictionaries(names, counts, max_size=3),
-    data_file=st.none() | names,
-    script=st.none() | names,
-    source=names,
+input_specs = st.one_of(
+    st.builds(InputSpec, dims=st.dictionaries(names, counts, max_size=3), source=names, **{way: values})
+    for way, values in {
+        "tensors": st.lists(tensor_specs, max_size=3).map(tuple),
+        "data_file": st.none() | names,
+        "script": st.none() | names,
+    }.items()
 )
 plans = st.builds(Plan, level=counts, segments=st.lists(segments, max_size=3).map(tuple))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memopt_cli import regression
 from memopt_cli.records import (
     METRICS,
     Baseline,
@@ -321,6 +324,45 @@ def test_a_rename_moves_neither_the_peak_nor_tensors_nor_segments() -> None:
     new = replace(new, memory=replace(new.memory, peak=replace(place, module="backbone.0.fc")))
     found = compare(old, new)
     assert (found.new_saved, found.plan, found.peak_moved) == ((), PlanChange(), False)
+
+
+def scattered(count: int) -> tuple[list[str], list[str]]:
+    """Every module moved into another one of its own."""
+    return [f"x{i}" for i in range(count)], [f"p{i}.x{i}" for i in range(count)]
+
+
+def gathered(count: int) -> tuple[list[str], list[str]]:
+    """Every module moved out of one of its own."""
+    return [f"p{i}.x{i}" for i in range(count)], [f"x{i}" for i in range(count)]
+
+
+def crossed(count: int) -> tuple[list[str], list[str]]:
+    """Every branch was spread over every other one."""
+    side = math.isqrt(count)
+    pairs = [(i, j) for i in range(side) for j in range(side)]
+    return [f"a{i}.b{j}.x{i}" for i, j in pairs], [f"c{j}.d{i}.y{i}{j}" for i, j in pairs]
+
+
+@pytest.mark.parametrize("paths", [scattered, gathered, crossed])
+def test_looking_for_renames_takes_hardly_more_than_in_proportion(
+    paths: Callable[[int], tuple[list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    plain = regression._renamed
+
+    def counted(*given: str) -> str:
+        nonlocal calls
+        calls += 1
+        return plain(*given)
+
+    monkeypatch.setattr(regression, "_renamed", counted)
+    spent = []
+    for count in (400, 1600):
+        calls = 0
+        old, new = ([a_module(path) for path in side] for side in paths(count))
+        find_renames(old, new)
+        spent.append(calls)
+    assert spent[1] < 9 * max(spent[0], 400)  # four times as many: 16 times as much, if each is compared with each
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=6), st.lists(st.sampled_from("abcd"), max_size=6))

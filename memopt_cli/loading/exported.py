@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.documents import read_json
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading.archive import Archive, record_names
-from memopt_cli.loading.exported_contents import checked_path
+from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     Builder,
@@ -31,10 +31,10 @@ from memopt_cli.loading.exported_graph import (
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
-from memopt_cli.loading.pickles.described import items_in
+from memopt_cli.loading.pickles.described import check_view, items_in
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
-from memopt_cli.runtime.lifted.operators import DTYPES
+from memopt_cli.runtime.lifted.operators import DTYPES, is_plain
 from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
 from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
@@ -90,7 +90,7 @@ class _Program:
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
-        program = read_json(archive.read(_PROGRAM))
+        program = read_json(archive.read(_PROGRAM), most_values=MOST_PROGRAM_VALUES)
         if program["schema_version"]["major"] != _SCHEMA:
             raise FileFormatError(
                 f"{path} has version {program['schema_version']['major']} of the format; memopt reads {_SCHEMA}",
@@ -154,6 +154,8 @@ class _Program:
         tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{entry['path_name']} is no tensor")
+        if not is_plain(tensor):
+            raise BadProgram(f"{entry['path_name']} is a sparse tensor")
         return tensor
 
     def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
@@ -164,8 +166,9 @@ class _Program:
             dtype = getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]])
             flat = torch.frombuffer(stored, dtype=dtype) if stored else torch.empty(0, dtype=dtype)
             sizes, strides = ([int(size_text(s)) for s in meta[key]] for key in ("sizes", "strides"))
-            items_in(sizes)
-            tensor = torch.as_strided(flat, sizes, strides, int(size_text(meta["storage_offset"])))
+            offset = int(size_text(meta["storage_offset"]))
+            check_view(sizes, strides, offset, dtype.itemsize, len(stored))
+            tensor = torch.as_strided(flat, sizes, strides, offset)
         if entry["is_param"]:
             return nn.Parameter(tensor, requires_grad=bool(meta["requires_grad"]))
         return tensor
@@ -394,7 +397,7 @@ def _example(examples: Any, place: str | int) -> Tensor | None:
         value = kwargs[place] if isinstance(place, str) else args[place]
     except (TypeError, ValueError, LookupError):
         return None
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and is_plain(value) else None
 
 
 def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], example: Tensor | None) -> TensorSpec:

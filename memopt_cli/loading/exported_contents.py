@@ -35,6 +35,8 @@ _DTYPES: Final = {
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
+MOST_PROGRAM_VALUES: Final = 16_000_000
+"""Separators of a program's JSON: those of some 200,000 operators."""
 PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
 """Records of the program: since PyTorch 2.8, and before."""
 
@@ -57,7 +59,7 @@ def read_exported(archive: Archive) -> Exported:
     record = next((name for name in PROGRAMS if name in archive.sizes), None)
     if record is None:
         raise ValueError("it holds no exported program")
-    program = read_json(archive.read(record))
+    program = read_json(archive.read(record), most_values=MOST_PROGRAM_VALUES)
     graph, signature = program["graph_module"]["graph"], program["graph_module"]["signature"]
     values = graph["tensor_values"]
     schema = program.get("schema_version", {})

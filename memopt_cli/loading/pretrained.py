@@ -191,6 +191,7 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     _refuse_adapter(folder, settings)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
+    _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
     peft = _library("peft", folder)
     with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
@@ -213,12 +214,35 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
                 hint=f"Remove {key} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
-            steps += _most_steps(text)
+            steps += _PARSING + _most_steps(text)
             if steps > _MOST_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
                     f"{text[:_LONGEST_NAME]!r}",
                     hint="List the names of the modules instead.",
+                )
+
+
+def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> None:
+    """Names in lists PEFT compares with every name of the base, of which there are ``places``, and with each other.
+
+    Those that it takes for regular expressions it compiles anew each time, if there are more than Python remembers.
+    """
+    listed = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
+    names = sum(map(len, listed.values()))
+    again = 1 if names <= _REMEMBERED or settings["peft_type"] == "ADALORA" else places
+    steps = 0.0
+    for key, texts in listed.items():
+        for text in texts:
+            steps += _COMPARING * (names + places) + _SUFFIX * len(text) * (1 + text.count("."))
+            if key in _EXPRESSIONS:
+                steps += places * _most_steps(rf"(.*\.)?({text})$")
+                steps += again * (_COMPILING + _COMPILING_CHARACTER * len(text))
+            if steps > _MOST_STEPS_OF_LISTS:
+                raise FileFormatError(
+                    f"{folder / ADAPTER_SETTINGS} has {len(texts)} names in its {key}, which take far too long to be "
+                    f"found among the {places} of its base",
+                    hint="List fewer names.",
                 )
 
 
@@ -235,7 +259,17 @@ _PATTERNS: Final = frozenset(
     alpha_pattern n_frequency_pattern""".split()
 )
 """Settings that PEFT takes for names of modules, and names for regular expressions."""
+_EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
+"""Those whose listed names are regular expressions, too."""
 _MOST_STEPS: Final = 4 * 10**6
+_PARSING: Final = 50
+"""Steps that it takes to read an expression here."""
+_MOST_STEPS_OF_LISTS: Final = 10**10
+"""Of some 10 ns."""
+_COMPARING, _SUFFIX, _COMPILING, _COMPILING_CHARACTER = 10, 10, 10_000, 250
+"""Steps that it takes to compare two names, to keep a character of a suffix, and to compile an expression."""
+_REMEMBERED: Final = 400
+"""Regular expressions that Python compiles once: 512, of which some are others."""
 _LONGEST_NAME: Final = 80
 """Characters of a module's name, to estimate by."""
 

@@ -178,10 +178,13 @@ class Session:
     def describe(self, job: DescribeJob) -> ModelFacts | Failure:
         """What a command must know of the model."""
         found, given = self._ask(job, ModelFacts), job.spec
-        if given is None or not isinstance(found, ModelFacts) or found.spec is None:
+        if not isinstance(found, ModelFacts) or found.spec is None:
             return found
-        # What the user named stays as it was written.
-        return replace(found, spec=replace(found.spec, data_file=given.data_file, script=given.script))
+        # What the user named stays as it was written, and what the user did not name is not run.
+        named = (given.data_file, given.script) if given is not None else (None, None)
+        if found.spec.tensors and any(named):
+            return self._nonsense()
+        return replace(found, spec=replace(found.spec, data_file=named[0], script=named[1]))
 
     def inspect(self, path: str) -> Inspection | Failure:
         """What is in a model file; nothing of it is run."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import open_model, opening_of, prepare, saved_model
+from memopt_cli.pipeline.prepare import inputs_of_file, open_model, opening_of, prepare, saved_model
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import ApplyRequest, ApplyResult, ModelSource, Plan, Verification
@@ -22,8 +22,8 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     header, plan = read_plan(request.plan_path)
-    if request.verify and request.spec is None and header.spec.tensors:  # those of the step that it was made for
-        request = replace(request, spec=replace(header.spec, source=request.plan_path))
+    if request.verify and request.spec is None:  # those of the step that it was made for
+        request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     if request.verify:
         source, verification = _verified(request, plan, progress, ask)
     else:

@@ -109,6 +109,14 @@ def opening_of(
     )
 
 
+def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
+    """What a plan says of the inputs, as far as it is data; ``None`` if that is nothing.
+
+    Code, and files of inputs, the command line alone may name: a plan may have come with the model.
+    """
+    return InputSpec(tensors=spec.tensors, dims=spec.dims, source=source) if spec.tensors else None
+
+
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model in a subprocess, without the plan that it may carry, and find its inputs and its device.
 

@@ -118,7 +118,7 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
     return StepSettings(
         device=request.device or _same_device(before.device),
         precision=request.precision or before.precision,
-        loss=request.loss or before.loss,
+        loss=request.loss,  # code: that of the baseline was refused
         optimizer=request.optimizer or before.optimizer,
         seed=before.seed if request.seed is None else request.seed,
     )
@@ -139,7 +139,7 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     """The inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
     if given and _describes(given):
         return given
-    sized = replace(before, source="the baseline")
+    sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
     return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
 
 

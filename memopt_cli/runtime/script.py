@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from memopt_cli.runtime.lifted.arguments import codes_in, is_checked, is_code
-from memopt_cli.runtime.lifted.operators import may_write_elsewhere
+from memopt_cli.runtime.lifted.operators import may_write_elsewhere, shows_indices
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 
@@ -67,6 +67,8 @@ def _check_node(node: Any) -> None:
             raise UnsafeScript(f"the operator {kind}, which is made safe only where its module can be lifted")
         if not may_write_elsewhere(schema):
             raise UnsafeScript(f"the operator {kind} with an argument for its result")
+        if shows_indices(schema):
+            raise UnsafeScript(f"the operator {kind}, by which the indices of a sparse tensor can be changed")
         for position, what in codes_in(schema):
             if not _is_known_code(node.inputsAt(position), what):
                 raise UnsafeScript(f"the operator {kind} with a {what} that is computed, or means nothing")

@@ -306,6 +306,61 @@ def test_pickled_objects_are_never_built(small: bytes, tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+def with_weight(archive: bytes, tensor: Any) -> bytes:
+    """The archive with every weight pickled, and another one in the place of each."""
+
+    def pickled(data: bytes) -> bytes:
+        config = json.loads(data)
+        for entry in config["config"].values():
+            entry["use_pickle"] = True
+        return json.dumps(config).encode()
+
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    archive = rewritten(archive, "model_weights_config.json", pickled)
+    return rewritten(archive, "weights/weight_0", lambda data: buffer.getvalue())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_a_sparse_weight_is_refused(layout: torch.layout, small: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(with_weight(small, torch.eye(2).to_sparse(layout=layout)))
+    with pytest.raises(UnsafeFileError, match="is a sparse tensor"):
+        load(path)
+
+
+def test_a_sparse_example_tells_nothing(small: bytes, tmp_path: Path) -> None:
+    path, buffer = tmp_path / "m.pt2", io.BytesIO()
+    torch.save(((torch.eye(3, 2).to_sparse(),), {}), buffer)
+    path.write_bytes(rewritten(small, "sample_inputs/model.pt", lambda data: buffer.getvalue()))
+    spec = load_model(ModelSource(location=str(path))).example_spec
+    assert spec is not None
+    assert [tensor.values for tensor in spec.tensors] == ["normal"]
+
+
+PLACES = {
+    "beyond its record": {"storage_offset": {"as_int": 1}},
+    "far larger than its record": {"sizes": [{"as_int": 2**20}, {"as_int": 2**20}], "strides": [{"as_int": 0}] * 2},
+    "a stride below 0": {"strides": [{"as_int": -1}, {"as_int": 1}]},
+    "more strides than sizes": {"strides": [{"as_int": 0}] * 3},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_weight_lies_within_its_record_and_is_not_far_larger(
+    place: dict[str, Any], small: bytes, tmp_path: Path
+) -> None:
+    def moved(data: bytes) -> bytes:
+        config = json.loads(data)
+        config["config"]["0.weight"]["tensor_meta"].update(place)
+        return json.dumps(config).encode()
+
+    path = tmp_path / "m.pt2"
+    path.write_bytes(rewritten(small, "model_weights_config.json", moved))
+    with pytest.raises(FileFormatError, match="a tensor "):
+        load(path)
+
+
 @pytest.mark.parametrize("name", ["__class__", "forward", "x\ny", "to", "lambda"])
 def test_names_that_mean_something_else_are_refused(name: str, small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"

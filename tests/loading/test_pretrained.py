@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.loading import load, load_model
+from memopt_cli.loading.pretrained import _refuse_slow_names
 from memopt_cli.records import ModelSource
 
 
@@ -209,6 +211,9 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "options": ({"exclude_modules": ".?" * 40 + "!"}, "regular expressions that may take forever"),
     "references": ({"layers_pattern": r"(a*)\1*b"}, "regular expressions that may take forever"),
     "no expression": ({"layers_pattern": "("}, "regular expressions that may take forever"),
+    "very many names": ({"target_modules": [f"a{n}" for n in range(50_000)]}, "50000 names in its target"),
+    "very many expressions": ({"rank_pattern": {f"a{n}": 2 for n in range(50_000)}}, "50000 names in its rank_p"),
+    "names of very many parts": ({"target_modules": ["a." * 1900] * 200}, "200 names in its target_modules"),
     "repeats in a key": ({"rank_pattern": {"(a+)+b": 3}}, "regular expressions that may take forever"),
 }
 
@@ -218,6 +223,27 @@ def test_adapters_that_would_take_forever_are_refused(name: str, adapter: Path) 
     settings, says = HUGE_ADAPTERS[name]
     rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
     assert_refused(adapter, says)
+
+
+LISTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "a rank for every layer": ({"rank_pattern": {f"layers.{n}.q_proj": 4 for n in range(350)}}, True),
+    "a list for every layer": ({"target_modules": [f"layers.{n}.q_proj" for n in range(2_000)]}, True),
+    "ranks of AdaLoRA": (
+        {"peft_type": "ADALORA", "rank_pattern": {f"layers.{n}.q_proj": [True] for n in range(1_000)}},
+        True,
+    ),
+    "more expressions than Python remembers": ({"rank_pattern": {f"a{n}": 4 for n in range(20_000)}}, False),
+    "a few that are slow on every layer": ({"rank_pattern": {f".*a.*b{n}.*c": 4 for n in range(9)}}, False),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_an_adapter_are_bounded_by_the_names_of_its_base(name: str, tmp_path: Path) -> None:
+    settings, fine = LISTS[name]
+    given = {"peft_type": "LORA", **settings}
+    with contextlib.nullcontext() if fine else pytest.raises(FileFormatError, match="far too long"):
+        _refuse_slow_names(tmp_path, given, 2_000)
+    _refuse_slow_names(tmp_path, given, 2)
 
 
 READING: dict[str, tuple[dict[str, Any], str]] = {

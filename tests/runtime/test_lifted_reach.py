@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -282,6 +283,46 @@ def scale(x: Tensor) -> Tensor:
 class Forking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.jit.wait(torch.jit.fork(scale, x))
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.values()
+
+
+def test_a_script_that_is_not_lifted_gets_no_memory_of_a_sparse_tensor() -> None:
+    with pytest.raises(UnsafeScript, match="aten::values, by which the indices of a sparse tensor can be changed"):
+        ScriptLeaf(torch.jit.script(Reading()))
+
+
+SPARSE_STATES: dict[str, Callable[[dict[str, Any], Tensor], Any]] = {
+    "a parameter": lambda state, tensor: state["_parameters"].update(kept=nn.Parameter(tensor)),
+    "a buffer": lambda state, tensor: state["_buffers"].update(kept=tensor),
+    "a constant": lambda state, tensor: state.update(_constants=(tensor,)),
+    "an attribute": lambda state, tensor: state.update(kept=tensor),
+    "within an attribute": lambda state, tensor: state.update(kept=[{"a": (tensor,)}]),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize("hold", SPARSE_STATES.values(), ids=SPARSE_STATES)
+def test_a_program_holds_no_sparse_tensor(hold: Any, layout: torch.layout) -> None:
+    for tensor, fine in ((torch.eye(3), True), (torch.eye(3).to_sparse(layout=layout), False)):
+        state = state_of(nn.Module())
+        hold(state, tensor)
+        reads = program_of(method("forward", [] if state["_constants"] else [get("kept")]))
+        if fine:
+            lifted.restore_lifted(reads, state)
+        else:
+            with pytest.raises(BadProgram):
+                lifted.restore_lifted(reads, state)
+
+
+def test_nor_does_it_read_one_of_a_script() -> None:
+    script = leaf()
+    script._parameters["weight"] = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(BadProgram, match="something other than data"):
+        restored(program_of(method("forward", [get("leaf", "weight")])), leaf=script)
 
 
 @pytest.mark.parametrize("module", [Recurrent(), Copying(4), Forking()], ids=lambda m: type(m).__name__)

@@ -264,6 +264,9 @@ FINE: dict[str, Call] = {
 }
 
 REFUSED: dict[str, Call] = {
+    "transposes a sparse tensor in place": lambda: behind_its_check("aten::transpose_")(torch.eye(3).to_sparse(), 0, 1),
+    "transposes a sparse matrix in place": lambda: behind_its_check("aten::t_")(torch.eye(3).to_sparse()),
+    "copies to a compressed tensor": lambda: behind_its_check("aten::copy")(torch.eye(3).to_sparse_csr(), ones(3, 3)),
     "weight norm": lambda: behind_its_check("aten::_weight_norm")(ones(4096, 4), ones(1, 1), 0),
     "weight norm along the last": lambda: behind_its_check("aten::_weight_norm")(ones(4, 4096), ones(1, 1), 1),
     "empty weight norm": lambda: behind_its_check("aten::_weight_norm_interface")(ones(0), ones(0), 0),
@@ -379,6 +382,75 @@ REMOVED = (
 @pytest.mark.parametrize("name", REMOVED)
 def test_what_no_model_has_cannot_be_called(name: str) -> None:
     assert not is_allowed(f"aten::{name}")
+
+
+# ---------------------------------------------------------------------------------------------- sparse tensors
+
+SPARSE: dict[str, Callable[[], Tensor]] = {
+    "coo": lambda: torch.eye(3, 4).to_sparse(),
+    "csr": lambda: torch.eye(3, 4).to_sparse_csr(),
+    "csc": lambda: torch.eye(3, 4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4, 8).to_sparse_bsr((2, 2)),
+}
+
+
+def indices_of(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices()]
+    if tensor.layout is torch.sparse_csc:
+        return [tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor.crow_indices(), tensor.col_indices()]
+
+
+def validate(tensor: Tensor) -> None:
+    """Raises :class:`RuntimeError` for indices that kernels must not be given."""
+    if tensor.layout is torch.sparse_coo:
+        torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.shape)
+    else:
+        torch._validate_sparse_compressed_tensor_args(
+            *indices_of(tensor), tensor.values(), list(tensor.shape), tensor.layout
+        )
+
+
+def keeps_indices(operator: Any, layout: str, choose: random.Random) -> Call:
+    """Ends the process where an operator spoils the indices of a tensor that it was given, or gives them away."""
+
+    def call() -> None:
+        given = SPARSE[layout]()
+        kept = given.detach()  # shares them
+        needed = [a for a in operator._schema.arguments[1:] if not a.has_default_value()]
+        rest = [random_value(str(a.real_type), choose) for a in needed]
+        try:
+            results = checked(operator, with_codes=True)(given, *rest)
+        finally:
+            try:
+                validate(kept)
+            except RuntimeError:
+                os.abort()
+        memory = {part.untyped_storage().data_ptr() for part in indices_of(kept) if part.numel()}
+        for result in results if isinstance(results, list | tuple) else [results]:
+            plain = isinstance(result, Tensor) and result.layout is torch.strided and result.numel()
+            if plain and result.untyped_storage().data_ptr() in memory:
+                os.abort()
+
+    return call
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_no_operator_spoils_the_indices_of_a_sparse_tensor_or_gives_them_away(layout: str) -> None:
+    on_one = [o for o in operators() if str(o._schema.arguments[0].type) == "Tensor"]
+    choose = random.Random(0)
+    calls = [(str(o), keeps_indices(o, layout, choose)) for o in on_one for _ in SEEDS]
+    assert run_forked(calls) == []
+
+
+@pytest.mark.parametrize("name", "indices _indices values _values crow_indices ccol_indices col_indices".split())
+def test_the_memory_of_a_sparse_tensor_is_nobodys(name: str) -> None:
+    assert find_operator(f"aten::{name}") is None
+
+
+def test_a_dict_has_values_too() -> None:
+    assert "aten::values.str" in EXPRESSIONS
 
 
 def test_a_result_is_written_elsewhere_only_by_arithmetic() -> None:

@@ -36,6 +36,8 @@ LARGEST = 2**63 - 1
 """Items or bytes that any tensor has at most, whatever a file says."""
 _MOST_SIZES = 64
 """Dimensions of a tensor: most of PyTorch's operators take no more."""
+_EXPANSION, _ALLOWANCE = 64, 64 << 20
+"""A tensor may be 64 times its storage and 64 MiB, as expanded ones are: whoever copies it needs that much."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
 """A parameter of a subclass of a tensor …: nobody wraps deeper."""
@@ -88,6 +90,22 @@ def items_in(sizes: Iterable[int]) -> int:
 def view_end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
     """Items of a storage up to the last one of a view that has any."""
     return offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+
+
+def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int) -> None:
+    """Make sure that a tensor lies within its storage, and is not far larger than that.
+
+    Raises :class:`ValueError` that says what is wrong.
+    """
+    if len(sizes) != len(strides):
+        raise ValueError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
+    items = items_in(sizes)
+    if min((*strides, offset)) < 0:
+        raise ValueError("a tensor has a stride or offset below 0")
+    if items and view_end(sizes, strides, offset) * item_bytes > storage_bytes:
+        raise ValueError(f"a tensor of the shape {sizes} reaches beyond its storage")
+    if items * item_bytes > _EXPANSION * storage_bytes + _ALLOWANCE:
+        raise ValueError(f"a tensor of the shape {sizes} is far larger than its {storage_bytes} bytes")
 
 
 def item_bytes(dtype: str) -> int:

@@ -396,6 +396,11 @@ def _view(given: Arguments) -> bool:
     return not given["self"].is_quantized
 
 
+def _plain(given: Arguments) -> bool:
+    """No sparse tensor: this changes indices that another one may share, or trusts it to be a plain one."""
+    return given["self"].layout is torch.strided
+
+
 def _to(given: Arguments) -> bool:
     """A copy goes somewhere, or becomes something."""
     return given.get("device") is not None or given.get("dtype") is not None or not given["copy"]
@@ -451,6 +456,7 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "aten::_fft_c2c": _fourier,
     "aten::_fft_c2r": _real_fourier,
     "aten::view_copy.dtype": _view,
+    **dict.fromkeys(("aten::t_", "aten::transpose_", "aten::swapaxes_", "aten::swapdims_", "aten::copy."), _plain),
     "aten::to.prim_Device": _to,
     "aten::to.prim_dtype": _to,
     "aten::to.prim_other": _to,
@@ -471,5 +477,5 @@ _EMPTY: Final = frozenset(
 """Operators that show memory as it was left: what they return is filled with zeros."""
 _NAMING: Final = frozenset({"aten::grid_sampler", "aten::grid_sampler_2d", "aten::grid_sampler_3d"})
 """Operators that take numbers which name a way to compute."""
-_TRUSTING: Final = _EMPTY | _NAMING | frozenset(name.partition(".")[0] for name in _CHECKS) - {"aten::to"}
-"""Names of those operators; what is checked of ``to`` are TorchScript's own overloads."""
+_TRUSTING: Final = _EMPTY | _NAMING | frozenset(name.partition(".")[0] for name in _CHECKS) - {"aten::to", "aten::copy"}
+"""Names of those operators; what is checked of ``to`` are TorchScript's own overloads, and lists have ``copy``, too."""

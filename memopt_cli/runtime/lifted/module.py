@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
+from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data, is_plain
 from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
@@ -162,6 +162,9 @@ def _check_state(module: LiftedModule) -> None:
     constants = state.get("_constants", ())
     if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
         raise BadProgram("a constant tensor is no tensor")
+    held = (*state["_parameters"].values(), *state["_buffers"].values(), *constants)
+    if not all(t is None or is_plain(t) for t in held):
+        raise BadProgram("a parameter, buffer or constant is a sparse tensor")
     if not isinstance(state.get("_device"), torch.device | None):
         raise BadProgram("its device is no device")
 
@@ -206,8 +209,9 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 def _can_get(owner: nn.Module, name: str) -> bool:
     """Whether an attribute is there, and data."""
-    if name in owner._parameters or name in owner._buffers:
-        return not _is_of_class(owner, name)
+    for held in (owner._parameters, owner._buffers):
+        if name in held:
+            return is_data(held[name]) and not _is_of_class(owner, name)
     return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
 
 

@@ -227,6 +227,8 @@ def find_operator(key: str) -> torch._ops.OpOverload | None:
     found = getattr(packet, overload or "default", None)
     if not isinstance(found, torch._ops.OpOverload) or not may_write_elsewhere(found._schema):
         return None
+    if shows_indices(found._schema):
+        return None
     return found if _on_tensors(found) else None
 
 
@@ -239,6 +241,21 @@ def may_write_elsewhere(schema: Any) -> bool:
     Others may not: they resize what they are given.
     """
     return schema.name in _WRITING or not any(argument.is_out for argument in schema.arguments)
+
+
+PARTS_OF_SPARSE: Final = frozenset(
+    f"aten::{name}" for name in ("indices", "values", "crow_indices", "ccol_indices", "col_indices", "row_indices")
+)
+"""Operators that give the memory of which a sparse tensor consists."""
+
+
+def shows_indices(schema: Any) -> bool:
+    """Whether an operator gives the very memory of which a sparse tensor consists.
+
+    Kernels trust indices, which are looked at when the tensor is made: nobody may write to them later.
+    """
+    takes_a_tensor = bool(schema.arguments) and "Tensor" in str(schema.arguments[0].type)  # a dict has values, too
+    return takes_a_tensor and schema.name.replace("::_", "::") in PARTS_OF_SPARSE
 
 
 @functools.cache
@@ -321,7 +338,7 @@ class ScriptError(RuntimeError):
 
 
 def is_data(value: Any) -> bool:
-    """Whether a module's attribute of that value is data: a tensor, a number, a text, or containers of these."""
+    """Whether a module's attribute of that value is data: a plain tensor, a number, a text, or containers of these."""
     pending, seen = [value], set[int]()
     while pending:
         item = pending.pop()
@@ -329,12 +346,17 @@ def is_data(value: Any) -> bool:
             if id(item) not in seen:
                 seen.add(id(item))
                 pending.extend((*item, *item.values()) if isinstance(item, dict) else item)
-        elif item is not None and not isinstance(item, _DATA):
+        elif item is not None and not (is_plain(item) if isinstance(item, Tensor) else isinstance(item, _DATA)):
             return False
     return True
 
 
-_DATA: Final = (bool, int, float, str, Tensor, torch.dtype, torch.device)
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of one storage, and not a sparse one, whose indices kernels trust."""
+    return tensor.layout is torch.strided
+
+
+_DATA: Final = (bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:

@@ -32,6 +32,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
 from memopt_cli.runtime.lifted.arguments import trusts_arguments
+from memopt_cli.runtime.lifted.operators import PARTS_OF_SPARSE
 
 _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
 """Modules of PyTorch's built-in functions, named as the operators are."""
@@ -89,7 +90,8 @@ class Functions:
 
 def _is_operator(name: str) -> bool:
     """One that a lifted program may call without a look at its arguments: none is taken here."""
-    return is_allowed(f"aten::{name}") and not trusts_arguments(f"aten::{name}")
+    operator = f"aten::{name}"
+    return is_allowed(operator) and not trusts_arguments(operator) and operator not in PARTS_OF_SPARSE
 
 
 def _in_function_module(module: str) -> bool:

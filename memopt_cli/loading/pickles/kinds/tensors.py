@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, items_in, view_end
+from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
-
-_EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""A tensor may be 64 times its storage and 64 MiB, as expanded ones are: whoever copies it needs that much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +87,10 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise Broken("a tensor is made of no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
-    if len(sizes) != len(strides):
-        raise Broken(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
-    items, held = _items(sizes), storage.data.nbytes()
-    if items and view_end(sizes, strides, start) * dtype.itemsize > held:
-        raise Broken(f"a tensor of the shape {sizes} reaches beyond its storage")
-    if items * dtype.itemsize > _EXPANSION * held + _ALLOWANCE:
-        raise Broken(f"a tensor of the shape {sizes} is far larger than its {held} bytes")
-
-
-def _items(sizes: tuple[int, ...]) -> int:
     try:
-        return items_in(sizes)
+        check_view(sizes, strides, start, dtype.itemsize, storage.data.nbytes())
     except ValueError as err:
-        raise Broken(f"a tensor has the shape {sizes}") from err
+        raise Broken(str(err)) from err
 
 
 def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:

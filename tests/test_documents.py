@@ -1,0 +1,92 @@
+"""Reading files: what has no end is not read, and what would take far more memory than its bytes is not parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from memopt_cli import documents
+from memopt_cli.documents import read_bytes, read_json
+from memopt_cli.errors import BaselineError
+from memopt_cli.write import read_measured
+
+SPECIAL = [
+    "/proc/kmsg",
+    "/proc/self/maps",
+    "/proc/uptime",
+    "/dev/zero",
+    "/dev/null",
+    "/dev/tty",
+]
+
+
+@pytest.mark.parametrize("path", SPECIAL)
+def test_what_the_kernel_makes_up_is_not_read(path: str) -> None:
+    with pytest.raises(OSError, match=r"no regular file|No such|ermi"):
+        read_bytes(path)
+
+
+def test_a_file_that_says_it_is_empty_and_is_not_is_special() -> None:
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_bytes("/proc/self/maps")
+
+
+def test_a_file_is_opened_before_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"plain")
+
+    def swapped(*given: object) -> int:
+        raise AssertionError("a name was looked at, which may mean another file later")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", swapped)
+        data = read_bytes(path)
+    assert data == b"plain"
+
+
+def test_a_folder_an_empty_file_and_a_pipe(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    (tmp_path / "empty").touch()
+    assert read_bytes(tmp_path / "empty") == b""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert read_bytes(pipe) == b""
+    keeper = os.open(pipe, os.O_RDWR)  # a writer is there before the reader
+    writer = threading.Thread(target=lambda: (pipe.write_bytes(b"x" * 200_000), os.close(keeper)))
+    writer.start()
+    assert read_bytes(pipe) == b"x" * 200_000
+    writer.join()
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (tmp_path, "/dev/zero", "/proc/self/maps"):
+        with pytest.raises(OSError, match=r"no regular file|directory"):
+            read_bytes(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("part", ["[],", "0,", "{},", '"a":0,'], ids=["lists", "numbers", "mappings", "keys"])
+def test_json_of_very_many_values_is_not_parsed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ("{%s}" if ":" in part else "[%s]") % (part * 3_000_000)[:-1]
+
+    def parsed(*given: object, **named: object) -> None:
+        raise AssertionError("it was parsed")
+
+    (tmp_path / "b.json").write_text(text)
+    monkeypatch.setattr(json, "loads", parsed)
+    with pytest.raises(ValueError, match="far more values"):
+        read_json(text)
+    with pytest.raises(BaselineError, match="far more values"):
+        read_measured(tmp_path / "b.json")
+
+
+def test_the_bound_is_one_of_values_and_not_of_bytes() -> None:
+    assert read_json(json.dumps(["x" * 10**7])) == ["x" * 10**7]
+    assert len(read_json("[" + "1," * 10 + "1]")) == 11
+    assert documents.MOST_BYTES > 10**7
