@@ -146,7 +146,7 @@ CTRL_C = [
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
     ("optimize good.pt -i 8x6 --level 4", "level 0", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 1", AN_ANSWER),
-    ("optimize good.pt -i 8x6 --level 4", "level 2", AN_ANSWER),
+    ("optimize good.pt -i 8x6 --level 4", "level 1", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 3", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 4", "level 4", AN_ANSWER),
     ("optimize good.pt -i 8x6 --level 0", "verifying", AN_ANSWER),

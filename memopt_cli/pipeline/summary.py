@@ -120,7 +120,7 @@ def _generic(rows: list[LevelRow], plan: Plan) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    if plan.is_empty:
+    if plan.is_empty and all(row.plan.is_empty for row in rows):
         return f"No plan that was found lowers the measured peak of this step.{_what_stays(rows)}"
     before, after = _measured(rows, 0), _measured(rows, plan.level)
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:

@@ -186,6 +186,8 @@ def _headline(summary: MemOptSummary) -> str:
             peak = format_bytes(before.allocated_peak_bytes)
             if summary.budget_bytes or summary.frontier:
                 return f"the model stays as it is, with a peak of {peak}"
+            if summary.smaller is not None:
+                return f"no plan that was found is worth its time: the model stays as it is, with a peak of {peak}"
             return f"no plan that was found lowers the peak of {peak}: the model stays as it is"
         case Measurement(), Measurement():
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"

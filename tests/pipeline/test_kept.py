@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 Memopt = Callable[..., Any]
 
-STEP = "-i 256x32 --level 1".split()
+STEP = "-i 256x32 --level 1 --max-slowdown none".split()
 
 
 def layer() -> nn.Module:

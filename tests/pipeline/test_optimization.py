@@ -589,7 +589,7 @@ def test_levels(level: int, optimize: Memopt) -> None:
     assert summary.requested_level == level
     assert summary.applied_level <= level
     assert summary.plan == summary.levels[summary.applied_level].plan
-    assert len(segments(memopt_cli.load("net.memopt.pt"))) == len(summary.plan.segments)
+    assert len(segments(memopt_cli.load("net.memopt.pt"))) == len(summary.plan.segments) + summary.plan.packed
     peaks = [row.outcome.allocated_peak_bytes for row in summary.levels if isinstance(row.outcome, Measurement)]
     assert len(peaks) == level + 1
     assert peaks[summary.applied_level] == min(peaks)
@@ -679,7 +679,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     needed = torch.serialization.get_unsafe_globals_in_checkpoint("net.memopt.pt")
     assert all(name.startswith("memopt_cli.runtime.") for name in needed), needed
     for optimized in (memopt_cli.load("net.memopt.pt"), torch.load("net.memopt.pt", weights_only=False)):
-        assert len(segments(optimized)) == len(summary.plan.segments)
+        assert len(segments(optimized)) == len(summary.plan.segments) + summary.plan.packed
         assert optimized.state_dict().keys() == UserNet().state_dict().keys()
         assert losses(optimized) == as_trained(losses(UserNet()))
 
