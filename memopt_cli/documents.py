@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, shortened
 
 MOST_BYTES = 64 << 20
 """Of a document that people read, or that memopt wrote for them."""
@@ -149,7 +149,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{path} must hold keys and values (key: value), not {_shortened(data)}")
+        raise UsageError(f"{path} must hold keys and values (key: value), not {shortened(data)}")
     return data
 
 
@@ -284,9 +284,9 @@ def _finite(data: Any) -> Any:
 
 
 def _one_line(err: Exception) -> str:
-    return " ".join(str(err).split()) or type(err).__name__
+    """What an error says, which may quote the file, without most of that."""
+    text = " ".join(str(err).split()) or type(err).__name__
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def _shortened(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+_LONGEST: Final = 400

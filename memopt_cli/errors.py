@@ -24,6 +24,8 @@ A message says what failed and the values seen; ``hint`` says what to do next.  
 
 from __future__ import annotations
 
+import reprlib
+
 
 class MemoptError(Exception):
     """Base of all expected failures.
@@ -118,3 +120,13 @@ def first_line(error: BaseException) -> str:
     """An exception of any kind as one line: its type, and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """A value of a file as a message quotes it: its ``repr``, or no more than how that begins."""
+    text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
-from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.errors import MemoptError, UsageError, shortened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -1591,17 +1591,25 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
         return _read_union(arguments, data, where)
     if origin is Literal:
         if data not in arguments:
-            raise UsageError(f"{where} is {data!r}; it must be one of {', '.join(map(str, arguments))}")
+            raise UsageError(f"{where} is {shortened(data)}; it must be one of {', '.join(map(str, arguments))}")
         return data
     if origin in (tuple, list):
         if not isinstance(data, list | tuple):
-            raise UsageError(f"{where} must be a list, not {data!r}")
+            raise UsageError(f"{where} must be a list, not {shortened(data)}")
         return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is dict:
         if not isinstance(data, Mapping):
-            raise UsageError(f"{where} must be a mapping, not {data!r}")
-        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+            raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
+        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_named(k)}") for k, v in data.items()}
     return data if annotation is Any else _read_scalar(annotation, data, where)
+
+
+def _named(key: Any) -> str:
+    """A key of a file as a place in it."""
+    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY else shortened(key)
+
+
+_LONGEST_KEY = 60
 
 
 @functools.cache
@@ -1612,11 +1620,11 @@ def _hints_of(cls: type) -> dict[str, Any]:
 
 def _read_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise UsageError(f"{where} must be a mapping, not {data!r}")
+        raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
     known = {f.name: f for f in fields(cls)}
     for key in data:
         if key not in known and key != "kind":
-            raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
+            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
     hints = _hints_of(cls)
     values = {}
     for name, f in known.items():
@@ -1638,7 +1646,7 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
     if len(records) > 1:
         kind = data.get("kind") if isinstance(data, Mapping) else None
         if not isinstance(kind, str) or kind not in records:
-            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {kind!r}")
+            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shortened(kind)}")
         return _read(records[kind], data, where)
     for option in options[:-1]:
         try:
@@ -1660,5 +1668,5 @@ def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
             wanted = "text"
             if not isinstance(data, Mapping | list):
                 hint = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
-        raise UsageError(f"{where} must be {wanted}, not {data!r}", hint=hint)
+        raise UsageError(f"{where} must be {wanted}, not {shortened(data)}", hint=hint)
     return data

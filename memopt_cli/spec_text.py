@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from memopt_cli.errors import UsageError
-from memopt_cli.records import METRICS, Limit, TensorSpec
+from memopt_cli.errors import UsageError, shortened
+from memopt_cli.records import METRICS, InputSpec, Limit, TensorSpec
 from memopt_cli.units import parse_bytes
 
 _INTEGER_RANGES = {
@@ -59,7 +60,7 @@ def parse_tensor(text: str) -> TensorSpec:
             values=parse_values(values if has_values else _default_values(dtype), dtype or "float32"),
         )
     except UsageError as err:
-        raise UsageError(f"input '{text}': {err.message}", hint=err.hint or _EXAMPLE) from err
+        raise UsageError(f"input {shortened(text, 200)}: {err.message}", hint=err.hint or _EXAMPLE) from err
 
 
 def format_tensor(spec: TensorSpec) -> str:
@@ -94,7 +95,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.replace(" ", "").partition("=")
         if not name.isidentifier() or not _SIZE.fullmatch(size):
-            raise UsageError(f"dimension '{text}' is not NAME=SIZE", hint="Write for example --dim B=8.")
+            raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example --dim B=8.")
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
     return dims
@@ -145,13 +146,15 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
     if listed and text == "[]":
         return ()
     sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
+    if len(sizes) > _MOST_SIZES:
+        raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_FEWER)
     return tuple(_parse_size(size, text) for size in sizes)
 
 
 def parse_dtype(text: str) -> str:
     """A dtype's name, if memopt can make inputs of it; raises :class:`UsageError`."""
     if text not in DTYPES:
-        raise UsageError(f"'{text}' is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+        raise UsageError(f"{shortened(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
     return text
 
 
@@ -164,10 +167,51 @@ def parse_values(text: str, dtype: str) -> str:
         raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
     elif not rate and text not in ("normal", "uniform", "zeros", "ones"):
         known = "spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, LOW..HIGH (as 0..32000)"
-        raise UsageError(f"'{text}' are no known values", hint=f"Known values: {known}.")
+        raise UsageError(f"{shortened(text)} are no known values", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text
+
+
+def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for a tensor of more dimensions, or of more bytes, than any has."""
+    if len(tensor.shape) > _MOST_SIZES:
+        raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
+    items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
+    if items * _ITEM_BYTES >= 2**63:
+        raise UsageError(f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose less.")
+
+
+_MOST_SIZES, _ITEM_BYTES = 64, 8
+"""Dimensions of a tensor: most of PyTorch's operators take no more.  Bytes of an item, at most."""
+_FEWER = f"Give at most {_MOST_SIZES}."
+
+
+def check_spec(spec: InputSpec) -> None:
+    """Make sure that a file describes inputs as a user could: what it says is run.
+
+    A size may be 0, as one that an exported program carries can be.  Raises :class:`UsageError`.
+    """
+    for name, size in spec.dims.items():
+        if not name.isidentifier() or not 0 <= size < _MOST_ITEMS:
+            raise UsageError(f"the dimension {shortened(name)} has the size {size}, and is none", hint=_NAMED_SIZE)
+    for tensor in spec.tensors:
+        _check_tensor(tensor)
+        check_sizes(tensor, spec.dims)
+
+
+def _check_tensor(tensor: TensorSpec) -> None:
+    for size in tensor.shape:
+        is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MOST_ITEMS
+        if not is_size:
+            raise UsageError(f"an input has the size {shortened(size)}, which is none", hint=_NAMED_SIZE)
+    if tensor.name is not None:
+        _parse_name(tensor.name)
+    parse_values(tensor.values, parse_dtype(tensor.dtype))
+
+
+_MOST_ITEMS = 10**18
+_NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def _default_values(dtype: str) -> str:
@@ -176,7 +220,7 @@ def _default_values(dtype: str) -> str:
 
 def _parse_name(text: str) -> str:
     if not text.isidentifier():
-        raise UsageError(f"'{text}' is not the name of an argument")
+        raise UsageError(f"{shortened(text)} is not the name of an argument")
     return text
 
 
@@ -185,7 +229,9 @@ def _parse_size(text: str, shape: str) -> int | str:
         return int(text)
     if _SYMBOL.fullmatch(text):
         return text
-    raise UsageError(f"'{text}' in the shape '{shape}' is neither a size above 0 nor a symbol such as B")
+    raise UsageError(
+        f"{shortened(text)} in the shape {shortened(shape)} is neither a size above 0 nor a symbol such as B"
+    )
 
 
 def _check_bounds(low: int, high: int, dtype: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
-from memopt_cli.errors import BaselineError, UsageError, WriteError
+from memopt_cli.errors import BaselineError, UsageError, WriteError, shortened
 from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
@@ -26,7 +26,7 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
-from memopt_cli.spec_text import parse_factory
+from memopt_cli.spec_text import check_spec, parse_factory
 
 Fill = Callable[[BinaryIO], object]
 """Writes one file's content to an open binary file."""
@@ -231,15 +231,25 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise UsageError(
-            f"{path} is not a plan: its schema_version is {version!r}", hint="Give a *.plan.yaml of memopt."
+            f"{path} is not a plan: its schema_version is {shortened(version)}", hint="Give a *.plan.yaml of memopt."
         )
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
     of_plan = {f.name for f in fields(Plan)}
-    header = from_data(FileHeader, {key: data[key] for key in data if key not in of_plan}, where=str(path))
+    header = _read_header({key: data[key] for key in data if key not in of_plan}, str(path))
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
+    """Where a file says that it comes from; its inputs are looked at as those that a user types."""
+    header = from_data(FileHeader, data, where=where)
+    try:
+        check_spec(header.spec)
+    except UsageError as err:
+        raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
+    return header
 
 
 def baseline_json(baseline: Baseline) -> bytes:
@@ -257,8 +267,8 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
-            raise UsageError(f"its schema_version is {version!r}, and this memopt reads {SCHEMA_VERSION}")
-        header = from_data(FileHeader, {key: data[key] for key in data if key in _HEADER_KEYS}, where="the file")
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads {SCHEMA_VERSION}")
+        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
         if "summary" in data:
             memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
             return Baseline(header=header, conditions=None, memory=memory)

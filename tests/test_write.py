@@ -30,6 +30,7 @@ from memopt_cli.records import (
     TensorSpec,
     Verification,
 )
+from memopt_cli.spec_text import DTYPES
 from memopt_cli.write import (
     batch_yaml,
     check_targets,
@@ -244,14 +245,15 @@ segments = st.builds(
 plans = st.builds(
     Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans()
 )
+words = text.filter(str.isidentifier)
 tensors = st.builds(
     TensorSpec,
-    name=st.none() | text,
-    shape=st.lists(st.integers(1, 9) | text, max_size=4).map(tuple),
-    dtype=text,
-    values=text,
+    name=st.none() | words,
+    shape=st.lists(st.integers(0, 9) | words, max_size=4).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    values=st.sampled_from(["zeros", "ones", "spikes:0.25", "0..2"]),
 )
-sizes = st.dictionaries(text, st.integers(1, 2**62), max_size=3)
+sizes = st.dictionaries(words, st.integers(0, 2**13), max_size=3)
 headers = st.builds(
     FileHeader,
     schema_version=st.just(1),

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from memopt_cli.documents import is_below, printable, read_mapping
-from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError, shortened
 
 DEFAULT_PATH = Path("memopt.yaml")
 
@@ -65,7 +65,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
     for key, parameter in _flags(context.command).items():
         if key in data and parameter.metavar == "FILE" and not is_below(str(data[key]), file.parent):
             raise UnsafeFileError(
-                f"{file} was found here, and its '{key}' is not in this folder: {data[key]}",
+                f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
                 hint=f"If the file is yours, say --config {file}.",
             )
 
@@ -79,7 +79,7 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
             keys = ", ".join(sorted(known | {"trust", "dims"}))
-            raise UsageError(f"{file}: unknown key '{printable(key)}'", hint=f"Known keys: {keys}.")
+            raise UsageError(f"{file}: unknown key {shortened(printable(key[:100]))}", hint=f"Known keys: {keys}.")
     flags = _flags(context.command)
     return {
         flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)
@@ -96,7 +96,7 @@ def _flags(command: Any) -> dict[str, Any]:
 
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
-        raise UsageError(f"{file}: dims must be names and sizes, not {dims!r}", hint="Write dims: {B: 8}.")
+        raise UsageError(f"{file}: dims must be names and sizes, not {shortened(dims)}", hint="Write dims: {B: 8}.")
     return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
 
 
@@ -107,10 +107,10 @@ def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
 def _text(file: Path, key: str, value: Any) -> str:
     """A scalar as typed on the command line, so that both are parsed by the same code."""
     if not isinstance(value, str | int | float):
-        raise UsageError(f"{file}: {key} cannot be {value!r}")
+        raise UsageError(f"{file}: {key} cannot be {shortened(value)}")
     text = str(value)
     if _CONTROL.search(text):
-        raise UsageError(f"{file}: {key} cannot be {text!r}, which has control characters")
+        raise UsageError(f"{file}: {key} cannot be {shortened(text)}, which has control characters")
     return text
 
 

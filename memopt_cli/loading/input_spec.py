@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.documents import printable, read_bytes, read_yaml
-from memopt_cli.errors import FileFormatError, UsageError, first_line
+from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
 from memopt_cli.spec_text import (
+    check_spec,
     format_tensor,
     is_factory,
     parse_dims,
@@ -88,6 +89,7 @@ def find_spec(
         raise UsageError(
             f"the inputs have dimensions without a size: {', '.join(unbound)}", hint=f"Add for example {sizes}"
         )
+    check_spec(spec)  # a model file carries inputs, and its layers tell of some
     return spec
 
 
@@ -104,7 +106,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
         if not isinstance(inputs, list) or not inputs:
             raise UsageError("'inputs' must be a list of at least one input")
         if not isinstance(dims, dict):
-            raise UsageError(f"'dims' must map symbols to sizes, not {dims!r}")
+            raise UsageError(f"'dims' must map symbols to sizes, not {shortened(dims)}")
         sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
         return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
     except UsageError as err:
@@ -119,7 +121,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         raise UsageError("an input lacks the key 'shape'")
     shape, name, dtype = item["shape"], item.get("name"), parse_dtype(str(item.get("dtype", "float32")))
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        raise UsageError(f"{name!r} is not the name of an argument")
+        raise UsageError(f"{shortened(name)} is not the name of an argument")
     sizes = parse_shape("[" + ",".join(map(str, shape)) + "]" if isinstance(shape, list) else str(shape))
     if "values" not in item:
         return replace(parse_tensor(f"1@{dtype}"), name=name, shape=sizes)
@@ -131,7 +133,7 @@ def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
         raise UsageError(f"{where} must be a mapping with the keys {', '.join(known)}")
     for key in data:
         if key not in known:
-            raise UsageError(f"{where} has an unknown key {key!r}", hint=f"Known keys: {', '.join(known)}.")
+            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:

@@ -104,9 +104,13 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
 def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in missing.items())
     return UnsafeFileError(
-        f"{request.baseline_path} names {what}, which only the command line may: {', '.join(missing.values())}",
-        hint=f"If it is yours, add: {flags}",
+        f"{request.baseline_path} names {what}, which only the command line may: "
+        f"{', '.join(value[:200] for value in missing.values())}",
+        hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record one of your own.",
     )
+
+
+_LONGEST_FLAGS = 1000
 
 
 def _describes(given: InputSpec | None) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import FileHeader, InputSpec, Plan, TensorSpec, to_data
+from memopt_cli.spec_text import check_spec
 from memopt_cli.write import plan_yaml, read_measured
 
 Memopt = Any
@@ -157,3 +158,118 @@ def test_a_baseline_that_describes_the_inputs_twice_is_none(memopt: Memopt, in_p
     Path("b.json").write_text(json.dumps(data))
     with pytest.raises(Exception, match=r"the file\.spec: the inputs are described twice"):
         read_measured("b.json")
+
+
+# ---------------------------------------------------------------------------------------------- what is no tensor
+
+NO_TENSORS: dict[str, dict[str, Any]] = {
+    "a negative size": {"shape": [4, -8]},
+    "a huge size": {"shape": [2**62, 8]},
+    "sizes that are huge together": {"shape": [2**32, 2**32]},
+    "a size that is no name": {"shape": ["\x1b[31m", 8]},
+    "a size that is no whole number": {"shape": [4.5, 8]},
+    "very many dimensions": {"shape": [1] * 100_000},
+    "a few dimensions too many": {"shape": [1] * 65},
+    "a function of torch": {"dtype": "load"},
+    "an attribute of torch": {"dtype": "__dict__"},
+    "a dtype that cannot be filled": {"dtype": "qint8"},
+    "a dtype that is none": {"dtype": "nope"},
+    "values that are none": {"values": "abc"},
+    "a rate that is none": {"values": "spikes:x"},
+    "a rate that is no number": {"values": "spikes:nan"},
+    "a rate above 1": {"values": "spikes:2"},
+    "an empty range": {"values": "5..2"},
+    "a range without end": {"values": "0.." + "9" * 5000},
+    "a name that is none": {"name": "x y"},
+    "an empty name": {"name": ""},
+    "a very long name": {"name": " " * 10**6},
+}
+
+
+def with_tensor(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What a file says, of an input that is another."""
+    tensor = {"name": None, "shape": [2, 3], "dtype": "float32", "values": "normal"} | changes
+    return {**data, "spec": {"source": "here", "tensors": [tensor]}}
+
+
+def assert_short(done: Any) -> None:
+    """One error for people, which does not quote the whole file."""
+    assert done.err.startswith("error: ")
+    assert "Error:" not in done.err
+    assert len(done.err) < 1000, done.err[:2000]
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_inputs_of_a_file_are_looked_at_as_those_that_are_typed(name: str, memopt: Memopt, in_process: None) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    header = with_tensor(to_data(HEADER), NO_TENSORS[name])
+    if "shape" in NO_TENSORS[name] and len(NO_TENSORS[name]["shape"]) < 1000:  # no YAML is that long
+        write_plan(header["spec"])
+        done = memopt("apply", "model.pt", "p.yaml", "--verify", "-q")
+        assert done.code == 2
+        assert_short(done)
+    memory = {"plan": {"level": 0}, "tensor_peak_bytes": 1, "allocated_peak_bytes": 1, "step_s": 1.0}
+    Path("b.json").write_text(json.dumps({**header, "conditions": None, "memory": memory}))
+    for command in (("check", "model.pt", "--baseline", "b.json"), ("compare", "b.json", "b.json")):
+        done = memopt(*command, "-q") if command[0] == "check" else memopt(*command)
+        assert done.code == 5
+        assert_short(done)
+
+
+@pytest.mark.parametrize("name", [name for name in NO_TENSORS if "range without" not in name and "dims" not in name])
+def test_so_are_those_beside_a_model(name: str, memopt: Memopt, in_process: None) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    tensor = {"shape": [2, 3]} | NO_TENSORS[name]
+    Path("model.inputs.yaml").write_text(json.dumps({"inputs": [tensor]}))
+    done = memopt("optimize", "model.pt", "-q")
+    assert done.code == 2
+    assert_short(done)
+
+
+@pytest.mark.parametrize("typed", ["x".join(["1"] * 65), "99999999999x99999999999", "Bx99999999999", "x" * 10**5])
+def test_so_are_those_that_are_typed(typed: str, memopt: Memopt) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    done = memopt("optimize", "model.pt", "-i", typed, "--dim", "B=99999999999", "-q")
+    assert done.code == 2
+    assert_short(done)
+
+
+LONG = "a" * 10**6
+QUOTED: dict[str, Any] = {
+    "a version": {"schema_version": LONG},
+    "a spec": {"spec": LONG},
+    "a list": {"spec": [LONG] * 3},
+    "a key": {LONG: 1},
+    "a key deep within": {"spec": {"source": "x", "dims": {LONG: "x"}}},
+    "a dimension": {"spec": {"source": "x", "dims": {"B " + LONG: 1}}},
+    "a number": {"seed": LONG},
+    "a mapping": {"seed": {LONG: [LONG]}},
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_a_message_quotes_a_piece_of_a_file(name: str, memopt: Memopt) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    data = {**to_data(HEADER), "level": 0, **QUOTED[name]}
+    text = json.dumps(data)
+    Path("b.json").write_text(text)
+    assert_short(memopt("compare", "b.json", "b.json"))
+    Path("p.yaml").write_text(text.replace(LONG, LONG[:300_000]))
+    assert_short(memopt("apply", "model.pt", "p.yaml", "-q"))
+
+
+@pytest.mark.parametrize(
+    "text", [f"level: !{LONG[:900_000]} 1", f"? {LONG[:900_000]}\n: !!int x", "a: b\n" * 2 + "c: ]"]
+)
+def test_neither_does_one_of_what_is_no_yaml(text: str, memopt: Memopt) -> None:
+    torch.save(nn.Linear(3, 3), "model.pt")
+    Path("p.yaml").write_text(text)
+    done = memopt("apply", "model.pt", "p.yaml", "-q")
+    assert done.code == 2
+    assert_short(done)
+    Path("memopt.yaml").write_text(text)
+    assert_short(memopt("optimize", "model.pt", "-q"))
+
+
+def test_an_input_that_is_empty_may_be_one() -> None:
+    check_spec(InputSpec(tensors=(TensorSpec(shape=("B", 0)),), dims={"B": 2}, source=""))
