@@ -33,6 +33,9 @@ _FRONTIER_POINTS = 8
 """Budgets that the frontier is asked at, evenly spaced."""
 _WORTH_ASKING = 0.05
 """Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
+_WORTH_LOWERING = 0.02
+_PATIENCE = 1
+"""Of answers on chunks that lower the least peak by less than this share, so many are followed by another question."""
 _REARRANGEMENTS = 4
 """Of the plans that differ by one rearrangement, those that are dry-run."""
 _NEARLY = 0.01
@@ -254,13 +257,20 @@ class Planner:
                 return None
 
     def _descend(self, budget_bytes: int, most_slowdown: float = math.inf) -> None:
-        """Count plans of ever lower peaks that are no slower, until one is within the budget."""
-        while self._fastest_counted(budget_bytes) is None:
+        """Count plans of ever lower peaks that are no slower, until one is within the budget.
+
+        Modules that stand at the peak are asked for chunks until a few answers in a row have not lowered it by enough.
+        """
+        lowest, in_vain = math.inf, 0
+        while self._fastest_counted(budget_bytes) is None and in_vain <= _PATIENCE:
             plan = self._least_plan(most_slowdown)
             if plan is None:
                 break
             self._count(plan)
-            if not self._learn(plan):
+            peak_bytes = self._now.proposals.predict(plan).allocated_peak_bytes
+            in_vain = 0 if peak_bytes < (1 - _WORTH_LOWERING) * lowest else in_vain + 1
+            lowest = min(lowest, peak_bytes)
+            if in_vain <= _PATIENCE and not self._learn(plan):
                 break
         self._rearrange(budget_bytes, most_slowdown)
 

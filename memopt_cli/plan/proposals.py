@@ -73,13 +73,12 @@ class Proposals:
 
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
         """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
-        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self.model.step_s
-        for _ in range(_CORRECTIONS):
-            plan = self._least_adding(high_bytes, seconds)
-            if plan is None or (over_s := self.model.predict(plan).step_s - self.model.step_s - most_s) <= 0:
-                return plan
-            seconds -= over_s
-        return None
+        best: Plan | None = None
+        for packed, solver in self._solvers.items():
+            plan = self._least_by(solver, packed, high_bytes, most_slowdown)
+            if plan is not None and (best is None or self._peak_bytes(plan) < self._peak_bytes(best)):
+                best = plan
+        return best
 
     def predict(self, plan: Plan) -> Prediction:
         """By the cost model."""
@@ -91,12 +90,23 @@ class Proposals:
         ground = self._ground_slowdown if plan.segments else 1.0
         return ground * self.model.predict(plan).step_s / self.model.step_s
 
-    def _least_adding(self, high_bytes: int, most_s: float) -> Plan | None:
-        low, best = high_bytes, None
-        for packed, solver in self._solvers.items():
-            found = solver.least_peak_bytes(low, most_s)
-            low, best = (low, best) if found is None else (found - 1, (packed, found))
-        return self.fastest(*best) if best is not None else None
+    def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
+        """By one solver, whose time is corrected by what the cost model says."""
+        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self.model.step_s
+        for _ in range(_CORRECTIONS):
+            low = solver.least_peak_bytes(high_bytes, seconds)
+            way = solver.fastest(low) if low is not None else None
+            if way is None:
+                return None
+            plan = self._plan(way, packed)
+            over_s = self.model.predict(plan).step_s - self.model.step_s - most_s
+            if over_s <= 0:
+                return plan
+            seconds -= over_s
+        return None
+
+    def _peak_bytes(self, plan: Plan) -> int:
+        return self.model.predict(plan).allocated_peak_bytes
 
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
