@@ -694,7 +694,7 @@ class LevelRow:
     predicted_allocated_peak_bytes: int | None
     """The same with the workspaces of kernels recorded from the original."""
     candidates: int
-    """Plans tried to get here from the level below."""
+    """Plans that were dry-run for this level, beside those for the levels below."""
     search_s: float
     note: str = ""
     predicted_slowdown: float | None = None

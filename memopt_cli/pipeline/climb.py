@@ -37,6 +37,8 @@ class Climb:
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
     measure_all: bool
+    applied: LevelRow | None = None
+    """The highest level's that could be measured, once there are rows."""
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Levels that left the plan as it was, by the names of the summary."""
@@ -44,24 +46,29 @@ class Climb:
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run."""
         rows = [self.original, *self._predicted()]
-        if not self._is_worth_it(rows[-1]):
-            saved = 1 - (rows[-1].predicted_allocated_peak_bytes or 0) / self.original_bytes
-            self.notes.append(
-                f"No plan is applied: the best saves {saved:.1%} of the peak for a step "
-                f"{rows[-1].predicted_slowdown or 1:.2f} times as long."
-            )
-            rows[-1] = replace(
-                self.original,
-                level=rows[-1].level,
-                plan=Plan(level=rows[-1].level),
-                candidates=rows[-1].candidates,
-                search_s=rows[-1].search_s,
-            )
         for at in range(len(rows) - 1, 0, -1):
-            rows[at] = self._fast_enough(rows[at]) if at == len(rows) - 1 else self.measured(rows[at])
-            if isinstance(rows[at].outcome, Measurement) and not self.measure_all:
+            rows[at] = self._applicable(rows[at])
+            if isinstance(rows[at].outcome, Measurement):
+                self.applied = rows[at]
                 break
+        if self.measure_all:
+            rows = [row if row.outcome is not None else self.measured(row) for row in rows]
         return rows[1:]
+
+    def _applicable(self, row: LevelRow) -> LevelRow:
+        """The row, measured, as long as its plan is worth its time and fast enough; or that of another plan."""
+        if self._is_worth_it(row):
+            return self._fast_enough(row)
+        saved = 1 - self._peak_bytes(row) / self.original_bytes
+        self.notes.append(
+            f"No plan is applied: the best saves {saved:.1%} of the peak for a step "
+            f"{row.predicted_slowdown or 1:.2f} times as long."
+        )
+        return self._unchanged(row)
+
+    def _unchanged(self, row: LevelRow) -> LevelRow:
+        plan = Plan(level=row.level)
+        return replace(self.original, level=row.level, plan=plan, candidates=row.candidates, search_s=row.search_s)
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
@@ -76,44 +83,52 @@ class Climb:
             self.progress.stage(f"level {level}")
             started, tried = time.monotonic(), self.planner.tried
             ask = self.planner.best if level == self.options.level else self.planner.least
-            found = ask(level, self.options.max_slowdown or math.inf)
+            found = ask(level, self._limit)
             row = found_row(level, found, self.planner.tried - tried, started, dry_run=self.dry_run)
-            if replace(row.plan, level=0) == below and level > 1:
-                row = replace(row, note=f"the plan of level {level - 1}")
+            if replace(row.plan, level=0) == below:
+                row = replace(row, note=f"the plan of level {level - 1}" if level > 1 else "")
                 self.skipped.append(
                     skipped_step(level, segments=len(below.segments), tried=row.candidates, options=self.options)
                 )
             below = replace(row.plan, level=0)
             yield row
 
+    @property
+    def _limit(self) -> float:
+        """Where the original does not fit there is no step to compare with, and any that runs is welcome."""
+        if not isinstance(self.original.outcome, Measurement):
+            return math.inf
+        return self.options.max_slowdown or math.inf
+
     def _is_worth_it(self, row: LevelRow) -> bool:
-        if row.plan.is_empty or row.predicted_allocated_peak_bytes is None:
+        if row.plan.is_empty or not isinstance(self.original.outcome, Measurement):
             return True
-        saved = 1 - row.predicted_allocated_peak_bytes / self.original_bytes
+        saved = 1 - self._peak_bytes(row) / self.original_bytes
         return saved >= _LEAST_SAVING or (row.predicted_slowdown or 1.0) <= _HARDLY_SLOWER
+
+    def _peak_bytes(self, row: LevelRow) -> int:
+        known = self.planner.known(row.plan)
+        return known.peak_bytes if known is not None else self.original_bytes
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
-        row = self.measured(row)
-        limit = self.options.max_slowdown
-        asked = limit or math.inf
+        asked = self._limit
         for _ in range(_MEASUREMENTS):
+            row = self.measured(row)
             slowdown = self._slowdown(row)
-            if limit is None or slowdown <= limit * (1 + _TIMING_NOISE):
-                break
-            added = min(asked, row.predicted_slowdown or limit) - 1
-            asked = 1 + added * (limit - 1) / (slowdown - 1)
+            if slowdown <= self._limit * (1 + _TIMING_NOISE):
+                return row
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
+            added = min(asked, row.predicted_slowdown or self._limit) - 1
+            asked = 1 + added * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), self.planner.tried
             found = self.planner.best(row.level, asked)
-            if found.slowdown >= (row.predicted_slowdown or limit):
-                found = self.planner.least(0)
+            if found.slowdown >= (row.predicted_slowdown or self._limit):
+                break
             tried = row.candidates + self.planner.tried - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
-            row = self.measured(replace(faster, search_s=row.search_s + faster.search_s))
-        else:
-            row = replace(self.original, level=row.level, plan=Plan(level=row.level), candidates=row.candidates)
-        return row
+            row = replace(faster, search_s=row.search_s + faster.search_s)
+        return self._unchanged(row)
 
     def _slowdown(self, row: LevelRow) -> float:
         """Of the fastest step that was measured, over the original's fastest: what runs beside them slows others."""

@@ -49,7 +49,7 @@ class GoalSearch:
         for _ in range(_MEASURED):
             found = self._fast_enough(self.planner.within(self.level, target))
             if found is None and least is None:
-                least = self.planner.least(self.level)
+                least = self.planner.least(self.level, self.most_slowdown)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
             if found is None:

@@ -113,15 +113,13 @@ def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared
     return _Job(request=request, options=resolved.options, prepared=prepared, progress=progress).search()
 
 
-def applied_row(rows: Sequence[LevelRow]) -> LevelRow:
-    """The row whose plan is applied: no level may raise the measured allocated peak of the one it builds on.
+def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
+    """The row whose plan is applied: the chosen one, unless it raises the measured allocated peak of the original.
 
     Raises :class:`MeasurementError` if no level could be run.
     """
-    best: LevelRow | None = None
-    for row in rows:
-        if isinstance(row.outcome, Measurement) and (best is None or _allocated(row) <= _allocated(best)):
-            best = row
+    measured = [row for row in (rows[0], chosen) if row is not None and isinstance(row.outcome, Measurement)]
+    best = min(reversed(measured), key=_allocated, default=None)
     if best is None:
         failure = rows[-1].outcome
         assert failure is not None
@@ -159,12 +157,14 @@ class _Job:
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
     interrupted: bool = False
+    applied: LevelRow | None = None
+    """Of the levels, that whose plan is to be applied."""
     faster: Outlook | None = None
     smaller: Outlook | None = None
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
     def search(self) -> list[LevelRow]:
-        """Measure the original, then improve and measure level by level."""
+        """Measure the original, then search and measure what was found."""
         self.progress.stage("level 0")
         started = time.monotonic()
         search: _Search | None = None
@@ -238,7 +238,7 @@ class _Job:
             rows = self._seek(search, original)
         except NothingFitsError as err:
             raise KeyboardInterrupt from err
-        if self.request.goal == SearchGoal() and applied_row([original, *rows]).plan.is_empty:
+        if self.request.goal == SearchGoal() and applied_row([original, *rows], self.applied).plan.is_empty:
             raise KeyboardInterrupt
         return rows
 
@@ -283,7 +283,8 @@ class _Job:
         rows = climb.rows()
         self.notes += climb.notes
         self.skipped += climb.skipped
-        self._choose(search, applied_row([original, *rows]).plan)
+        self.applied = climb.applied
+        self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
@@ -344,7 +345,7 @@ class _Job:
         """
         fits = isinstance(rows[0].outcome, Measurement)
         asked_for = self.request.goal != SearchGoal()
-        best = rows[-1] if asked_for else applied_row(rows)
+        best = rows[-1] if asked_for else applied_row(rows, self.applied)
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
@@ -359,10 +360,11 @@ class _Job:
 
     def _without_chunks(self, rows: list[LevelRow]) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""
-        whole = [at for at, row in enumerate(rows) if not _has_chunks(row)]
-        if rows[whole[-1]].outcome is None:
-            rows[whole[-1]] = replace(rows[whole[-1]], outcome=self.measure(rows[whole[-1]].plan))
-        return applied_row([rows[at] for at in whole])
+        at = max(at for at, row in enumerate(rows) if not _has_chunks(row))
+        if rows[at].outcome is None:
+            rows[at] = replace(rows[at], outcome=self.measure(rows[at].plan))
+        self.faster = self.smaller = None
+        return applied_row(rows, rows[at])
 
     def _narrowed(
         self, rows: list[LevelRow], best: LevelRow, failed: Verification, *, fits: bool
@@ -382,9 +384,10 @@ class _Job:
         row = rows[0]
         if plan.segments or plan.packed:
             row = replace(best, plan=plan, outcome=self.measure(plan), predicted_tensor_peak_bytes=None)
-            row = replace(row, predicted_allocated_peak_bytes=None)
+            row = replace(row, predicted_allocated_peak_bytes=None, predicted_slowdown=None)
+            self.faster = self.smaller = None
             rows[rows.index(best)] = row
-            row = applied_row([rows[0], row])
+            row = applied_row(rows, row)
         found = self._verify(row, fits=fits)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed

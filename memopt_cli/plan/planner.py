@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import Candidate, ModuleTree, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -17,7 +17,7 @@ from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
 from memopt_cli.plan.search import Limits
 from memopt_cli.plan.targets import asked_for
-from memopt_cli.records import Outlook, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget, with packing and without."""
@@ -67,6 +67,8 @@ class Planner:
         self._now = self._plain
         self._level = 1
         self._limits = self._bounds()
+        self._descended: set[tuple[int, float]] = set()
+        """Levels whose least peak was looked for, at most so slow."""
 
     @property
     def tried(self) -> int:
@@ -77,6 +79,10 @@ class Planner:
     def frontier_so_far(self) -> list[Priced]:
         """Of all plans that were dry-run, those of which no other is both smaller and faster, fastest first."""
         return list(nondominated(self._dry_runs.up_to(self._options.level)))
+
+    def known(self, plan: Plan) -> Priced | None:
+        """A plan as it was dry-run, if it was."""
+        return self._dry_runs.known(plan)
 
     def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
         """What the next faster plan on the frontier so far would give, and the next smaller."""
@@ -95,8 +101,10 @@ class Planner:
         """
         with contextlib.suppress(TimeIsUp):
             for lower in range(1, level + 1):
-                self._enter(lower)
-                self._descend(0, most_slowdown)
+                if (lower, most_slowdown) not in self._descended:
+                    self._enter(lower)
+                    self._descend(0, most_slowdown)
+                    self._descended.add((lower, most_slowdown))
         return self._dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
@@ -162,8 +170,10 @@ class Planner:
             return None
 
         def count(plan: Plan) -> Candidate | None:
-            found = self._dry_runs.count(plan, self._plain.proposals)
-            return found.candidate if found else None
+            counted = self._probes.count(plan)  # what it takes in time is known when the step is recorded with it
+            if isinstance(counted, NotTried):
+                raise TimeIsUp
+            return Candidate(plan=plan, counted=counted) if isinstance(counted, Counted) else None
 
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
@@ -175,7 +185,10 @@ class Planner:
             if isinstance(trace, StepTrace):
                 seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
                 slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
-                return self._ground(Proposals(trace, self._tick, heads=heads, slowdown=slowdown))
+                proposals = Proposals(trace, self._tick, heads=heads, slowdown=slowdown)
+                for plan in (found.plan, replace(Plan(level=CHUNKS), segments=heads)):
+                    self._dry_runs.count(plan, proposals)
+                return self._ground(proposals)
         return None
 
     def _bounds(self) -> Limits:
@@ -188,11 +201,13 @@ class Planner:
             with contextlib.suppress(TimeIsUp):
                 plan = self._plain.proposals.least(2 * self._plain.proposals.model.peak_bytes)
         candidates = len(asked) if asked is not None else len(plan.segments) if plan else 0
-        return replace(limits, segments=most_segments(options, candidates))
+        most = most_segments(options, candidates)
+        is_all = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1
+        return replace(limits, segments=None if is_all else most)
 
     def _most_questions(self) -> int | None:
         per_round, rounds = self._options.max_candidates_per_round, self._options.max_split_rounds
-        return None if per_round is None or rounds is None else per_round * rounds
+        return None if per_round is None else per_round * (1 if rounds is None else rounds)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -310,7 +325,8 @@ class Planner:
         return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
 
     def _most_rearrangements(self) -> int:
-        return min(_REARRANGEMENTS, self._options.max_candidates_per_round or _REARRANGEMENTS)
+        most = self._options.max_candidates_per_round
+        return _REARRANGEMENTS if most is None else min(_REARRANGEMENTS, most)
 
     def _relax(self, level: int, budget_bytes: int) -> None:
         """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees."""
@@ -351,11 +367,13 @@ class Planner:
     def _is_worth_asking(self, target: int, budget_bytes: int) -> bool:
         """Whether chunks could give the first plan within the budget, or about one that is faster by enough."""
         best = self._fastest_counted(budget_bytes)
+        if self._level < CHUNKS or not self._now.questions.may_ask:
+            return False
         if best is None:
             return True
         proposals, questions = self._now.proposals, self._now.questions
         wanted = best.slowdown - _WORTH_ASKING
-        if self._level < CHUNKS or not questions.may_ask or wanted <= proposals.least_slowdown:
+        if wanted <= proposals.least_slowdown:
             return False
         plan = proposals.fastest_with(questions.hopeful(), target)
         return plan is not None and proposals.slowdown(plan) < wanted

@@ -11,6 +11,8 @@ from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.search import Allowed, Solver, Way
 from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
 
+_OVERSHOOT = 1.1
+"""By how much more than it is too slow: else the last correction may be too small by a hair."""
 _CORRECTIONS = 4
 """How often time is taken off what the solver may add, because the cost model finds its plan slower than it does."""
 
@@ -30,7 +32,6 @@ class Proposals:
 
         ``tick`` is called all along; what it raises ends the search.
         """
-        self.trace = trace
         self.modules = {module.path: module for module in trace.modules}
         self.model = CostModel(trace)
         self.root = block_tree(trace, self.model.recompute_s)
@@ -102,7 +103,7 @@ class Proposals:
             over_s = self.model.predict(plan).step_s - self.model.step_s - most_s
             if over_s <= 0:
                 return plan
-            seconds -= over_s
+            seconds -= _OVERSHOOT * over_s
         return None
 
     def _peak_bytes(self, plan: Plan) -> int:

@@ -138,7 +138,7 @@ class ChunkQuestions:
             if segment.path in self._certain:
                 continue
             self._certain.add(segment.path)
-            rule = self._ask(segment.path)
+            rule = self._ask(segment.path) if self.may_ask else None
             if rule != self.known[segment.path][0]:
                 others = {path: found for path, found in self.known.items() if path != segment.path}
                 if rule is not None:

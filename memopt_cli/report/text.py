@@ -320,6 +320,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
+    is_limited = summary.options.get("max_slowdown") is not None and summary.budget_bytes is None
     said = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown
@@ -327,7 +328,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     if summary.smaller is not None:
         said.append(f"smaller: {format_bytes(summary.smaller.peak_bytes)} at {summary.smaller.slowdown:.2f}×")
     if said:
-        more = ", --max-slowdown none" if summary.smaller is not None else ""
+        more = ", --max-slowdown none" if summary.smaller is not None and is_limited else ""
         yield f"{'; '.join(said)} (predicted; --frontier{more})"
 
 
