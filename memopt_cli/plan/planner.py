@@ -122,6 +122,7 @@ class Planner:
             self._search(level, budget_bytes)
             if self._dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= (1 + _DOUBT) * budget_bytes:
+                    self._descended.clear()  # what was learned on the way down may lead lower
                     for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
                         self.best(lower)
                 self._relax(level, budget_bytes)
@@ -182,6 +183,8 @@ class Planner:
             if not heads:
                 continue
             trace = self._probes.trace(Plan(level=CHUNKS, segments=heads))
+            if not isinstance(trace, StepTrace):
+                self._dry_runs.count(found.plan, self._plain.proposals)
             if isinstance(trace, StepTrace):
                 seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
                 slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0

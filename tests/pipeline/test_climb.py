@@ -79,6 +79,9 @@ class FakePlanner:
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
 
+    def known(self, plan: Plan) -> Priced | None:
+        return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
+
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
         return self.best(level, most_slowdown)
 
@@ -120,6 +123,7 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert [row.outcome for row in rows] == [None, None, measured(600)]
     assert [row.note for row in rows] == ["", "the plan of level 1", ""]
     assert found.skipped == ["level2:no_spatial_candidates"]
+    assert found.applied == rows[-1]
     assert asked == [600]
 
 
@@ -127,6 +131,20 @@ def test_every_level_is_measured_if_asked_for() -> None:
     found, asked = climb({1: {800: 1.1}, 2: {600: 1.2}}, measured, measure_all=True)
     assert [row.outcome for row in found.rows()] == [measured(800), measured(600)]
     assert asked == [600, 800]
+
+
+def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
+    found, _ = climb({1: {600: 1.3}, 2: {}}, lambda peak: measured(peak, 2.0), measure_all=True)
+    rows = found.rows()
+    assert rows[0].outcome == measured(600, 2.0)
+    assert found.applied == rows[1]
+    assert rows[1].plan == Plan(level=2)
+
+
+def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
+    found, _ = climb({1: {990: 3.0}}, measured)
+    found.original = replace(found.original, outcome=OutOfMemory(detail=""))
+    assert found.rows()[-1].outcome == measured(990)
 
 
 def test_where_the_last_cannot_run_the_one_below_is_measured() -> None:

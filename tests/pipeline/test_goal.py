@@ -71,7 +71,7 @@ class FakePlanner:
     def within(self, level: int, budget: int) -> Priced | None:
         return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
 
-    def least(self, level: int) -> Priced:
+    def least(self, level: int, most_slowdown: float) -> Priced:
         return self.plans[-1]
 
     def frontier(self, level: int) -> list[Priced]:

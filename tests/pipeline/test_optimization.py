@@ -839,22 +839,14 @@ def row(level: int, peak: int | None, run: Run) -> LevelRow:
 
 
 @pytest.mark.parametrize(
-    ("peaks", "applied"),
-    [
-        ([100, 80, 60, 50], 3),
-        ([100, 80, 80, 80], 3),
-        ([100, 80, 90, 85], 1),
-        ([100, 120, 110, 130], 0),
-        ([None, 80, 90, 70], 3),
-        ([None, None, 90, None], 2),
-        ([100, None, None, None], 0),
-    ],
+    ("original", "chosen", "applied"), [(100, 80, 3), (100, 100, 3), (100, 120, 0), (None, 120, 3), (100, None, 0)]
 )
-def test_no_level_may_raise_the_peak(peaks: list[int | None], applied: int, run: Run) -> None:
-    assert applied_row([row(level, peak, run) for level, peak in enumerate(peaks)]).level == applied
+def test_no_plan_may_raise_the_peak(original: int | None, chosen: int | None, applied: int, run: Run) -> None:
+    rows = [row(level, peak, run) for level, peak in ((0, original), (1, 10), (3, chosen))]
+    assert applied_row(rows, rows[-1]).level == applied
 
 
 def test_nothing_fits(run: Run) -> None:
     with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
-        applied_row([row(0, None, run), row(1, None, run)])
+        applied_row([row(0, None, run), row(1, None, run)], None)
     assert "--dim B=1" in error.value.hint

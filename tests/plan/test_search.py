@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memopt_cli.plan import search
 from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.cost_model import KEEP_OP_S, overhead_s
 from memopt_cli.plan.interface import is_within
@@ -433,15 +433,17 @@ def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() ->
     assert [segment.path for segment in way.segments()] == ["b"]
 
 
-def test_search_grows_about_linearly_with_blocks_that_are_alike() -> None:
-    def seconds(count: int) -> float:
-        started = time.process_time()
-        assert Solver(layers(count), Allowed()).fastest(30 * count) is not None
-        return time.process_time() - started
+def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    pairs = search._best_pairs
+    monkeypatch.setattr(search, "_best_pairs", lambda own: (compared.append(len(own)), pairs(own))[1])
 
-    seconds(32)
-    quarter = min(seconds(128) for _ in range(2))
-    assert min(seconds(512) for _ in range(2)) < 8 * quarter  # a square would make it 16
+    def work(count: int) -> int:
+        compared.clear()
+        assert Solver(layers(count), Allowed()).fastest(30 * count) is not None
+        return sum(compared)
+
+    assert work(512) < 8 * work(128)  # a square would make it 16
 
 
 def test_chunks_where_nothing_else_fits() -> None:
