@@ -44,7 +44,7 @@ def advise(
         return None
     longest_s = request.longest_step_s
     if longest_s is None:
-        longest_s = min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1])
+        longest_s = round(min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1]), 1)
     limits = _limits(prepared.subject.settings.device, longest_s)
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
     with replaceable(open_session, lambda: notes.append(TRIAL_LOST)) as session:

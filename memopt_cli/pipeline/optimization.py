@@ -295,6 +295,9 @@ class _Job:
         segments = outermost([tree[segment.path] for segment in plan.segments])
         self.selection = chosen(candidates, segments, self.options, by_goal=by_goal)
         self.notes += left_out(tree, self.options)
+        for failed, failure in [*search.planner.failures.items()][:1]:
+            more = f", and {len(search.planner.failures) - 1} more" if len(search.planner.failures) > 1 else ""
+            self.notes.append(f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}.")
         self.faster, self.smaller = search.planner.neighbours(plan)
 
     def _obstacles(self, probes: SearchProbes) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
@@ -17,7 +17,7 @@ from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
 from memopt_cli.plan.search import Limits
 from memopt_cli.plan.targets import asked_for
-from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import Counted, Failure, Outlook, Plan, SearchOptions, SegmentPlan, StepTrace
 
 _DRY_RUNS = 6
 """Dry runs for one budget, with packing and without."""
@@ -83,6 +83,11 @@ class Planner:
     def known(self, plan: Plan) -> Priced | None:
         """A plan as it was dry-run, if it was."""
         return self._dry_runs.known(plan)
+
+    @property
+    def failures(self) -> Mapping[Plan, Failure]:
+        """Plans that could not be dry-run, and why."""
+        return self._dry_runs.failures
 
     def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
         """What the next faster plan on the frontier so far would give, and the next smaller."""

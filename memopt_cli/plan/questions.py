@@ -10,7 +10,7 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
-from memopt_cli.records import ChunkRule, Counted, ModuleTrace, Plan, Refused, SegmentPlan
+from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SegmentPlan
 
 _MOST_QUESTIONS = 12
 """Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
@@ -46,6 +46,8 @@ class DryRuns:
         self._probes = probes
         first = Priced(candidate=replace(original, plan=_by_means(original.plan)), slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
+        self.failures: dict[Plan, Failure] = {}
+        """Plans that could not be counted, and why."""
 
     def __len__(self) -> int:
         return len(self._found) - 1
@@ -58,11 +60,11 @@ class DryRuns:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise TimeIsUp
-            self._found[plan] = (
-                Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=proposals.slowdown(plan))
-                if isinstance(counted, Counted)
-                else None
-            )
+            if isinstance(counted, Counted):
+                candidate = Candidate(plan=plan, counted=counted)
+                self._found[plan] = Priced(candidate=candidate, slowdown=proposals.slowdown(plan))
+            else:
+                self._found[plan], self.failures[plan] = None, counted
         return self._found[plan]
 
     def known(self, plan: Plan) -> Priced | None:

@@ -509,6 +509,8 @@ def test_plans_that_cannot_run_are_no_answers() -> None:
     plans = subject.planner_asking(replace(subject.probes(lambda path: rule_along(0)), count=count))
     for priced in [*(plans.best(level) for level in LEVELS), *plans.frontier(4)]:
         assert "blocks.1" not in [s.path for s in priced.plan.segments]
+    assert plans.failures
+    assert all("blocks.1" in [s.path for s in plan.segments] for plan in plans.failures)
 
 
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:
