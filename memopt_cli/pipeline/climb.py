@@ -18,7 +18,7 @@ _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
 _HARDLY_SLOWER = 1.02
 _TIMING_NOISE = 0.1
-"""A measured step may be so much longer than the limit: steps of one model differ by as much."""
+"""A measured step may be so much longer than the limit, or by as much as steps of one plan differ here."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -116,7 +116,7 @@ class Climb:
         for _ in range(_MEASUREMENTS):
             row = self.measured(row)
             slowdown = self._slowdown(row)
-            if slowdown <= self._limit * (1 + _TIMING_NOISE):
+            if slowdown <= self._limit * (1 + self._noise(row)):
                 return row
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             added = min(asked, row.predicted_slowdown or self._limit) - 1
@@ -129,6 +129,11 @@ class Climb:
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
+
+    def _noise(self, row: LevelRow) -> float:
+        """By how much steps of one plan differ, of the original or of this one."""
+        outcomes = (found for found in (self.original.outcome, row.outcome) if isinstance(found, Measurement))
+        return max(_TIMING_NOISE, *(found.step_variation for found in outcomes))
 
     def _slowdown(self, row: LevelRow) -> float:
         """Of the fastest step that was measured, over the original's fastest: what runs beside them slows others."""
