@@ -334,4 +334,5 @@ def test_the_neighbours_on_the_frontier_are_told(
 ) -> None:
     summary.levels[-1] = replace(summary.levels[-1], predicted_slowdown=1.5)
     summary.faster, summary.smaller = faster, smaller
+    summary.options = {"max_slowdown": 1.33}
     assert said in shown(TextReport(), result(summary)).splitlines()
