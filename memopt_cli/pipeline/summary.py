@@ -42,7 +42,7 @@ def summarize(found: Findings) -> MemOptSummary:
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
-    outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor) or (0, 0, 0)
+    outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
     measured = _measured(rows, plan.level)
     return MemOptSummary(
         profile=options.profile,

@@ -56,12 +56,12 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, packed_bytes
     return watched_s + chunked_s + first_pass_s + states_s + 2 * packed_bytes / PACK_BYTES_PER_S
 
 
-def chunk_counts(length: int, factor: int, start: int = 1) -> Iterator[int]:
+def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
 
     Of those whose longest chunk is equally long the least; ``factor`` 1: all of these.
     """
-    chunks = start
+    chunks = 1
     while chunks < length:
         shorter = math.ceil(length / chunks) - 1
         chunks = math.ceil(length / min(shorter, math.ceil(length / (chunks * factor))))

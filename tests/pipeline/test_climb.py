@@ -14,7 +14,6 @@ from memopt_cli.plan.interface import Candidate
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
-    Breakdown,
     Counted,
     Failure,
     Measurement,
@@ -23,16 +22,8 @@ from memopt_cli.records import (
     SearchOptions,
     SegmentPlan,
 )
+from tests.pipeline.measurements import NOTHING, measured
 
-NOTHING = Breakdown(
-    parameters_bytes=0,
-    buffers_bytes=0,
-    gradients_bytes=0,
-    optimizer_bytes=0,
-    inputs_bytes=0,
-    activations_bytes=0,
-    temporaries_bytes=0,
-)
 ORIGINAL = 1000
 
 
@@ -43,22 +34,6 @@ def priced(peak: int, slowdown: float) -> Priced:
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
     return Priced(candidate=Candidate(plan=Plan(level=0, segments=segments), counted=counted), slowdown=slowdown)
-
-
-def measured(peak: int, *step_times_s: float) -> Measurement:
-    return Measurement(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        reserved_peak_bytes=peak,
-        process_peak_bytes=peak,
-        step_times_s=step_times_s or (1.0,),
-        breakdown=NOTHING,
-        holders=(),
-        backend="",
-        batch=1,
-        spent_s=0.0,
-    )
 
 
 class FakePlanner:

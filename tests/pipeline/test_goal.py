@@ -15,7 +15,6 @@ from memopt_cli.plan.interface import Candidate
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
-    Breakdown,
     Budget,
     Counted,
     Failure,
@@ -25,16 +24,7 @@ from memopt_cli.records import (
     SegmentPlan,
     TimedOut,
 )
-
-NOTHING = Breakdown(
-    parameters_bytes=0,
-    buffers_bytes=0,
-    gradients_bytes=0,
-    optimizer_bytes=0,
-    inputs_bytes=0,
-    activations_bytes=0,
-    temporaries_bytes=0,
-)
+from tests.pipeline.measurements import NOTHING, measured
 
 
 def priced(peak: int) -> Priced:
@@ -44,22 +34,6 @@ def priced(peak: int) -> Priced:
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
     return Priced(candidate=Candidate(plan=Plan(level=3, segments=segments), counted=counted), slowdown=2 - peak / 1000)
-
-
-def measured(peak: int) -> Measurement:
-    return Measurement(
-        tensor_peak_bytes=peak,
-        allocated_peak_bytes=peak,
-        resident_bytes=0,
-        reserved_peak_bytes=peak,
-        process_peak_bytes=peak,
-        step_times_s=(1.0,),
-        breakdown=NOTHING,
-        holders=(),
-        backend="",
-        batch=1,
-        spent_s=0.0,
-    )
 
 
 class FakePlanner:
