@@ -1,6 +1,8 @@
 # Everything runs in .venv, made once.  Another interpreter: PYTHON=python3.12 make test
 
 PYTHON ?= python3.11
+# Bytecode is cached, whatever the environment says: PyTorch's takes seconds to compile, in every process.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRUST := --allow-package sample_models

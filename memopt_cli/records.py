@@ -392,6 +392,8 @@ class StepTrace:
     """In the order of their start, a caller before those it calls."""
     allocated_peak_bytes: int = 0
     """The tensor peak with the workspaces of operators."""
+    packing_bytes_per_s: float = 0.0
+    """How fast the device packs a tensor and unpacks it again, of the bytes that go through both; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,13 @@ class Worker:
     def _with_seconds(self, recorded: StepTrace, plan: Plan) -> tuple[StepTrace, str]:
         times = self._measured_times if plan == ORIGINAL else None
         times = times or self._at_full_size(trace.time_operators)
-        return trace.with_seconds(recorded, times) if times else (recorded, "")
+        if not times:
+            return recorded, ""
+        return trace.with_seconds(replace(recorded, packing_bytes_per_s=self._packing_bytes_per_s), times)
+
+    @functools.cached_property
+    def _packing_bytes_per_s(self) -> float:
+        return trace.packing_bytes_per_s(self._settings.device)
 
     def _require_data(self, reason: str) -> NoReturn:
         """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, recomputed_until
+from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, packing_s, recomputed_until
 from memopt_cli.plan.keeping import Costly, costly_calls
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
 
@@ -50,6 +50,8 @@ class Block:
     packed_input_bytes: int = 0
     """The same in :attr:`compressor`."""
     compressor: CompressorName = "null"
+    packing_s: float = 0.0
+    """What packing its input takes, unpacking included."""
     given_bytes: int = 0
     """Of its inputs, whoever holds them."""
     output_bytes: int = 0
@@ -169,6 +171,7 @@ class _Builder:
         own.forward_bytes = self._forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
+        own.packing_s = packing_s(self._trace, held)
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)

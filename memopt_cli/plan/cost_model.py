@@ -31,8 +31,8 @@ from memopt_cli.records import (
     StorageTrace,
 )
 
-PACK_BYTES_PER_S = 2e9
-"""Rate of packing, its check included, and of unpacking: of the order of a copy of the tensor."""
+_PACKING_BYTES_PER_S = 1e9
+"""Where it was not measured: of the order of two copies of the tensor."""
 OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 KEEP_OP_S = 8e-6
@@ -44,16 +44,21 @@ _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
 
-def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int, packed_bytes: int) -> float:
-    """What one call of a segment takes beside running its forward again, in seconds.
+def packing_s(trace: StepTrace, nbytes: int) -> float:
+    """Seconds that it takes to pack tensors of so many bytes, check included, and to unpack them."""
+    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S)
 
-    ``forward_s`` and ``ops``: of its forward; ``packed_bytes``: of the inputs that it packs, before packing.
+
+def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
+    """What one call of a segment takes beside running its forward again and packing its inputs, in seconds.
+
+    ``forward_s`` and ``ops``: of its forward.
     """
     watched_s = 2 * KEEP_OP_S * ops if segment.keep else 0.0
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
     first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
-    return watched_s + chunked_s + first_pass_s + states_s + 2 * packed_bytes / PACK_BYTES_PER_S
+    return watched_s + chunked_s + first_pass_s + states_s
 
 
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
@@ -164,7 +169,7 @@ class CostModel:
             op=op.name,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
-            + 2 * replay.packed_away_bytes / PACK_BYTES_PER_S,
+            + packing_s(self.trace, replay.packed_away_bytes),
         )
 
     def _added_s(self, block: _Block) -> float:
@@ -172,7 +177,8 @@ class CostModel:
         saved_s = sum(self.recompute_s[op] for op in block.kept if op < block.stop)
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
         ops = block.call.end - block.call.start
-        return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops, packed_bytes=packed_bytes)
+        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops) + packing_s(self.trace, packed_bytes)
+        return forward_s - saved_s + overhead
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""

@@ -359,9 +359,8 @@ class Solver:
             if not self._allowed.limits.admit(spent):
                 continue
             highest = peak if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
-            packed_bytes = block.input_bytes if packed else 0
-            overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops, packed_bytes=packed_bytes)
-            added = block.forward_s + inside.added_s + overhead
+            overhead = overhead_s(segment, forward_s=block.forward_s, ops=block.ops)
+            added = block.forward_s + inside.added_s + overhead + (block.packing_s if packed else 0.0)
             yield Way(
                 stored + states,
                 max(stored + states, highest),

@@ -1,6 +1,6 @@
 """What one training step does with memory, counted at the dispatcher or recorded in full."""
 
-from memopt_cli.trace.clock import Clock, OperatorTime, time_operators, with_seconds
+from memopt_cli.trace.clock import Clock, OperatorTime, packing_bytes_per_s, time_operators, with_seconds
 from memopt_cli.trace.contents import with_contents
 from memopt_cli.trace.counting import codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
@@ -21,6 +21,7 @@ __all__ = [
     "codecs_of",
     "count",
     "fake_mode",
+    "packing_bytes_per_s",
     "place_fake",
     "record",
     "record_inputs",

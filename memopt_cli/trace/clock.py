@@ -8,13 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.records import OpTrace, StepTrace
+from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
+
+_PACKED_ELEMENTS = 2**22
+"""Of a tensor that is packed to learn how fast that is: 16 MiB, as activations often are."""
+_PACKINGS = 4
+"""How often it is: the first is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,20 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
         step.update()
     step.model.zero_grad(set_to_none=True)
     return tuple(clock.times)
+
+
+def packing_bytes_per_s(device: str) -> float:
+    """How fast spikes are packed and unpacked again, the fastest of a few runs."""
+    spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
+    codec = COMPRESSORS["bit"]
+    seconds = []
+    for _ in range(_PACKINGS):
+        synchronize(device)
+        started = time.perf_counter()
+        codec.decompress(codec.compress(spikes))
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return spikes.nbytes / min(seconds)
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:

@@ -171,6 +171,7 @@ def assert_timed(traced: Traced) -> None:
     assert not traced.unknown
     assert all(op.seconds > 0 for op in traced.trace.ops)
     assert all(module.forward_s > 0 for module in traced.trace.modules)
+    assert traced.trace.packing_bytes_per_s > 0
 
 
 def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(

@@ -261,6 +261,17 @@ class Firing(nn.Module):
         return x
 
 
+def test_packing_takes_as_long_as_it_took_on_the_device() -> None:
+    step = Step(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
+    trace = record(step, 4, contents=True)
+    added = []
+    for rate in (1e9, 2e9):
+        model = CostModel(replace(trace, packing_bytes_per_s=rate))
+        added.append(model.predict(Plan(level=1, packed=True)).step_s - model.step_s)
+    assert added[0] == pytest.approx(2 * added[1])
+    assert added[1] > 0
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed: bool) -> None:
     step = Step(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())

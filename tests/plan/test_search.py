@@ -199,7 +199,7 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
             root.output_bytes + 2 * root.given_bytes,
             2 * root.output_bytes,
         )
-    overhead = overhead_s(SegmentPlan(path="", chunks=chunks), forward_s=root.forward_s, ops=root.ops, packed_bytes=0)
+    overhead = overhead_s(SegmentPlan(path="", chunks=chunks), forward_s=root.forward_s, ops=root.ops)
     return root.input_bytes, max(root.input_bytes, peak), added + root.forward_s + overhead
 
 
