@@ -205,7 +205,7 @@ SearchTime = Annotated[
         metavar="SECONDS",
         parser=seconds(0),
         rich_help_panel=_SEARCH,
-        show_default="no limit",
+        show_default="10 s and ten steps for levels within a slowdown, else no limit",
         help="Try no more plans after this time, and take the best so far. Ctrl-C in the search does the same.",
     ),
 ]

@@ -51,6 +51,9 @@ from memopt_cli.records import (
 from memopt_cli.units import format_bytes
 from memopt_cli.write import check_targets, output_paths
 
+_SEARCH_S, _SEARCH_STEPS = 10, 10
+"""A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
+
 _Count = Callable[[Plan], Counted | Failure | NotTried]
 
 
@@ -207,11 +210,18 @@ class _Job:
             session,
             first,
             fake=traced.has_dry_runs,
-            limit_s=self.request.search_limit_s,
+            limit_s=self._search_limit_s(original),
             allow_inexact=self.options.allow_inexact,
         )
         planner = Planner(traced.trace, first, self._probes(probes, first), self.options)
         return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
+
+    def _search_limit_s(self, original: Measurement | Failure) -> float | None:
+        """Who asks for a budget, the frontier or the least peak at any price waits for it."""
+        is_bounded = self.request.goal == SearchGoal() and self.options.max_slowdown is not None
+        if self.request.search_limit_s is not None or not is_bounded or not isinstance(original, Measurement):
+            return self.request.search_limit_s
+        return _SEARCH_S + _SEARCH_STEPS * min(original.step_times_s)
 
     def _seek(self, search: _Search, original: LevelRow) -> list[LevelRow]:
         if self.request.goal == SearchGoal():

@@ -39,7 +39,7 @@ class SearchProbes:
     def over(self) -> str:
         """Why nothing more is tried; empty if it is."""
         if not self._over and self.late():
-            self._over = f"the search was ended after {self._limit_s:g} s (--search-time)"
+            self._over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
         return self._over
 
     def late(self) -> bool:

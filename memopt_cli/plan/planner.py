@@ -90,14 +90,17 @@ class Planner:
         return self._dry_runs.failures
 
     def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
-        """What the next faster plan on the frontier so far would give, and the next smaller."""
+        """What the next faster plan on the frontier so far would give, and the next smaller.
+
+        Where none so far is smaller, that of the least peak by the sums alone.
+        """
         own = self._dry_runs.known(plan)
         if own is None:
             return None, None
         frontier = self.frontier_so_far
         faster = [found for found in frontier if found.slowdown < own.slowdown and found.peak_bytes > own.peak_bytes]
         smaller = [found for found in frontier if found.peak_bytes < own.peak_bytes]
-        return _outlook(faster[-1:]), _outlook(smaller[:1])
+        return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
         """The plan of the lowest peak found that a level allows and that is no slower; none is above a lower level's.
@@ -116,10 +119,7 @@ class Planner:
         """The fastest plan whose peak is nearly the least, and no higher than that of the level below."""
         least = self.least(level, most_slowdown)
         below = self._dry_runs.smallest(level - 1, most_slowdown)
-        found = self.within(level, min(int((1 + _NEARLY) * least.peak_bytes), below.peak_bytes))
-        if math.isfinite(most_slowdown):
-            self._look_below()
-        return found or least
+        return self.within(level, min(int((1 + _NEARLY) * least.peak_bytes), below.peak_bytes)) or least
 
     def within(self, level: int, budget_bytes: int) -> Priced | None:
         """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
@@ -143,12 +143,15 @@ class Planner:
                 self._search(level, budget)
         return self.frontier_so_far
 
-    def _look_below(self) -> None:
-        """Count what would be the least peak if time did not matter, so that it can be told."""
+    def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
+        """Modules may run in chunks that were not asked whether they can."""
         with contextlib.suppress(TimeIsUp):
-            plan = self._least_plan()
-            if plan is not None:
-                self._count(plan)
+            proposals = self._now.proposals
+            plan = proposals.least(peak_bytes)
+            predicted = proposals.predict(plan).allocated_peak_bytes if plan is not None else peak_bytes
+            if plan is not None and predicted < (1 - _WORTH_LOWERING) * peak_bytes:
+                return Outlook(peak_bytes=predicted, slowdown=proposals.slowdown(plan))
+        return None
 
     # ------------------------------------------------------------------------------------------ what plans may do
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.search import Allowed, Solver, Way
+from memopt_cli.plan.search import Allowed, SolvedBlocks, Solver, Way
 from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
 
 _OVERSHOOT = 1.1
@@ -40,6 +40,7 @@ class Proposals:
         self._ground_slowdown = slowdown
         self._tick = tick
         self._solvers: dict[bool, Solver] = {}
+        self._solved = SolvedBlocks()
 
     @property
     def packings(self) -> tuple[bool, ...]:
@@ -56,7 +57,7 @@ class Proposals:
         self.allowed = allowed
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
         choices = (False, True) if may_pack else (False,)
-        self._solvers = {packed: Solver(self.root, replace(allowed, packed=packed), self._tick) for packed in choices}
+        self._solvers = {packed: self._solver(replace(allowed, packed=packed)) for packed in choices}
 
     def allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         """The modules that may run in chunks from now on: how, and the length of the axis."""
@@ -69,7 +70,7 @@ class Proposals:
 
     def fastest_with(self, chunks: Mapping[str, tuple[ChunkRule, int]], budget_bytes: int) -> Plan | None:
         """The same without packing, as it would be if these modules could run in chunks."""
-        way = Solver(self.root, replace(self.allowed, chunks=chunks), self._tick).fastest(budget_bytes)
+        way = self._solver(replace(self.allowed, chunks=chunks)).fastest(budget_bytes)
         return self._plan(way, packed=False) if way is not None else None
 
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
@@ -105,6 +106,9 @@ class Proposals:
                 return plan
             seconds -= _OVERSHOOT * over_s
         return None
+
+    def _solver(self, allowed: Allowed) -> Solver:
+        return Solver(self.root, allowed, self._tick, self._solved)
 
     def _peak_bytes(self, plan: Plan) -> int:
         return self.model.predict(plan).allocated_peak_bytes

@@ -153,6 +153,10 @@ class Way:
             stack.extend((part, moves) for part in reversed(way.parts) if part.has_segments)
 
 
+Means = tuple[bool, bool, int, bool, Limits]
+"""See :attr:`Allowed.means`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
     """What a plan may do."""
@@ -170,6 +174,11 @@ class Allowed:
     keep: bool = True
     """Whether segments that lie in no other may keep the outputs of costly calls."""
     limits: Limits = Limits()
+
+    @property
+    def means(self) -> Means:
+        """All that the ways of a block depend on, beside what lies around it and the kind that it is of."""
+        return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,27 +207,54 @@ class _Choice:
     """Equal for blocks that are alike and in which a plan may do the same, by the paths that lie in them."""
     counts: Counter[int]
     """Blocks of each kind."""
+    answers: dict[int, Way | None] = field(default_factory=dict)
+    """Of the budgets that were asked for, the fastest way within each."""
+
+    def least_added_s(self, budget_bytes: int) -> float:
+        """No way within the budget is known to add less: none within a larger one does."""
+        larger = (way for budget, way in self.answers.items() if budget >= budget_bytes)
+        return max((math.inf if way is None else way.added_s for way in larger), default=-math.inf)
+
+
+@dataclass(slots=True)
+class SolvedBlocks:
+    """Ways of blocks by themselves, which solvers of the same step share."""
+
+    ways: dict[tuple[Means, int, _Around], tuple[Block, list[Way]]] = field(default_factory=dict)
+    segments: dict[tuple[Means, Block, int, bool], list[Way]] = field(default_factory=dict)
 
 
 class Solver:
     """Finds plans for one recorded step."""
 
-    def __init__(self, root: Block, allowed: Allowed, tick: Callable[[], None] = lambda: None) -> None:
-        """``tick`` is called for every block that is gone through; what it raises ends the search."""
+    def __init__(
+        self,
+        root: Block,
+        allowed: Allowed,
+        tick: Callable[[], None] = lambda: None,
+        solved: SolvedBlocks | None = None,
+    ) -> None:
+        """``tick`` is called for every block that is gone through; what it raises ends the search.
+
+        ``solved``: what other solvers have found of blocks, and this one adds to.
+        """
         self._root = root
         self._tick = tick
         self._allowed = allowed
         self._repeated = repeated(root)
-        self._solved: dict[tuple[int, _Around], tuple[Block, list[Way]]] = {}
-        self._segment_ways: dict[tuple[Block, int, bool], list[Way]] = {}
+        self._solved = SolvedBlocks() if solved is None else solved
         self._outside = _Around(packed=allowed.packed)
         self._choices = [self._choice(segmented) for segmented in self._choices_of_repeated()]
         self._chosen = self._choices[0]
 
     def fastest(self, budget_bytes: int) -> Way | None:
         """The way through the step that adds least time and stays within the budget; ``None`` if there is none."""
-        found = (self._fastest(choice, budget_bytes) for choice in self._choices)
-        return min((way for way in found if way is not None), key=lambda way: way.added_s, default=None)
+        best: Way | None = None
+        for choice in self._choices:
+            if choice.least_added_s(budget_bytes) < (math.inf if best is None else best.added_s):
+                way = self._fastest(choice, budget_bytes)
+                best = way if best is None or (way is not None and way.added_s < best.added_s) else best
+        return best
 
     def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
         """The least budget, to a part in a thousand, that a way stays within which adds no more time.
@@ -235,6 +271,8 @@ class Solver:
         """The same for one choice: down in growing steps, then by halves."""
 
         def is_met(budget_bytes: int) -> bool:
+            if choice.least_added_s(budget_bytes) > most_added_s:
+                return False
             way = self._fastest(choice, budget_bytes)
             return way is not None and way.added_s <= most_added_s
 
@@ -253,9 +291,11 @@ class Solver:
         return high
 
     def _fastest(self, choice: _Choice, budget_bytes: int) -> Way | None:
-        self._chosen = choice
-        found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
-        return min(found, key=lambda way: way.added_s, default=None)
+        if budget_bytes not in choice.answers:
+            self._chosen = choice
+            found = self._through([Way(spent=self._spent_before(choice))], self._root, budget_bytes)
+            choice.answers[budget_bytes] = min(found, key=lambda way: way.added_s, default=None)
+        return choice.answers[budget_bytes]
 
     def _spent_before(self, choice: _Choice) -> Spent:
         """By the segments that are called several times, each of which counts once."""
@@ -292,10 +332,10 @@ class Solver:
     def _ways(self, block: Block, around: _Around) -> list[Way]:
         """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
         around = around.of(block)
-        key = self._chosen.kinds[block], around
-        if key not in self._solved:
-            self._solved[key] = block, self._solve(block, around)
-        solved, ways = self._solved[key]
+        key = self._allowed.means, self._chosen.kinds[block], around
+        if key not in self._solved.ways:
+            self._solved.ways[key] = block, self._solve(block, around)
+        solved, ways = self._solved.ways[key]
         if solved is block:
             return ways
         more = block.resident_bytes - solved.resident_bytes  # gradients that are there already
@@ -326,12 +366,12 @@ class Solver:
     def _as_segment(self, block: Block, around: _Around) -> list[Way]:
         if not self._may_be_segment(block, self._chosen.segmented) or (around.recomputed and not self._allowed.nested):
             return []
-        key = block, self._chosen.kinds[block], around.recomputed
-        if key not in self._segment_ways:
+        key = self._allowed.means, block, self._chosen.kinds[block], around.recomputed
+        if key not in self._solved.segments:
             choices = [frozenset[int](), *self._keeps(block, around)]
             ways = [way for kept in choices for way in self._keeping(block, kept, around)]
-            self._segment_ways[key] = _thinned(ways, _MOST_INNER_WAYS)
-        return self._segment_ways[key]
+            self._solved.segments[key] = _thinned(ways, _MOST_INNER_WAYS)
+        return self._solved.segments[key]
 
     def _keeps(self, block: Block, around: _Around) -> list[frozenset[int]]:
         """What a segment may keep: nothing where an outer one would run it again all the same."""
