@@ -285,8 +285,8 @@ class Session:
         self,
         plan: Plan,
         batch: int,
-        dims: Mapping[str, int] | None = None,
         *,
+        dims: Mapping[str, int] | None = None,
         further: bool = False,
         asked_s: float = 0.0,
     ) -> Verification | Failure:

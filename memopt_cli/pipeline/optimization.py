@@ -385,7 +385,7 @@ class _Job:
             def verify(plan: Plan) -> Verification | None:
                 if sessions[-1].ended:
                     sessions.append(stack.enter_context(self.session()))
-                found = sessions[-1].verify(plan, failed.batch, failed.dims, further=True)
+                found = sessions[-1].verify(plan, failed.batch, dims=failed.dims, further=True)
                 return found if isinstance(found, Verification) else None
 
             plan, left_out = agreeing(best.plan, verify)

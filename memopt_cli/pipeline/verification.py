@@ -102,8 +102,8 @@ def _verified_at(
     prepared: Prepared, plan: Plan, sizes: Sizes, timeout_s: float, asked_s: float = 0.0
 ) -> Verification | Failure:
     with prepared.session(timeout_s) as session:
-        found = session.verify(plan, sizes.batch, sizes.dims, further=True, asked_s=asked_s)
+        found = session.verify(plan, sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     if not isinstance(found, Verification | StepFailed):
         with prepared.session(timeout_s) as session:
-            found = session.verify(plan, sizes.batch, sizes.dims)
+            found = session.verify(plan, sizes.batch, dims=sizes.dims)
     return found
