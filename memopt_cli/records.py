@@ -502,7 +502,7 @@ class TensorPrint:
 
     name: str
     kind: str
-    """Its dtype, shape and layout."""
+    """Its dtype, shape and layout, and of a sparse one a digest of where its values are."""
     bits: str
     """A digest of its kind and bits."""
     elements: int

@@ -75,17 +75,18 @@ def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
 
 def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
-    digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-        _add_bits(tensor.indices(), digest)
+        indices = tensor.indices().cpu().contiguous()
+        kind += f" {hashlib.blake2b(_bytes_of(indices), digest_size=_DIGEST_BYTES).hexdigest()}"
         tensor = tensor.values()
     flat = tensor.to_dense().resolve_conj().resolve_neg().reshape(-1)
     numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
     square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
     for place, piece in enumerate(torch.split(numbers, _PIECE)):
-        held = piece.cpu()
-        _add_bits(held, digest)
+        held = piece.cpu().contiguous()
+        digest.update(_bytes_of(held))
         if held.is_floating_point():
             begin, doubled = place * _SHIFT % _PIECE, held.double()
             sums += doubled @ weights[begin : begin + len(held)]
@@ -101,9 +102,9 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     )
 
 
-def _add_bits(tensor: Tensor, digest: hashlib.blake2b) -> None:
-    held = tensor.cpu().contiguous()
-    digest.update((ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b"")
+def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
+    """Of a tensor on the CPU, contiguous; not copied."""
+    return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
 
 
 def compared(
