@@ -637,7 +637,7 @@ class Verification:
     full_size: bool
     """``batch`` and ``dims`` are the sizes that were asked for."""
     dims: dict[str, int] = field(default_factory=dict)
-    """Sizes of other symbols that the comparison ran at, where they are not those that were asked for."""
+    """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
     """The measured steps, which agree; ``None`` where none were compared, or they did not."""
     detail: str = ""

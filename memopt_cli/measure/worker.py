@@ -419,7 +419,9 @@ class Worker:
             resize=resize if job.further else None,
             asked_s=job.asked_s,
         )
-        return replace(found, dims=job.dims)
+        dims = {**self._subject.spec.dims, **job.dims}
+        dims.pop(BATCH, None)
+        return replace(found, dims=dims)
 
     # ------------------------------------------------------------------------------------------ steps
 

@@ -133,7 +133,7 @@ def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at
     assert found.measured.compared == found.measured.equal == 1 + 8 + 4 + 1
     assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
     # Three steps of a second are taken with as many samples as take a second.
-    assert (found.batch, found.dims, found.full_size) == (21, {}, False)
+    assert (found.batch, found.dims, found.full_size) == (21, {"T": 20}, False)
     assert [(job.batch, job.dims) for job in verified_at] == [(21, {})]
     assert ("in the next step" in [check.name for check in found.further]) is not plan.is_empty
 
