@@ -95,7 +95,7 @@ def show(summary: MemOptSummary) -> None:
     print(f"selection       {summary.gc_selection_policy}: {summary.gc_selection_explanation}")
     if summary.verification:
         checked = summary.verification
-        print(f"verified        {'passed' if checked.passed else 'FAILED'} at batch {checked.batch}")
+        print(f"verified        {'passed' if checked.passed else 'FAILED'} at {checked.sizes}")
     for note in summary.notes:
         print(f"note            {note}")
     print(f"recommendation  {summary.recommendation}")

@@ -74,11 +74,15 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's buffers and of the tensors it keeps in attributes, by name."""
+    return {name: t.detach().clone() for name, t in named_state(model).items()}
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers and the tensors it keeps in attributes, by name."""
     named = dict(model.named_buffers())
     known = {id(b) for b in named.values()}
     others = (t for t in ModuleState(model).tensors() if id(t) not in known)
-    found = {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
-    return {name: t.detach().clone() for name, t in found.items()}
+    return {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
 
 
 @contextmanager

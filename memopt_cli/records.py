@@ -498,6 +498,35 @@ class Measurement:
         return max(0, self.allocated_peak_bytes - self.resident_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPrint:
+    """What tells a tensor that a step left from another one, in its place."""
+
+    name: str
+    kind: str
+    """Its dtype, shape and layout, and of a sparse one a digest of where its values are."""
+    bits: str
+    """A digest of its kind and bits."""
+    elements: int
+    epsilon: float
+    """Of its dtype; 0 of one that is not floating."""
+    norm: float
+    """The root of the sum of squares, in float64; 0 of one that is not floating."""
+    projections: tuple[float, ...]
+    """Weighted sums of its elements, in float64: those of two tensors differ as far as these do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Of a measured step: its outputs, gradients of parameters, buffers, state and generators."""
+
+    tensors: tuple[TensorPrint, ...]
+    put_off: tuple[str, ...]
+    """Outputs whose values were not computed."""
+    repeats: bool
+    """Another step of the same plan, from the same state and seed, left the same bits."""
+
+
 # A measurement that gave no numbers says why, as a type.
 
 
@@ -566,6 +595,30 @@ class FurtherCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FingerprintCheck:
+    """The measured step with the plan against that of the original, by their fingerprints, at the size asked for."""
+
+    batch: int
+    dims: dict[str, int]
+    """Sizes of other symbols."""
+    compared: int
+    """Number of tensors."""
+    equal: int
+    """Of these, the same to the bit."""
+    tolerance: float
+    """Relative to the norm; what was allowed to the tensor that differed most for what it may."""
+    worst_name: str
+    """That tensor; empty if none differed."""
+    worst_difference: float
+    """Its distance from that of the original, over the norm of that, as projections tell it."""
+
+    @property
+    def sizes(self) -> str:
+        """In words: ``batch 8, S=256``."""
+        return _sizes_in_words(self.batch, self.dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The optimized model against the original on the same inputs."""
 
@@ -584,7 +637,11 @@ class Verification:
     batch: int
     """Batch size the comparison ran at."""
     full_size: bool
-    """``batch`` is the batch size that was asked for."""
+    """``batch`` and ``dims`` are the sizes that were asked for."""
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols that the comparison ran at."""
+    measured: FingerprintCheck | None = None
+    """The measured steps, which agree; ``None`` where none were compared, or they did not."""
     detail: str = ""
     """What the step with the plan raised, where the original raises nothing."""
     inexact: tuple[str, ...] = ()
@@ -595,12 +652,21 @@ class Verification:
     """The name of the further check that failed; empty if the recorded step itself did, or none."""
 
     @property
+    def sizes(self) -> str:
+        """Those of the comparison, in words: ``batch 8, S=256``."""
+        return _sizes_in_words(self.batch, self.dims)
+
+    @property
     def difference(self) -> str:
         """What differed most, and where: ``output[0] differs by 0.5 in eval mode``."""
         where = f" {self.differs_in}" if self.differs_in else ""
         if self.detail:
             return f"{self.worst_name} fails{where} ({self.detail})"
         return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{where}"
+
+
+def _sizes_in_words(batch: int, dims: Mapping[str, int]) -> str:
+    return ", ".join([f"batch {batch}", *(f"{symbol}={size}" for symbol, size in dims.items())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,6 +147,11 @@ class MeasureJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FingerprintJob:
+    """What the steps left that were measured last -> ``Fingerprint``; no step is run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob:
     """The allocated peak at another batch size -> ``BatchProbe``."""
 
@@ -181,18 +186,39 @@ class AgreementJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the inputs."""
+
+    batch: int
+    dims: dict[str, int] = field(default_factory=dict)
+    """Of other symbols, where they are not as described."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizesJob:
+    """The least at which all chunks of a plan run -> :class:`Sizes`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob:
     """The plan against the original at a batch size -> ``Verification``."""
 
     plan: Plan
     batch: int
+    dims: dict[str, int] = field(default_factory=dict)
+    """Sizes of other symbols than described."""
     further: bool = False
     """In the steps that follow, too."""
+    asked_s: float = 0.0
+    """Time of a step of the original as described, where the sizes are smaller."""
 
 
 FileJob = DescribeJob | InspectJob | SaveJob
 """What needs the model, and no step of it."""
-Job = FileJob | TraceJob | CountJob | ChunkingJob | MeasureJob | ProbeJob | OnlineJob | AgreementJob | VerifyJob
+StepJob = TraceJob | CountJob | ChunkingJob | MeasureJob | FingerprintJob | ProbeJob | OnlineJob | AgreementJob
+Job = FileJob | StepJob | SizesJob | VerifyJob
 
 JOBS: dict[str, type[Job]] = {kind.__name__: kind for kind in get_args(Job)}
 """By the name that goes over the wire."""

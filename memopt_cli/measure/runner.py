@@ -28,6 +28,7 @@ from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     DescribeJob,
+    FingerprintJob,
     InspectJob,
     Job,
     MeasureJob,
@@ -35,6 +36,8 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     Saved,
     SaveJob,
+    Sizes,
+    SizesJob,
     Subject,
     Traced,
     TraceJob,
@@ -47,6 +50,7 @@ from memopt_cli.records import (
     Counted,
     Crashed,
     Failure,
+    Fingerprint,
     GradientAgreement,
     Inspection,
     Measurement,
@@ -245,6 +249,10 @@ class Session:
             return replace(measured, spent_s=time.monotonic() - self._started)
         return measured
 
+    def fingerprint(self) -> Fingerprint | Failure:
+        """What the steps left that were measured last."""
+        return self._ask(FingerprintJob(), Fingerprint)
+
     def probe(
         self,
         plan: Plan,
@@ -269,9 +277,25 @@ class Session:
         """The gradient of a sequence of ``steps`` time steps, ``symbol`` in the inputs, online against through time."""
         return self._ask(AgreementJob(rule=rule, symbol=symbol, steps=steps), GradientAgreement)
 
-    def verify(self, plan: Plan, batch: int, *, further: bool = False) -> Verification | Failure:
-        """Compare ``plan`` with the original, in the steps that follow the recorded one, too, if asked to."""
-        return self._ask(VerifyJob(plan=plan, batch=batch, further=further), Verification)
+    def least_sizes(self, plan: Plan) -> Sizes | Failure:
+        """The least sizes of the inputs at which all chunks of ``plan`` run."""
+        return self._ask(SizesJob(plan=plan), Sizes)
+
+    def verify(
+        self,
+        plan: Plan,
+        batch: int,
+        *,
+        dims: Mapping[str, int] | None = None,
+        further: bool = False,
+        asked_s: float = 0.0,
+    ) -> Verification | Failure:
+        """Compare ``plan`` with the original, in the steps that follow the recorded one, too, if asked to.
+
+        ``asked_s``: how long a step takes as described, where the sizes are smaller: so the others may take longer.
+        """
+        job = VerifyJob(plan=plan, batch=batch, dims=dict(dims or {}), further=further, asked_s=asked_s)
+        return self._ask(job, Verification)
 
     # ------------------------------------------------------------------------------------------ the wire
 

@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from memopt_cli.chunking import SHORT, capture_call, find_rule
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
 from memopt_cli.loading import description as inspection
 from memopt_cli.loading import load_model, read_file
-from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
+from memopt_cli.loading.input_spec import BATCH, batch_of, make_inputs, with_batch
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure import model_file, sandbox
@@ -42,6 +43,7 @@ from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     DescribeJob,
+    FingerprintJob,
     InspectJob,
     Job,
     MeasureJob,
@@ -49,6 +51,8 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     Saved,
     SaveJob,
+    Sizes,
+    SizesJob,
     Subject,
     Traced,
     TraceJob,
@@ -61,6 +65,7 @@ from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
     Counted,
+    Fingerprint,
     Measurement,
     ModuleTrace,
     OutOfMemory,
@@ -73,6 +78,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime import find_part, group_layers
+from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import (
     Step,
@@ -83,10 +89,11 @@ from memopt_cli.step import (
     place,
     run_checked,
     seed_everything,
+    seeds_of_backward,
     synchronize,
 )
 from memopt_cli.trace.log import unique_bytes
-from memopt_cli.verify import first_samples, verify
+from memopt_cli.verify import fingerprint, first_samples, least_sizes, left_by, left_on, repeated, verify
 from memopt_cli.workspace import Workspaces
 
 Found = TypeVar("Found")
@@ -148,6 +155,8 @@ class Worker:
         """The same, where that is of a real run, on tensors without data."""
         self._measured_times: Sequence[trace.OperatorTime] | None = None
         """Of the original's operators, where it was measured."""
+        self._left: Fingerprint | None = None
+        """By the steps that were measured last."""
 
     def do(self, job: Any) -> Any:
         """The answer to a job; the model is as it was loaded before and after."""
@@ -156,9 +165,11 @@ class Worker:
             CountJob: self._count,
             ChunkingJob: self._chunking,
             MeasureJob: self._measure,
+            FingerprintJob: self._fingerprint,
             ProbeJob: self._probe,
             OnlineJob: self._online,
             AgreementJob: lambda job: compare_gradients(self._step(dims={job.symbol: job.steps}), job.rule),
+            SizesJob: self._least_sizes,
             VerifyJob: self._verify,
         }
         self._start.enter()
@@ -284,7 +295,7 @@ class Worker:
     def _measure(self, job: MeasureJob) -> Measurement:
         started = time.monotonic()
         step = self._step()
-        first_s = self._install(job.plan, step)
+        first_s, first = self._install(job.plan, step)
         is_long = job.warm_up and first_s >= _LONG_S
         times: tuple[float, ...] = () if job.warm_up else (first_s,)
         times += self._step_times(step, min(1, job.steps - 1) if is_long else job.steps - len(times))
@@ -293,6 +304,7 @@ class Worker:
         with clock if job.plan == ORIGINAL else contextlib.nullcontext():
             counted = trace.count(step)
         allocated = self._allocated(step)
+        self._left = repeated(first, fingerprint(left_on(self._model)))
         times += (allocated.step_s,) if is_long else ()
         if job.plan == ORIGINAL:
             self._recorded_workspaces, self._measured_times = allocated.workspaces, clock.times
@@ -309,6 +321,11 @@ class Worker:
             batch=self._batch,
             spent_s=time.monotonic() - started,
         )
+
+    def _fingerprint(self, job: FingerprintJob) -> Fingerprint:
+        if self._left is None:
+            raise StepError("no step has been measured")
+        return self._left
 
     def _probe(self, job: ProbeJob) -> BatchProbe:
         step, route = self._step(job.batch, job.dims), ""
@@ -368,19 +385,37 @@ class Worker:
         held -= unique_bytes(state.value for state in sequence.states)
         return measure_allocated(take, self._settings.device, held).peak_bytes
 
+    def _least_sizes(self, job: SizesJob) -> Sizes:
+        spec = self._subject.spec
+        asked = {**({} if spec.data_file else spec.dims), BATCH: self._batch}
+        chunked = sum(segment.chunks > 1 for segment in job.plan.segments)
+
+        def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
+            step = self._resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
+            with self._planned(self._model, job.plan), recorded_cuts() as found, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of fewer chunks than asked
+                seeds_of_backward(step.forward(), step.loss, self._settings.seed)
+            if len(found) < chunked:
+                raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
+            return found
+
+        sizes = least_sizes(asked, observe)
+        others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
+        return Sizes(batch=sizes[BATCH], dims=others)
+
     def _verify(self, job: VerifyJob) -> Verification:
-        step = replace(self._step(job.batch), optimizer=None)
+        step = replace(self._resized(job.batch, job.dims), optimizer=None)
         install = functools.partial(apply_plan, plan=job.plan)
-        full = job.batch == self._batch
+        full = job.batch == self._batch and job.dims.items() <= self._subject.spec.dims.items()
 
         def resize(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             try:
-                other = self._step(size)
+                other = self._step(size, job.dims)
             except UsageError:  # inputs from a file
                 return first_samples(step.args, step.kwargs, size)
             return other.args, other.kwargs
 
-        return verify(
+        found = verify(
             step,
             job.plan,
             install,
@@ -388,7 +423,11 @@ class Worker:
             batch=job.batch,
             full_size=full,
             resize=resize if job.further else None,
+            asked_s=job.asked_s,
         )
+        dims = {**self._subject.spec.dims, **job.dims}
+        dims.pop(BATCH, None)
+        return replace(found, dims=dims)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -407,6 +446,15 @@ class Worker:
             loss=self._loss,
             optimizer=self._optimizer,
         )
+
+    def _resized(self, batch: int, dims: Mapping[str, int]) -> Step:
+        """Of inputs from a file, the first samples."""
+        try:
+            return self._step(batch, dims)
+        except UsageError:
+            step = self._step(dims=dims)
+            args, kwargs = first_samples(step.args, step.kwargs, batch)
+            return replace(step, args=args, kwargs=kwargs)
 
     def _inputs_at(self, symbol: str, number: int) -> tuple[Any, ...]:
         """The inputs of one time step, ``[B, ...]``; made when they are needed, as a loader would."""
@@ -510,8 +558,8 @@ class Worker:
     def _look_into(self, step: Step) -> StepTrace:
         return trace.record(step, self._batch, contents=True, frees=False)
 
-    def _install(self, plan: Plan, step: Step) -> float:
-        """Apply a plan and take the first step, with every segment seen to run; the seconds that the step took."""
+    def _install(self, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
+        """Apply a plan and take the first step, with every segment seen to run: how long it took, and what it left."""
         apply_plan(self._model, plan)
         idle = {find_part(self._model, segment.path): segment.path for segment in plan.segments}
 
@@ -522,17 +570,19 @@ class Worker:
             seed_everything(self._settings.seed)
             synchronize(self._settings.device)
             started = time.perf_counter()
-            run_checked(step)
+            output = run_checked(step)
             step.update()
             synchronize(self._settings.device)
             elapsed = time.perf_counter() - started
+        left = fingerprint(left_by(self._model, output))
+        del output
         self._model.zero_grad(set_to_none=True)
         if idle:
             raise StepError(
                 f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
                 hint="Remove it from the plan.",
             )
-        return elapsed
+        return elapsed, left
 
     def _timed(self, step: Step) -> float:
         self._start.enter()

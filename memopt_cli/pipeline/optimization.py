@@ -23,7 +23,7 @@ from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.pipeline.verification import verified
+from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
 from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
@@ -32,6 +32,7 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Counted,
     Failure,
+    Fingerprint,
     LevelRow,
     Measurement,
     MemOptSummary,
@@ -165,6 +166,8 @@ class _Job:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
+    left: dict[Plan, Fingerprint | Failure] = field(default_factory=dict)
+    """By the measured steps."""
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
@@ -349,6 +352,8 @@ class _Job:
     def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         found = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
         self.measured[replace(plan, level=0)] = found
+        if isinstance(found, Measurement):
+            self.left[replace(plan, level=0)] = session.fingerprint()
         return found
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
@@ -390,7 +395,7 @@ class _Job:
             def verify(plan: Plan) -> Verification | None:
                 if sessions[-1].ended:
                     sessions.append(stack.enter_context(self.session()))
-                found = sessions[-1].verify(plan, failed.batch, further=True)
+                found = sessions[-1].verify(plan, failed.batch, dims=failed.dims, further=True)
                 return found if isinstance(found, Verification) else None
 
             plan, left_out = agreeing(best.plan, verify)
@@ -410,7 +415,13 @@ class _Job:
         return row, found
 
     def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
-        return verified(self.prepared, best.plan, self.request.timeout_s, self.progress, fits=fits)
+        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan(level=0)
+        left = self.left.get(original), self.left.get(replace(plan, level=0))
+        step = self.measured.get(original)
+        if isinstance(left[0], Fingerprint) and isinstance(left[1], Fingerprint) and isinstance(step, Measurement):
+            steps = MeasuredSteps(original=left[0], planned=left[1], original_s=step.step_s)
+            return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
+        return verified(prepared, plan, timeout_s, self.progress, fits=fits)
 
     def session(self, data: Data = "full size") -> Session:
         """A fresh profiling subprocess, and what it may run."""

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from memopt_cli.loading.input_spec import batch_of
+from dataclasses import dataclass, replace
+
+import torch
+
+from memopt_cli.loading.input_spec import BATCH, batch_of
+from memopt_cli.measure.jobs import Sizes, Subject
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
-from memopt_cli.records import Failure, OutOfMemory, Plan, StepFailed, Verification
+from memopt_cli.records import (
+    Failure,
+    Fingerprint,
+    FingerprintCheck,
+    OutOfMemory,
+    Plan,
+    StepFailed,
+    Verification,
+)
+from memopt_cli.verify import compared
+
+_STEPS = 3
+"""Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
+_QUICK_S = 1.0
+"""... which is taken at the size that was asked for if they take no longer, else of fewer samples."""
+_EPSILONS = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}
 
 
 def verified(
@@ -19,11 +39,71 @@ def verified(
     size = batch if fits else max(1, batch // 2)
     while True:
         progress.stage(f"verifying at batch {size}")
-        with prepared.session(timeout_s) as session:
-            found = session.verify(plan, size, further=True)
-        if not isinstance(found, Verification | StepFailed):
-            with prepared.session(timeout_s) as session:
-                found = session.verify(plan, size)
+        found = _verified_at(prepared, plan, Sizes(batch=size), timeout_s)
         if size == 1 or not isinstance(found, OutOfMemory):
             return found
         size = max(1, size // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """What the measured steps left, of the original and of a plan."""
+
+    original: Fingerprint
+    planned: Fingerprint
+    original_s: float
+    """Time of a step."""
+
+
+def verified_by_fingerprints(
+    prepared: Prepared, plan: Plan, measured: MeasuredSteps, timeout_s: float, progress: Progress
+) -> Verification | Failure:
+    """By what the measured steps left, at full size, and by a comparison in full of a step that is quick.
+
+    That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints do not
+    agree, or the model takes no such step, all is compared at full size: see :func:`verified`.
+    """
+    check = agreement(measured, plan, prepared.subject)
+    if check is None:
+        return verified(prepared, plan, timeout_s, progress)
+    progress.stage("verifying")
+    sizes = _sizes(prepared, plan, measured.original_s, timeout_s)
+    found = _verified_at(prepared, plan, sizes, timeout_s, measured.original_s)
+    if not isinstance(found, Verification):
+        return verified(prepared, plan, timeout_s, progress)
+    return replace(found, measured=check)
+
+
+def agreement(measured: MeasuredSteps, plan: Plan, subject: Subject) -> FingerprintCheck | None:
+    """What was compared, to the bit or with chunks in norm; ``None`` where something differs."""
+    dims = dict(subject.spec.dims)
+    check, agrees = compared(
+        measured.original,
+        measured.planned,
+        batch=dims.pop(BATCH, batch_of(subject.spec)),
+        dims=dims,
+        exact=not any(segment.chunks > 1 for segment in plan.segments),
+        epsilon=_EPSILONS.get(subject.settings.precision, 0.0),
+    )
+    return check if agrees else None
+
+
+def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> Sizes:
+    batch = batch_of(prepared.subject.spec)
+    if any(segment.chunks > 1 for segment in plan.segments):
+        with prepared.session(timeout_s) as session:
+            found = session.least_sizes(plan)
+        return found if isinstance(found, Sizes) else Sizes(batch=batch)
+    share = _QUICK_S / (_STEPS * step_s)
+    return Sizes(batch=max(1, min(batch, int(batch * share))))
+
+
+def _verified_at(
+    prepared: Prepared, plan: Plan, sizes: Sizes, timeout_s: float, asked_s: float = 0.0
+) -> Verification | Failure:
+    with prepared.session(timeout_s) as session:
+        found = session.verify(plan, sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
+    if not isinstance(found, Verification | StepFailed):
+        with prepared.session(timeout_s) as session:
+            found = session.verify(plan, sizes.batch, dims=sizes.dims)
+    return found

@@ -16,6 +16,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRecommendation,
     Comparison,
+    FingerprintCheck,
     Inspection,
     LevelRow,
     Measurement,
@@ -308,6 +309,8 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
             yield f"level {row.level}: {row.note}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"
+    if summary.verification and summary.verification.measured:
+        yield _measured_steps(summary.verification.measured)
     yield _verification(summary.verification) if summary.verification else "not verified"
     if summary.advice:
         yield _batch(summary.advice)
@@ -347,10 +350,21 @@ def _less_than(summary: MemOptSummary) -> str:
 
 
 def _verification(found: Verification) -> str:
-    where = f"batch {found.batch}" + ("" if found.full_size else ", which is less than was asked for")
+    where = found.sizes
+    if not found.full_size and found.measured is None:
+        where += ", which is less than was asked for"
     if not found.passed:
         return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
     return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}{_inexact(found)}"
+
+
+def _measured_steps(found: FingerprintCheck) -> str:
+    """``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
+    equal = "bit for bit"
+    if found.equal < found.compared:
+        largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
+        equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
+    return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
 
 def _further(found: Verification) -> str:

@@ -40,6 +40,7 @@ from memopt_cli.runtime.compressor import (
     is_dense,
     store,
 )
+from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.held import Held
@@ -402,6 +403,8 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
     chunks = _chunk_count(module, config, sequences)
+    if not torch.compiler.is_compiling():
+        record_cut(module, config.chunks, sequences[0].shape[config.axis])
     if reason := _norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{type(module).__name__} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
@@ -489,8 +492,7 @@ def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
 
 def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
     # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
-    shorter, longer = divmod(sequence.shape[axis], chunks)
-    lengths = [shorter + 1] * longer + [shorter] * (chunks - longer)
+    lengths = chunk_lengths(sequence.shape[axis], chunks)
     pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)  # type: ignore[no-untyped-call]
     return pieces
 

@@ -13,6 +13,7 @@ only no memory is saved.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 
 
 @dataclass(slots=True, eq=False)
@@ -437,11 +440,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=loss.dtype) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=loss.dtype) if wants_bias and bias is not None else None
         total = torch.zeros((), dtype=loss.dtype, device=x.device)
-        length = -(-len(index) // head.chunks)
+        record_cut(head.weight, head.chunks, len(index))
+        ends = itertools.accumulate(chunk_lengths(len(index), head.chunks))
         with torch.autocast(x.device.type, enabled=False):
             parameters = head.parameters()
-            for start in range(0, len(index), length):
-                chunk = slice(start, start + length)
+            for start, end in itertools.pairwise([0, *ends]):
+                chunk = slice(start, end)
                 rows, logits = head.rows(index[chunk], *parameters)
                 value, gradient = loss.of(logits.to(loss.dtype), chunk)
                 del logits

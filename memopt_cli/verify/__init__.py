@@ -1,6 +1,8 @@
-"""The optimized model against the original: the recorded step, and in short what follows it in training."""
+"""The optimized model against the original: the measured step, the recorded one, and in short what follows it."""
 
+from memopt_cli.verify.fingerprint import compared, fingerprint, left_by, left_on, repeated
 from memopt_cli.verify.further_steps import first_samples
 from memopt_cli.verify.recorded_step import verify
+from memopt_cli.verify.sizes import least_sizes
 
-__all__ = ["first_samples", "verify"]
+__all__ = ["compared", "fingerprint", "first_samples", "least_sizes", "left_by", "left_on", "repeated", "verify"]

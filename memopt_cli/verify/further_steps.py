@@ -49,6 +49,8 @@ class Recorded:
     gradients: dict[str, Tensor]
     """By name, as :func:`effects` has them."""
     plain_s: float
+    asked_s: float
+    """Time of a plain step of the size that was asked for, where this one is smaller; else 0."""
     tolerance: float
     """Relative; zero: to the bit."""
 
@@ -145,7 +147,7 @@ class _Deadline:
 
 def _allowed_s(recorded: Recorded) -> float:
     """Seconds that all further checks may take."""
-    return max(_QUICK_S, _STEPS * recorded.plain_s)
+    return max(_QUICK_S, _STEPS * max(recorded.plain_s, recorded.asked_s))
 
 
 def _size(recorded: Recorded, checks: int) -> int:

@@ -31,6 +31,7 @@ def verify(
     batch: int,
     full_size: bool,
     resize: Resize | None = None,
+    asked_s: float = 0.0,
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of a step with and without the plan.
 
@@ -39,13 +40,14 @@ def verify(
     float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.  In segments that are
     inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
 
-    With ``resize`` a few steps follow it, see :func:`memopt_cli.verify.further_steps.follow`.
+    With ``resize`` a few steps follow it, see :func:`memopt_cli.verify.further_steps.follow`; ``asked_s``: how long a
+    step takes at the size that was asked for, where this one is smaller.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        found = _compare(step, install, remove, batch=batch, chunked=chunked)
+        found = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
         differs: Found | None = None
         if found.passed and resize is not None and not plan.is_empty:
@@ -82,7 +84,9 @@ class _Compared:
         return not self.worst.name if self.exact else self.worst.relative <= self.recorded.tolerance
 
 
-def _compare(step: Step, install: Transform, remove: Transform, *, batch: int, chunked: bool) -> _Compared:
+def _compare(
+    step: Step, install: Transform, remove: Transform, *, batch: int, asked_s: float, chunked: bool
+) -> _Compared:
     start = StartingState(step.model)
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
@@ -101,6 +105,7 @@ def _compare(step: Step, install: Transform, remove: Transform, *, batch: int, c
         batch=batch,
         gradients={name: t for name, t in reference.items() if name.startswith("gradient of ")},
         plain_s=plain_s,
+        asked_s=asked_s,
         tolerance=TOLERANCE if chunked else noise,
     )
     exact = not chunked and noise == 0.0

@@ -785,7 +785,7 @@ def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
 ) -> None:
     verify = LocalSession.verify
 
-    def lost(session: LocalSession, plan: Plan, batch: int, *, further: bool = False) -> Any:
+    def lost(session: LocalSession, plan: Plan, batch: int, *, further: bool = False, **named: Any) -> Any:
         return Crashed(reason="gone", output_tail="") if further else verify(session, plan, batch)
 
     monkeypatch.setattr(LocalSession, "verify", lost)

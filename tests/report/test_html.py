@@ -23,6 +23,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     Breakdown,
     FileHeader,
+    FingerprintCheck,
     InputSpec,
     Instant,
     LevelRow,
@@ -302,6 +303,20 @@ def test_a_frontier_is_shown_by_the_numbers_to_pick() -> None:
     assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("pick 2", True)]
     summary.verification = None
     assert not any(p.applied for p in points_of(summary))
+
+
+def test_the_tile_of_the_verification_says_both_sizes() -> None:
+    result = a_result()
+    assert result.summary.verification is not None
+    assert "7 tensors, bit for bit, at batch 4<" in optimize_page(result)
+    measured_steps = FingerprintCheck(
+        batch=4, dims={"T": 16}, compared=6, equal=6, tolerance=0.0, worst_name="", worst_difference=0.0
+    )
+    result.summary.verification = replace(
+        result.summary.verification, batch=1, dims={"T": 5}, full_size=False, measured=measured_steps
+    )
+    page = optimize_page(result)
+    assert "7 tensors, bit for bit, at batch 1, T=5; 6 of the measured steps, at batch 4, T=16<" in page
 
 
 def test_what_a_budget_chose_is_shown_beside_the_frontier() -> None:

@@ -13,6 +13,7 @@ from memopt_cli.records import (
     BatchProbe,
     Breakdown,
     FileHeader,
+    FingerprintCheck,
     FurtherCheck,
     InputSpec,
     LevelRow,
@@ -86,6 +87,9 @@ FURTHER = (
     FurtherCheck(name="in the next step", batch=4, compared=83),
     FurtherCheck(name="with masks changed", batch=4, not_tried="no input is a mask"),
     FurtherCheck(name="in eval mode", batch=4, compared=83),
+)
+MEASURED = FingerprintCheck(
+    batch=4, dims={"T": 16}, compared=82, equal=82, tolerance=0.0, worst_name="", worst_difference=0.0
 )
 ADVICE = BatchAdvice(
     recommended_batch=16,
@@ -231,6 +235,23 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
         (
             replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, batch=1, full_size=False),
             "verified: 83 tensors equal within 1e-09 in float64, at batch 1, which is less than was asked for",
+        ),
+        (
+            replace(VERIFIED, batch=1, full_size=False, dims={"T": 5}, measured=MEASURED),
+            "verified: 83 tensors equal bit for bit, at batch 1, T=5",
+        ),
+        (
+            replace(VERIFIED, measured=MEASURED),
+            "measured steps: 82 tensors equal bit for bit, at batch 4, T=16",
+        ),
+        (
+            replace(
+                VERIFIED,
+                exact=False,
+                measured=replace(MEASURED, equal=70, tolerance=3.5e-4, worst_name="fc.weight", worst_difference=2.4e-7),
+            ),
+            "measured steps: 82 tensors equal within rounding (70 bit for bit, the others to 2e-07 of their norm, "
+            "3e-04 allowed), at batch 4, T=16",
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),

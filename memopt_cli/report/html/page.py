@@ -111,7 +111,10 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
 def _verified(found: Verification) -> Tile:
     allowed = "bit for bit" if found.exact else f"within {found.tolerance:.0e}"
     value = "passed" if found.passed else "failed"
-    return "verification", value, f"{found.compared} tensors, {allowed}, at batch {found.batch}"
+    remark = f"{found.compared} tensors, {allowed}, at {found.sizes}"
+    if found.measured:
+        remark += f"; {found.measured.compared} of the measured steps, at {found.measured.sizes}"
+    return "verification", value, remark
 
 
 def _change(before: str, after: str) -> str:

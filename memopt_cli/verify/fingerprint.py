@@ -1,0 +1,170 @@
+"""What a step left, in few numbers: two processes that each took it need not hand their tensors over to compare them.
+
+A digest tells whether two tensors are the same to the bit.  Where sums were formed in another order, projections tell
+how far apart they are: of each tensor, :data:`_DIRECTIONS` sums with weights drawn from the normal distribution.  The
+sums of two tensors differ, squared and on average, by the square of the distance between these (as in Johnson and
+Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space", 1984).  A distance ten times what is allowed is
+taken for an allowed one once in ten million.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.equality import generator_state, named_state
+from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
+from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.tree import tensors_of
+
+_DIGEST_BYTES = 16
+"""Two tensors have the same digest by chance once in 2^128."""
+_DIRECTIONS = 8
+_PIECE = 1 << 14
+"""Elements that are looked at together, on the CPU: a fingerprint needs hardly any memory."""
+_SHIFT = 4099
+"""The weights of the next piece begin so many later, a prime number: pieces that change places are noticed."""
+_ROUNDING_SHARE = 1e-3
+"""A gradient whose elements are so small beside those of the largest one may be rounding alone."""
+
+
+def left_by(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
+    """What a step has left: outputs, gradients of parameters, buffers, state and generators; by name, nothing copied.
+
+    ``None``: an output whose values nobody has asked for, and which would be computed to look at it.
+    """
+    return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | left_on(model)
+
+
+def _values(output: Tensor) -> Tensor | None:
+    if not isinstance(output, DeferredLinear):
+        return output
+    return output.values() if output.is_computed else None
+
+
+def left_on(model: nn.Module) -> dict[str, Tensor | None]:
+    """The same without the outputs."""
+    found: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
+    return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
+    """Of all that a step has left, looked at in pieces; not known to repeat."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
+    return Fingerprint(
+        tensors=tuple(_print_of(name, t.detach(), weights) for name, t in left.items() if t is not None),
+        put_off=tuple(name for name, t in left.items() if t is None),
+        repeats=False,
+    )
+
+
+def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
+    """The fingerprint of a step, with what another tells, whose outputs are gone, of whether it repeats."""
+    bits = {found.name: found.bits for found in once.tensors if not found.name.startswith("output[")}
+    return replace(once, repeats=bits == {found.name: found.bits for found in again.tensors})
+
+
+def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        indices = tensor.indices().cpu().contiguous()
+        kind += f" {hashlib.blake2b(_bytes_of(indices), digest_size=_DIGEST_BYTES).hexdigest()}"
+        tensor = tensor.values()
+    flat = tensor.to_dense().resolve_conj().resolve_neg().reshape(-1)
+    numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
+    square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
+    for place, piece in enumerate(torch.split(numbers, _PIECE)):
+        held = piece.cpu().contiguous()
+        digest.update(_bytes_of(held))
+        if held.is_floating_point():
+            begin, doubled = place * _SHIFT % _PIECE, held.double()
+            sums += doubled @ weights[begin : begin + len(held)]
+            square += float(doubled @ doubled)
+    return TensorPrint(
+        name=name,
+        kind=kind,
+        bits=digest.hexdigest(),
+        elements=len(numbers),
+        epsilon=torch.finfo(numbers.dtype).eps if numbers.is_floating_point() else 0.0,
+        norm=math.sqrt(square),
+        projections=tuple(sums.tolist()),
+    )
+
+
+def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
+    """Of a tensor on the CPU, contiguous; not copied."""
+    return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
+
+
+def compared(
+    original: Fingerprint,
+    planned: Fingerprint,
+    *,
+    batch: int,
+    dims: Mapping[str, int],
+    exact: bool,
+    epsilon: float = 0.0,
+) -> tuple[FingerprintCheck, bool]:
+    """How far apart two steps of these sizes are, by what they left, and whether that is allowed.
+
+    ``exact``: nothing may differ.  Else floating tensors may by half of the digits of their dtype, or of another of
+    ``epsilon`` where that has fewer.
+    """
+    reference, others = ({found.name: found for found in side.tensors} for side in (original, planned))
+    names = sorted({*reference, *others} - {*original.put_off, *planned.put_off})
+    typical = max((_typical(found) for name, found in reference.items() if name.startswith("gradient")), default=0.0)
+    differing: list[tuple[float, float, str]] = []
+    for name in names:
+        one, other = reference.get(name), others.get(name)
+        if one is not None and other is not None and one.bits == other.bits:
+            continue
+        allowed = 0.0 if exact or one is None else _allowed(one, epsilon)
+        apart = _relative(one, other, _ROUNDING_SHARE * typical if name.startswith("gradient") else 0.0)
+        differing.append((apart, allowed, name))
+    passed = original.repeats and planned.repeats and all(apart < allowed for apart, allowed, _ in differing)
+    apart, allowed, name = max(differing, key=_excess, default=(0.0, 0.0, ""))
+    check = FingerprintCheck(
+        batch=batch,
+        dims=dict(dims),
+        compared=len(names),
+        equal=len(names) - len(differing),
+        tolerance=allowed,
+        worst_name=name,
+        worst_difference=apart,
+    )
+    return check, passed
+
+
+def _excess(differing: tuple[float, float, str]) -> float:
+    apart, allowed, _ = differing
+    return apart / allowed if allowed else math.inf
+
+
+def _typical(found: TensorPrint) -> float:
+    """Of its elements, the root of the mean square."""
+    return found.norm / math.sqrt(found.elements) if found.elements else 0.0
+
+
+def _allowed(found: TensorPrint, epsilon: float) -> float:
+    return math.sqrt(max(found.epsilon, epsilon)) if found.epsilon else 0.0
+
+
+def _relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:
+    """The distance over the norm of the first, whose elements count as no smaller than ``least``; else infinite."""
+    if one is None or other is None or one.kind != other.kind:
+        return math.inf
+    scale = max(one.norm, least * math.sqrt(one.elements))
+    squares = [(a - b) ** 2 for a, b in zip(one.projections, other.projections, strict=True)]
+    apart = math.sqrt(statistics.fmean(squares)) / scale if scale else math.inf
+    return apart if apart == apart else math.inf  # NaN: one of them is not finite

@@ -1,0 +1,333 @@
+"""A plan is proven at full size by what measured steps leave, and in full where that is cheap; slips are caught."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.measure.jobs import Subject, VerifyJob
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.worker import Worker
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Failure,
+    Fingerprint,
+    InputSpec,
+    Measurement,
+    ModelFacts,
+    ModelSource,
+    Plan,
+    SegmentPlan,
+    StepFailed,
+    StepSettings,
+    TensorSpec,
+    Verification,
+)
+from memopt_cli.runtime import container
+from memopt_cli.runtime.state import Generators, StartingState
+
+ORIGINAL = Plan(level=0)
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, a counter, and a head that can run in chunks of samples; input ``BxTx6``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh())
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        y: Tensor = self.head(self.norm(self.body(x).mean(1)))
+        return y
+
+
+EXACT = Plan(level=1, segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head")))
+CHUNKED = Plan(
+    level=3, segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head", chunks=4))
+)
+SIZES = {"B": 64, "T": 20}
+
+
+def seeded(model: type[nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model()
+
+
+def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
+    facts = ModelFacts(
+        format="live",
+        sha256=None,
+        notes=(),
+        spec=spec,
+        carried=ORIGINAL,
+        asked_codecs=(),
+        batch_norms=True,
+        sync_norms=(),
+    )
+    return Prepared(
+        subject=Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(**settings)),
+        facts=facts,
+        notes=(),
+        open_session=functools.partial(LocalSession, build=lambda: seeded(model)),
+    )
+
+
+def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
+    with one.session(60) as session:
+        measurement = session.measure(plan)
+        left = session.fingerprint()
+    assert isinstance(measurement, Measurement), measurement
+    assert isinstance(left, Fingerprint)
+    return measurement, left
+
+
+def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
+    return MeasuredSteps(original=measured(one, ORIGINAL)[1], planned=measured(one, plan)[1], original_s=step_s)
+
+
+def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification | Failure:
+    return verified_by_fingerprints(one, plan, steps, 60, Progress())
+
+
+@pytest.fixture
+def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
+    """What is compared in full."""
+    jobs: list[VerifyJob] = []
+    do = Worker.do
+
+    def watched(worker: Worker, job: Any) -> Any:
+        if isinstance(job, VerifyJob):
+            jobs.append(job)
+        return do(worker, job)
+
+    monkeypatch.setattr(Worker, "do", watched)
+    return jobs
+
+
+# ---------------------------------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("plan", [ORIGINAL, EXACT], ids=["original", "segments"])
+def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at: list[VerifyJob]) -> None:
+    one = prepared()
+    found = proven(one, plan, steps_of(one, plan))
+    assert isinstance(found, Verification)
+    assert (found.passed, found.exact) == (True, True)
+    assert found.measured is not None
+    # The output, gradients, buffers and generators.
+    assert found.measured.compared == found.measured.equal == 1 + 8 + 4 + 1
+    assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
+    # Three steps of a second are taken with as many samples as take a second.
+    assert (found.batch, found.dims, found.full_size) == (21, {"T": 20}, False)
+    assert [(job.batch, job.dims) for job in verified_at] == [(21, {})]
+    assert ("in the next step" in [check.name for check in found.further]) is not plan.is_empty
+
+
+def test_a_quick_step_is_compared_in_full_as_it_is() -> None:
+    one = prepared()
+    found = proven(one, EXACT, steps_of(one, EXACT, step_s=0.01))
+    assert isinstance(found, Verification)
+    assert (found.batch, found.full_size) == (64, True)
+    assert found.measured is not None
+
+
+def test_chunks_are_proven_in_float64_at_the_least_size_that_has_all(verified_at: list[VerifyJob]) -> None:
+    one = prepared()
+    found = proven(one, CHUNKED, steps_of(one, CHUNKED))
+    assert isinstance(found, Verification)
+    assert (found.passed, found.exact, found.precision) == (True, False, "fp64")
+    assert (found.batch, found.dims, found.full_size) == (5, {"T": 3}, False)
+    assert found.measured is not None
+    assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
+    assert found.measured.equal < found.measured.compared
+    assert 0 < found.measured.worst_difference < found.measured.tolerance
+    assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
+
+
+def test_a_measurement_is_no_larger_for_it() -> None:
+    """What is held when a step's peak is taken is counted by the dry run, which takes no fingerprint."""
+    one = prepared()
+    measurement, left = measured(one, EXACT)
+    with one.session(60) as session:
+        counted = session.count(EXACT, fake=True)
+    assert not isinstance(counted, Failure)
+    assert measurement.tensor_peak_bytes == counted.tensor_peak_bytes
+    assert left.repeats
+
+
+def test_before_a_measurement_there_is_no_fingerprint() -> None:
+    with prepared().session(60) as session:
+        assert session.fingerprint() == StepFailed(message="no step has been measured")
+
+
+class OfOneSize(Net):
+    """Takes no other batch than 64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(64, -1, 6))
+
+
+@pytest.mark.parametrize("plan", [EXACT, CHUNKED], ids=["segments", "chunks"])
+def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: Plan) -> None:
+    one = prepared(OfOneSize)
+    found = proven(one, plan, steps_of(one, plan))
+    assert isinstance(found, Verification)
+    assert (found.passed, found.batch) == (True, 64)
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong
+
+
+def generators_that_stay(patch: pytest.MonkeyPatch) -> None:
+    """A recomputation draws on where forward ended."""
+    patch.setattr(Generators, "restore", lambda self: None)
+
+
+def other_random_numbers(patch: pytest.MonkeyPatch) -> None:
+    """A recomputation draws others; nothing is left of that but gradients."""
+    replay = StartingState.replay
+
+    @contextlib.contextmanager
+    def seeded_replay(self: StartingState, lent: Any = ()) -> Iterator[Any]:
+        with replay(self, lent) as replaced:
+            torch.manual_seed(99)
+            yield replaced
+
+    patch.setattr(StartingState, "replay", seeded_replay)
+
+
+def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
+    """A recomputation advances batch statistics and counters once more."""
+
+    @contextlib.contextmanager
+    def replay(self: Any, lent: Any = ()) -> Iterator[Any]:
+        generators = self._generators.now()
+        self._generators.restore()
+        yield {}
+        generators.restore()
+
+    patch.setattr(StartingState, "replay", replay)
+
+
+def chunks_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    concatenated = container._concatenated
+    patch.setattr(container, "_concatenated", lambda column, axis: concatenated(column[::-1], axis))
+
+
+def chunks_twice(patch: pytest.MonkeyPatch) -> None:
+    """The last chunk is the one before, once more."""
+    concatenated = container._concatenated
+    patch.setattr(container, "_concatenated", lambda column, axis: concatenated((*column[:-1], column[-2]), axis))
+
+
+def long_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
+    """Wrong where there is much of it alone: no small step tells."""
+    concatenated = container._concatenated
+
+    def wrong(column: Any, axis: int) -> Tensor:
+        whole = concatenated(column, axis)
+        return whole * 1.01 if whole.shape[0] > 60 else whole
+
+    patch.setattr(container, "_concatenated", wrong)
+
+
+def uneven_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
+    """Wrong where chunks are uneven alone, which those of the full size are not."""
+    concatenated = container._concatenated
+
+    def wrong(column: Any, axis: int) -> Tensor:
+        whole = concatenated(column, axis)
+        return whole * 1.01 if len({len(piece) for piece in column}) > 1 else whole
+
+    patch.setattr(container, "_concatenated", wrong)
+
+
+SEEN_AT_FULL_SIZE = [
+    (EXACT, generators_that_stay, "the random generator's state"),
+    (EXACT, other_random_numbers, "gradient of "),
+    (EXACT, state_that_is_not_put_back, "buffer norm."),
+    (CHUNKED, generators_that_stay, "the random generator's state"),
+    (CHUNKED, other_random_numbers, "gradient of "),
+    (CHUNKED, state_that_is_not_put_back, "buffer norm."),
+    (CHUNKED, chunks_in_reverse, ""),
+    (CHUNKED, chunks_twice, ""),
+    (CHUNKED, long_chunks_scaled, ""),
+]
+
+
+@pytest.mark.parametrize(("plan", "slip", "named"), SEEN_AT_FULL_SIZE)
+def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
+    plan: Plan, slip: Callable[[pytest.MonkeyPatch], None], named: str, verified_at: list[VerifyJob]
+) -> None:
+    one = prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        slip(patch)
+        steps = steps_of(one, plan)
+        assert agreement(steps, plan, one.subject) is None
+        found = proven(one, plan, steps)
+    assert isinstance(found, Verification)
+    assert not found.passed
+    assert found.worst_name.startswith(named)
+    assert found.measured is None
+    assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
+
+
+def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at: list[VerifyJob]) -> None:
+    one = prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        uneven_chunks_scaled(patch)
+        steps = steps_of(one, CHUNKED)
+        assert agreement(steps, CHUNKED, one.subject) is not None
+        found = proven(one, CHUNKED, steps)
+    assert isinstance(found, Verification)
+    assert not found.passed
+    assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
+
+
+def test_without_a_slip_the_same_steps_agree() -> None:
+    one = prepared()
+    for plan in (EXACT, CHUNKED):
+        assert agreement(steps_of(one, plan), plan, one.subject) is not None
+
+
+_calls = itertools.count(1)
+
+
+class Noisy(Net):
+    """Never twice the same, whatever is seeded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-4 * next(_calls))
+
+
+def test_an_original_that_differs_from_itself_proves_nothing() -> None:
+    one = prepared(Noisy)
+    steps = steps_of(one, EXACT)
+    assert not steps.original.repeats
+    found = proven(one, EXACT, steps)
+    assert isinstance(found, StepFailed)
+    assert "the original's own step is not repeatable" in found.message
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
+    one = prepared(precision=precision)
+    for plan in (EXACT, CHUNKED):
+        found = agreement(steps_of(one, plan), plan, one.subject)
+        assert found is not None
+        assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
