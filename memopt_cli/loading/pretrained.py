@@ -194,7 +194,19 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
     peft = _library("peft", folder)
     with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
-        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
+        return _adapted(peft, model, settings, adapter)
+
+
+def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
+    """What ``PeftModel.from_pretrained`` makes, of what was looked at: it would read the folder anew."""
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
+    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # nor does PEFT take it
+    config = kind.from_peft_type(**kind.check_kwargs(**known))
+    config.inference_mode = False
+    wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+    adapted: nn.Module = wrapper(model, config)
+    peft.set_peft_model_state_dict(adapted, weights)
+    return adapted
 
 
 def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
