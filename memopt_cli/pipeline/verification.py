@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, OutOfMemory, Plan, StepFailed, Verification
@@ -15,8 +14,7 @@ def verified(
 
     The steps that follow are left out where they, and not the recorded one, end the subprocess.
     """
-    batch = batch_of(prepared.subject.spec)
-    size = batch if fits else max(1, batch // 2)
+    size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
         progress.stage(f"verifying at batch {size}")
         with prepared.session(timeout_s) as session:
