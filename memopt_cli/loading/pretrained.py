@@ -55,6 +55,7 @@ _ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", 
 """Ways of attention that are transformers' own: another name is a kernel on a hub."""
 _SHOWN: Final = 3
 
+_IN_CODE: Final = "Build it in code of your own: package.module:callable."
 _SAVE: Final = "Save it again with model.save_pretrained(folder)."
 
 
@@ -71,7 +72,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
         )
     digest = hashlib.sha256()
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
-    with _offline(), watched(location):
+    with _offline(), watched(location, _IN_CODE):
         model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
 
@@ -373,7 +374,7 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
         if key in _CODE and value:
             raise UnsafeFileError(
                 f"{path.parent} was not loaded: its {key} {_CODE[key]}",
-                hint="Build it in code of your own: package.module:callable.",
+                hint=_IN_CODE,
             )
         if key.endswith("attn_implementation") and value not in _ATTENTION:
             raise UnsafeFileError(
