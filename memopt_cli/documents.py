@@ -285,8 +285,9 @@ def _finite(data: Any) -> Any:
 
 def _one_line(err: Exception) -> str:
     """What an error says, which may quote the file, without most of that."""
-    text = " ".join(str(err).split()) or type(err).__name__
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return abridged(" ".join(str(err).split()) or type(err).__name__, 400)
 
 
-_LONGEST: Final = 400
+def abridged(text: str, most: int) -> str:
+    """How a text begins and ends, if it has more than so many characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

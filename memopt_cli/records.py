@@ -121,6 +121,8 @@ class ModelFacts:
     notes: tuple[str, ...]
     spec: InputSpec | None
     """The inputs of its step; ``None`` if they were not asked for."""
+    batch: int | None
+    """How many samples they are, which a file of inputs may have to tell; ``None`` if they were not asked for."""
     carried: Plan
     """The plan that the file carries."""
     asked_codecs: tuple[str, ...]

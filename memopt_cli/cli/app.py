@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import Annotated, TextIO, cast
+from typing import Annotated, Final, TextIO, cast
 
 import typer
 from typer.exceptions import TyperException
@@ -23,7 +23,7 @@ from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
 from memopt_cli.cli.recommend_batch import recommend_batch
-from memopt_cli.documents import printable
+from memopt_cli.documents import abridged, printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 from memopt_cli.report.lines import guarded
 
@@ -142,11 +142,15 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
         for part in traceback.format_exception(err):
             print(*map(printable, part.rstrip("\n").split("\n")), sep="\n", file=sys.stderr)
     for kind, text in (("error", failure.message), ("hint", failure.hint)):
-        first, *more = text.splitlines() or [""]
+        first, *more = abridged(text, _LONGEST).splitlines() or [""]
         if first:
             print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:
             print(f"  | {printable(line)}" if kind == "error" else f"      {printable(line)}", file=sys.stderr)
+
+
+_LONGEST: Final = 20_000
+"""Characters of a message, which may quote a file."""
 
 
 def _drop_stdout() -> None:

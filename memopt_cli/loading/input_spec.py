@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,12 @@ def _read_data(path: str) -> Any:
         data = read_bytes(path)
     except OSError as err:
         raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
-    return reader(data, path)
+    made = reader(data, path)
+    if any(tensor.is_meta for tensor in _tensors_in(made)):
+        raise FileFormatError(
+            f"{path} holds a tensor of the meta device, which has no data", hint="Save it again with tensors that have."
+        )
+    return made
 
 
 def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
@@ -316,9 +321,13 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _sizes(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        first = _first_tensor(_read_data(spec.data_file))
+        first = next(_tensors_in(_read_data(spec.data_file)), None)
         if first is not None and first.dim():
             return first.shape[0]
+        raise UsageError(
+            f"{spec.data_file} holds no tensor with a batch: its first one has no dimensions, or there is none",
+            hint="Save the arguments of forward in it, as a list or a dict of tensors.",
+        )
     raise UsageError("the batch size of the inputs is not known", hint="Add for example --dim B=8")
 
 
@@ -343,8 +352,9 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     )
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return value
+        yield value
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((t for t in map(_first_tensor, items) if t is not None), None)
+    for item in items:
+        yield from _tensors_in(item)

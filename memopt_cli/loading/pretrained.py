@@ -55,6 +55,7 @@ _ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", 
 """Ways of attention that are transformers' own: another name is a kernel on a hub."""
 _SHOWN: Final = 3
 
+_IN_CODE: Final = "Build it in code of your own: package.module:callable."
 _SAVE: Final = "Save it again with model.save_pretrained(folder)."
 
 
@@ -71,7 +72,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
         )
     digest = hashlib.sha256()
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
-    with _offline(), watched(location):
+    with _offline(), watched(location, _IN_CODE):
         model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
     return Loaded(module=model.train()), digest.hexdigest()
 
@@ -194,7 +195,19 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
     peft = _library("peft", folder)
     with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
-        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[no-any-return]
+        return _adapted(peft, model, settings, adapter)
+
+
+def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
+    """What ``PeftModel.from_pretrained`` makes, of what was looked at: it would read the folder anew."""
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
+    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # nor does PEFT take it
+    config = kind.from_peft_type(**kind.check_kwargs(**known))
+    config.inference_mode = False
+    wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+    adapted: nn.Module = wrapper(model, config)
+    peft.set_peft_model_state_dict(adapted, weights)
+    return adapted
 
 
 def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
@@ -361,7 +374,7 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
         if key in _CODE and value:
             raise UnsafeFileError(
                 f"{path.parent} was not loaded: its {key} {_CODE[key]}",
-                hint="Build it in code of your own: package.module:callable.",
+                hint=_IN_CODE,
             )
         if key.endswith("attn_implementation") and value not in _ATTENTION:
             raise UnsafeFileError(

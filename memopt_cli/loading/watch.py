@@ -27,6 +27,9 @@ _REFUSED_OF_OBJECTS: Final = frozenset(
     "ctypes.dlsym".split()
 )
 """Those that a library may need while it is imported: then its code runs, and nothing of the file is there yet."""
+_VARIABLES: Final = ("os.putenv", "os.unsetenv")
+_ASKING: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
+"""The variable by which accelerate asks PyTorch for a GPU, which adapters of some kinds do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -34,6 +37,8 @@ _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEN
 class _Watch:
     path: str
     """The file whose objects are made."""
+    hint: str
+    """What to do where that is refused."""
     strangers: frozenset[int]
     """Threads that ran before: what they do is not the file's."""
 
@@ -45,7 +50,7 @@ _kept_bytecode = sys.dont_write_bytecode
 
 
 @contextmanager
-def watched(path: str) -> Iterator[None]:
+def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     """While it lasts, programs, connections, pickles and changes of files raise :class:`UnsafeFileError`.
 
     In this thread, and in those that are started meanwhile.
@@ -55,7 +60,7 @@ def watched(path: str) -> Iterator[None]:
         sys.addaudithook(_look)  # for good: Python takes none off
         _installed = True
     others = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
-    watch = _Watch(path, others)
+    watch = _Watch(path, hint, others)
     if not _watches:  # of modules that are imported meanwhile
         _kept_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _watches.append(watch)
@@ -81,6 +86,8 @@ def unwatched() -> Iterator[None]:
 def _look(event: str, details: tuple[Any, ...]) -> None:
     if not _watches or getattr(_trusting, "trusts", False):
         return
+    if event in _VARIABLES and details[0] == _ASKING:
+        return
     wanted = event in _REFUSED or (event == "open" and _writes(*details))
     if not wanted and (event not in _REFUSED_OF_OBJECTS or _is_importing()):
         return
@@ -88,7 +95,7 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
     if watch is not None:
         raise UnsafeFileError(
             f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",
-            hint=UNCHECKED,
+            hint=watch.hint,
         )
 
 

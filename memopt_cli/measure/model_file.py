@@ -12,7 +12,7 @@ from torch import nn
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import load_model
-from memopt_cli.loading.input_spec import find_spec
+from memopt_cli.loading.input_spec import batch_of, find_spec
 from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, SaveJob, Subject
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
@@ -51,6 +51,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         sha256=loaded.sha256,
         notes=loaded.notes,
         spec=spec,
+        batch=None if spec is None else batch_of(spec),
         carried=carried,
         asked_codecs=codec_paths(model),
         batch_norms=any(map(_is_batch_norm, model.modules())),

@@ -7,7 +7,7 @@ import functools
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.input_spec import batch_of, with_batch
+from memopt_cli.loading.input_spec import with_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
@@ -36,7 +36,7 @@ def advise(
     ``measured``: of the plan, at the batch as described: the first run.
     """
     progress.stage("finding the batch that fits")
-    batch = batch_of(prepared.subject.spec)
+    batch = prepared.batch
     try:
         with_batch(prepared.subject.spec, batch + 1)
     except UsageError as err:

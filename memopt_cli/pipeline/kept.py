@@ -8,7 +8,6 @@ from pathlib import Path
 
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
-from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
@@ -159,7 +158,7 @@ class Kept:
 
     def _batch_yaml(self) -> bytes:
         advice = self.summary.advice
-        measured = {"batch_size": batch_of(self.prepared.subject.spec), "verified": True}
+        measured = {"batch_size": self.prepared.batch, "verified": True}
         recommended = recommended_data(advice) if advice else measured
         shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
         return batch_yaml(file_header(self.prepared), shaping=to_data(shaping), recommended=recommended)

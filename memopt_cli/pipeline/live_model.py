@@ -9,7 +9,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import remove_plan
 from memopt_cli.errors import MemoptError, OptionError, StepError, first_line
+from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
@@ -55,11 +56,10 @@ def prepared_model(
         notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
+        spec = InputSpec(data_file=str(input_file), source="dummy_input")
         yield Prepared(
-            subject=Subject(
-                source=source, spec=InputSpec(data_file=str(input_file), source="dummy_input"), settings=settings
-            ),
-            facts=facts_of(loaded, DescribeJob(inputs=False)),
+            subject=Subject(source=source, spec=spec, settings=settings),
+            facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(spec)),
             notes=notes,
             open_session=functools.partial(LocalSession, build=build) if handed.obstacle else None,
         )

@@ -57,6 +57,12 @@ class Prepared:
     carried: Plan = ORIGINAL
     """The plan that the file carries; it is taken off the loaded model."""
 
+    @property
+    def batch(self) -> int:
+        """Batch size of the inputs."""
+        assert self.facts.batch is not None, "they were asked for"
+        return self.facts.batch
+
     def session(self, timeout_s: float, data: Data = "full size") -> Session:
         """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)

@@ -14,7 +14,7 @@ from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
 from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batching.length_strategies import read_lengths
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
-from memopt_cli.loading.input_spec import BATCH, batch_of, with_batch
+from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
@@ -34,7 +34,6 @@ from memopt_cli.records import (
     BatchRow,
     DimRange,
     Failure,
-    InputSpec,
     LengthStrategy,
     NoBatchFits,
     OutOfMemory,
@@ -59,7 +58,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     check_replicas(request)
     opening = opening_of(request, request.settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
-    check_inputs(request.dim_range, prepared.subject.spec)
+    check_inputs(request.dim_range, prepared)
     if lengths:
         length_symbol(prepared.subject.spec)
     job = _Job(
@@ -175,7 +174,7 @@ class _Job:
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
             )
-            described, unit = batch_of(self.prepared.subject.spec), self.limits.multiple_of
+            described, unit = self.prepared.batch, self.limits.multiple_of
             share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
             limits = replace(self.limits, probes=share)
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
@@ -339,9 +338,10 @@ class _Case:
         return sizes + (" under the plan" if self.planned else "")
 
 
-def check_inputs(dim_range: DimRange | None, spec: InputSpec) -> None:
+def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
     """Raise :class:`UsageError` for inputs that have no batch to vary, or no such symbol."""
-    with_batch(spec, batch_of(spec) + 1)
+    spec = prepared.subject.spec
+    with_batch(spec, prepared.batch + 1)
     if dim_range is None:
         return
     if dim_range.symbol == BATCH:

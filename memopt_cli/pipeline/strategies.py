@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from memopt_cli.batching.advice import Limits, fit_line
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import replaceable
@@ -77,7 +76,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     return StrategyComparison(
         header=file_header(prepared),
         symbol=steps.symbol,
-        batch=batch_of(prepared.subject.spec),
+        batch=prepared.batch,
         budget_bytes=limits.budget_bytes,
         limit=f"{format_bytes(limits.budget_bytes)} ({limits.name})",
         curves=curves,
@@ -88,7 +87,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
 
 def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
     spec = prepared.subject.spec
-    check_inputs(request.dim_range, spec)
+    check_inputs(request.dim_range, prepared)
     if request.dim_range is None or not spec.tensors:
         raise UsageError(
             "--strategy tabulates memory by time steps, and their range is not known",
@@ -135,7 +134,7 @@ class _Job:
         self, name: StrategyName, plan: Plan | StepFailed | None, session: Callable[[], Session]
     ) -> Iterator[StrategyCurve]:
         """What the table shows of one strategy."""
-        symbol, batch = self.steps.symbol, batch_of(self.prepared.subject.spec)
+        symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
             for rule in ONLINE_RULES:
                 probe = functools.partial(_probe_online, session, rule, symbol)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memopt_cli.loading.input_spec import BATCH, batch_of
-from memopt_cli.measure.jobs import Sizes, Subject
+from memopt_cli.loading.input_spec import BATCH
+from memopt_cli.measure.jobs import Sizes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -35,8 +35,7 @@ def verified(
 
     The steps that follow are left out where they, and not the recorded one, end the subprocess.
     """
-    batch = batch_of(prepared.subject.spec)
-    size = batch if fits else max(1, batch // 2)
+    size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
         progress.stage(f"verifying at batch {size}")
         found = _verified_at(prepared, plan, Sizes(batch=size), timeout_s)
@@ -63,7 +62,7 @@ def verified_by_fingerprints(
     That is one of fewer samples, or of a plan in chunks the least at which all of these run.  Where fingerprints do not
     agree, or the model takes no such step, all is compared at full size: see :func:`verified`.
     """
-    check = agreement(measured, plan, prepared.subject)
+    check = agreement(measured, plan, prepared)
     if check is None:
         return verified(prepared, plan, timeout_s, progress)
     progress.stage("verifying")
@@ -74,13 +73,14 @@ def verified_by_fingerprints(
     return replace(found, measured=check)
 
 
-def agreement(measured: MeasuredSteps, plan: Plan, subject: Subject) -> FingerprintCheck | None:
+def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> FingerprintCheck | None:
     """What was compared, to the bit or with chunks in norm; ``None`` where something differs."""
+    subject = prepared.subject
     dims = dict(subject.spec.dims)
     check, agrees = compared(
         measured.original,
         measured.planned,
-        batch=dims.pop(BATCH, batch_of(subject.spec)),
+        batch=dims.pop(BATCH, prepared.batch),
         dims=dims,
         exact=not any(segment.chunks > 1 for segment in plan.segments),
         epsilon=_EPSILONS.get(subject.settings.precision, 0.0),
@@ -89,7 +89,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, subject: Subject) -> Fingerpr
 
 
 def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> Sizes:
-    batch = batch_of(prepared.subject.spec)
+    batch = prepared.batch
     if any(segment.chunks > 1 for segment in plan.segments):
         with prepared.session(timeout_s) as session:
             found = session.least_sizes(plan)

@@ -43,6 +43,16 @@ def test_failure_is_a_message_and_a_code(
     assert out == ""
 
 
+@pytest.mark.parametrize("text", ["x" * 10**6, "x\n" * 10**6])
+def test_a_failure_does_not_flood_the_terminal(text: str, pipeline: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    pipeline.act = raising(UnsafeFileError(f"it uses {text}, of all things", hint=text))
+    assert main(["optimize", "model.pt", "-q"]) == 4
+    diagnostics = capfd.readouterr().err
+    assert diagnostics.startswith("error: it uses x")
+    assert ", of all things\nhint: x" in diagnostics
+    assert len(diagnostics) < 2 * 10**5
+
+
 def test_verbose_shows_where(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline.act = raising(ValueError("deep inside"))
     assert main(["optimize", "model.pt", "-v"]) == 3

@@ -214,6 +214,17 @@ def test_data_files(tmp_path: Path) -> None:
     assert batch_of(InputSpec(data_file=str(tmp_path / "list.pt"), source="")) == 3
 
 
+def test_data_files_without_data(tmp_path: Path) -> None:
+    torch.save([torch.ones(2, device="meta")], tmp_path / "meta.pt")
+    with pytest.raises(FileFormatError, match=r"holds a tensor of the meta device, which has no data"):
+        made(InputSpec(data_file=str(tmp_path / "meta.pt"), source="--input-data"))
+    for name, held in {"number": [torch.tensor(1.0)], "empty": {}, "text": "x"}.items():
+        torch.save(held, tmp_path / f"{name}.pt")
+        with pytest.raises(UsageError, match="holds no tensor with a batch") as raised:
+            batch_of(InputSpec(data_file=str(tmp_path / f"{name}.pt"), source="--input-data"))
+        assert "--dim" not in raised.value.hint
+
+
 def test_arrays_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(2))
     monkeypatch.setitem(sys.modules, "numpy", None)

@@ -553,3 +553,11 @@ def test_sparse_blocks_of_no_size_are_refused(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(FileFormatError, match="blocks of no size"):
         load(tmp_path / "model.pt")
+
+
+def test_a_state_that_is_no_dict_is_not_handed_to_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = torch.ao.nn.quantized.Conv2d(2, 2, 1)
+    torch.save(nn.Sequential(quantized), tmp_path / "quantized.pt")
+    monkeypatch.setattr(type(quantized), "set_weight_bias", lambda *given: pytest.fail("weights were packed"))
+    with pytest.raises(UnsafeFileError, match=r"conv\.Conv2d has a state of another kind"):
+        load(tmp_path / "quantized.pt")

@@ -15,8 +15,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
-from memopt_cli.loading import load, load_model
+from memopt_cli.loading import load, load_model, pretrained
 from memopt_cli.loading.pretrained import _refuse_slow_names
+from memopt_cli.loading.watch import unwatched
 from memopt_cli.records import ModelSource
 
 
@@ -83,6 +84,24 @@ def test_an_adapter_is_put_on_its_base(folder: Path, adapter: Path) -> None:
     rewrite(adapter / "adapter_config.json", lambda settings: settings.update(base_model_name_or_path="someone/gpt2"))
     with pytest.raises(FileFormatError, match="'someone/gpt2', which is no folder here"):
         load(adapter)
+
+
+def test_an_adapter_that_changes_meanwhile_is_the_one_that_was_looked_at(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, read_base = load(adapter).state_dict(), pretrained._model
+
+    def read_while_it_changes(*given: Any) -> Any:
+        with unwatched():
+            rewrite(adapter / "adapter_config.json", lambda settings: settings.update(r=1, peft_type="XLORA"))
+            (adapter / "adapter_model.safetensors").unlink()
+            torch.save({}, adapter / "adapter_model.bin")
+        return read_base(*given)
+
+    monkeypatch.setattr(pretrained, "_model", read_while_it_changes)
+    found = load(adapter).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 REFUSED = {

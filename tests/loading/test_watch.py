@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from accelerate.utils import patch_environment
 
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.watch import unwatched, watched
@@ -48,6 +49,19 @@ def test_what_no_model_needs_is_refused(name: str) -> None:
         DEEDS[name]()
     assert "--trust-pickle" in caught.value.hint
     assert {path.name: path.read_text() for path in Path.cwd().iterdir()} == {"kept": "kept"}
+
+
+def test_a_hint_is_of_use_where_it_is_given() -> None:
+    with pytest.raises(UnsafeFileError) as caught, watched("folder", "Build it in code."):
+        os.system("true")
+    assert caught.value.hint == "Build it in code."
+
+
+def test_asking_for_a_gpu_is_no_change_of_the_environment() -> None:
+    with watched("model.pt"), patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    with pytest.raises(UnsafeFileError), watched("model.pt"), patch_environment(PYTORCH_NVML_BASED="1"):
+        pass
 
 
 def test_it_ends_with_the_block_and_holds_in_other_threads() -> None:

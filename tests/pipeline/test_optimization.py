@@ -29,7 +29,7 @@ import memopt_cli
 from memopt_cli import pipeline
 from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
-from memopt_cli.loading import load_model
+from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import LocalSession
@@ -728,6 +728,14 @@ def test_inputs_from_a_file_cannot_be_resized(optimize: Memopt) -> None:
     assert done.code == 0, done.err
     assert "No batch recommendation" in done.out
     assert yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]["batch_size"] == 9
+
+
+def test_a_file_of_inputs_is_read_in_subprocesses_alone(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(small_net(), "net.pt")
+    torch.save([torch.randn(9, 64)], "inputs.pt")
+    monkeypatch.setattr(input_spec, "_read_data", lambda path: pytest.fail(f"{path} was read here"))
+    done = memopt("optimize", "net.pt", "--input-data", "inputs.pt", "--level", "1")
+    assert done.code == 0, done.err
 
 
 def test_optimizer_precision_and_loss(optimize: Memopt) -> None:

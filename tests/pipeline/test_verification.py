@@ -77,6 +77,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         carried=ORIGINAL,
         asked_codecs=(),
         batch_norms=True,
+        batch=SIZES["B"],
         sync_norms=(),
     )
     return Prepared(
@@ -278,7 +279,7 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     with pytest.MonkeyPatch.context() as patch:
         slip(patch)
         steps = steps_of(one, plan)
-        assert agreement(steps, plan, one.subject) is None
+        assert agreement(steps, plan, one) is None
         found = proven(one, plan, steps)
     assert isinstance(found, Verification)
     assert not found.passed
@@ -292,7 +293,7 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
     with pytest.MonkeyPatch.context() as patch:
         uneven_chunks_scaled(patch)
         steps = steps_of(one, CHUNKED)
-        assert agreement(steps, CHUNKED, one.subject) is not None
+        assert agreement(steps, CHUNKED, one) is not None
         found = proven(one, CHUNKED, steps)
     assert isinstance(found, Verification)
     assert not found.passed
@@ -302,7 +303,7 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
 def test_without_a_slip_the_same_steps_agree() -> None:
     one = prepared()
     for plan in (EXACT, CHUNKED):
-        assert agreement(steps_of(one, plan), plan, one.subject) is not None
+        assert agreement(steps_of(one, plan), plan, one) is not None
 
 
 _calls = itertools.count(1)
@@ -328,6 +329,6 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
 def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
     one = prepared(precision=precision)
     for plan in (EXACT, CHUNKED):
-        found = agreement(steps_of(one, plan), plan, one.subject)
+        found = agreement(steps_of(one, plan), plan, one)
         assert found is not None
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)

@@ -267,13 +267,8 @@ def check_module(node: Built | None, graph: Graph) -> str:
         return "has no state"
     entries = plain_entries(node.state)
     if entries is None:
-        return "" if _takes_other_states(kind) else "has a state of another kind"
+        return "has a state of another kind"
     return check_layers_asked(kind, node) or check_attributes(kind, entries, graph)
-
-
-def _takes_other_states(kind: type) -> bool:
-    """Packed parameters of quantized layers are a tuple of tensors."""
-    return within(kind.__module__, "torch.ao") and kind.__setstate__ is not nn.Module.__setstate__  # type: ignore[attr-defined]
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
