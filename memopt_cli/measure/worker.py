@@ -188,7 +188,8 @@ class Worker:
             self._dry_run = traced.trace if traced.fake else self._dry_run
         return traced
 
-    def _trace(self, job: TraceJob) -> Traced:
+    def _trace(self, job: TraceJob, *, timed: bool = True) -> Traced:
+        """``timed``: with the seconds of its operators, which takes a step at full size."""
         workspaces = self._workspaces_for(job.plan)
         if not job.fake:
             return self._record_really(job.plan, workspaces)
@@ -210,7 +211,7 @@ class Worker:
         with self._planned(self._model, job.plan):
             small = self._small.recorded if job.plan == ORIGINAL else self._look_into(self._small.step)
             recorded, no_contents = trace.with_contents(recorded, small)
-            recorded, no_seconds = self._with_seconds(recorded, job.plan)
+            recorded, no_seconds = self._with_seconds(recorded, job.plan) if timed else (recorded, "")
         unknown = tuple(reason for reason in (no_contents, no_seconds) if reason)
         return replace(traced, trace=recorded, unknown=unknown)
 
@@ -260,7 +261,7 @@ class Worker:
     @functools.cached_property
     def _codecs(self) -> trace.Codecs:
         """What a step with data holds in less, for steps without."""
-        traced = self._record(TraceJob(fake=True)) if self._recorded is None else self._recorded
+        traced = self._recorded or self._trace(TraceJob(fake=True), timed=False)
         return trace.codecs_of(traced.trace, self._dry_run or traced.trace)
 
     def _count_really(self, step: Step) -> Counted:

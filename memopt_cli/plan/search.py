@@ -321,13 +321,23 @@ class Solver:
     def _through(self, before: list[Way], block: Block, budget_bytes: int) -> list[Way]:
         """Ways up to and through a block: here every peak within the budget is as good as another."""
         self._tick()
-        if self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children:
+        if self._stands_alone(block):
             return _followed(before, self._ways(block, self._outside), budget_bytes, self._allowed.limits)
-        plain = before
+        plain, run = before, list[Way]()
         for child in block.children:
-            plain = self._through(plain, child, budget_bytes)
+            ways = self._ways(child, self._outside) if self._stands_alone(child) else []
+            if len(ways) == 1:  # many in a row are one, before they follow all the ways so far
+                run = [run[0].then(ways[0])] if run else ways
+                continue
+            plain = _followed(plain, run, budget_bytes, self._allowed.limits) if run else plain
+            plain, run = self._through(plain, child, budget_bytes), []
+        plain = _followed(plain, run, budget_bytes, self._allowed.limits) if run else plain
         segments = _followed(before, self._as_segment(block, self._outside), budget_bytes, self._allowed.limits)
         return _thinned([*plain, *segments], _MOST_WAYS, budget_bytes)
+
+    def _stands_alone(self, block: Block) -> bool:
+        """Whether it is looked at by itself: it has no parts, or others are like it."""
+        return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
 
     def _ways(self, block: Block, around: _Around) -> list[Way]:
         """The Pareto set of a block by itself; of blocks of a kind the first is solved."""
