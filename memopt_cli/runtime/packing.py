@@ -240,7 +240,7 @@ class PackedSaves:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint within."""
+    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.layout is torch.strided and not tensor._is_zerotensor() and not is_wrapped
 

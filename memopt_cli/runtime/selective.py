@@ -215,8 +215,9 @@ class _Recording(_Calls):  # type: ignore[no-untyped-call]
         if not kept.is_empty:
             for tensor in _written(func, args, kwargs):
                 kept.copy_before_write(tensor)
+        call = self._kept_call(func)  # before it runs: one that fails, and is tried again, counts as well
         result = func(*args, **kwargs)
-        if call := self._kept_call(func):
+        if call:
             kept.add(call, _given(args, kwargs), result, _position(func, kwargs, result))
         if not kept.is_empty:
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):

@@ -69,6 +69,7 @@ KNOWN: Final = (
         "PyTorch pools by another kernel where a mode watches: what is drawn behind it is drawn in another order",
         _DRAWING,
     ),
+    Known(frozenset({"saved by hooks", "rrelu"}), "the user's own hooks copy the noise before it is drawn"),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
     *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
 )

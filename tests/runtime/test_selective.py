@@ -139,6 +139,24 @@ def test_of_several_calls_those_that_are_named(keep: tuple[str, ...], runs: int)
     assert calls_of(net, IMAGES)[CONV] == runs
 
 
+class Trying(nn.Module):
+    """Tries another shape first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            self.norm(x[..., :3])
+        return self.norm(self.linear(self.norm(x).sin()))
+
+
+def test_a_call_that_fails_is_counted_in_both_runs(judge: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Trying())
+    judge(net, {"1": SegmentConfig(keep=("aten::native_layer_norm",))}, ROWS.clone().requires_grad_())
+
+
 def test_calls_of_a_segment_within_are_not_counted() -> None:
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 2, 1), nn.Tanh())
     install_segment(net[1], SegmentConfig())
