@@ -574,20 +574,19 @@ def _checkpoint_now(
             run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
         with inputs.hooks():
             return _recomputed(run, *tensors)
-    except _HooksForbidden as error:
+    except _Unrepeatable as error:
         if starts is not None:  # chunks before this one have run
             raise
-        if reason := start.lost():
-            raise RuntimeError(
-                f"{type(module).__name__} computes gradients by torch.func and {reason}; take it out of the plan"
-            ) from error
-    run_plainly(module, "computes gradients by torch.func")
+        reason = str(error)
+        if lost := start.lost():
+            raise RuntimeError(f"{type(module).__name__} {reason} and {lost}; take it out of the plan") from error
+    run_plainly(module, reason)
     start.enter(lent)
     return forward(*args, **kwargs)
 
 
-class _HooksForbidden(RuntimeError):
-    """A forward computes gradients by ``torch.func``, whose transforms forbid the hooks of a checkpoint around them."""
+class _Unrepeatable(RuntimeError):
+    """A forward did what it cannot do in a segment, or does otherwise there: a sentence without its subject."""
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
@@ -785,10 +784,12 @@ class _Run:
                 output = first()
         except RuntimeError as error:
             if _forbids_hooks(error):
-                raise _HooksForbidden(str(error)) from error
+                raise _Unrepeatable("computes gradients by torch.func") from error
             raise
         finally:
             self._start.settle()
+        if self._kept.changes:
+            raise _Unrepeatable(self._kept.changes)
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did
