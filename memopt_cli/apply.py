@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from torch import nn
 
@@ -99,7 +99,7 @@ def _install(model: nn.Module, segment: SegmentPlan, installed: dict[nn.Module, 
 
 def _installed(module: nn.Module, name: str, config: SegmentConfig) -> nn.Module:
     try:
-        install_segment(module, config)
+        install_segment(module, replace(config, path=name))
     except ValueError as reason:
         raise PlanError(
             f"module '{name}' cannot be a segment: {reason}",

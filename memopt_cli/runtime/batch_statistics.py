@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.runs import named_parts
-from memopt_cli.runtime.state import SEGMENT_KEY, Generators, ModuleState
+from memopt_cli.runtime.state import SEGMENT_KEY, Generators, ModuleState, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class BatchStatistics:
                 return unknown.statistics
             if norms.broken_off:
                 raise RuntimeError(
-                    f"{type(self._module).__name__} catches the exception that breaks off a pass over its chunks; "
+                    f"{name_of(self._module)} catches the exception that breaks off a pass over its chunks; "
                     "set batch_statistics to false and chunks to 1 in the plan"
                 )
             return output
@@ -220,7 +220,7 @@ class _Start:
     """Where a module and the random generators stand, to begin anew from there."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._name = type(module).__name__
+        self._name = name_of(module)
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
         self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
@@ -250,6 +250,6 @@ def _check_inner_segments(module: nn.Module) -> None:
         is_inner = inner is not module and SEGMENT_KEY in vars(inner) and vars(inner)[SEGMENT_KEY].recompute
         if is_inner and batch_norms(inner):
             raise ValueError(
-                f"{type(module).__name__} gathers batch statistics over its chunks, and its {name}, which holds a "
+                f"{name_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
                 "batch norm, is a segment of its own; remove one of the two from the plan"
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.state import Generators, ModuleState, StartingState
+from memopt_cli.runtime.state import Generators, ModuleState, StartingState, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ChunkStarts:
         """Every chunk has run.  Raises :class:`RuntimeError` if they cannot be run again to the same states."""
         if self._generators.moved():
             raise RuntimeError(
-                f"{type(self._module).__name__} draws random numbers, so its states cannot be made again; "
+                f"{name_of(self._module)} draws random numbers, so its states cannot be made again; "
                 "set recompute_states to false in the plan"
             )
 

@@ -16,7 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -50,7 +50,7 @@ from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, uninitialized
+from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
 from memopt_cli.runtime.unsafe import as_of, as_of_checkpoint, marks, run_plainly, runs_plainly, this_moment
 
@@ -87,6 +87,8 @@ class SegmentConfig:
     recompute_states: bool = False
     """Of chunks: what the module hands from one to the next in its attributes is made again in backward.  In another
     segment, whose recomputation makes it again, and under ``torch.compile`` this is nothing."""
+    path: str = field(default="", compare=False)
+    """Where it is in the plan: messages name it so."""
 
 
 class _Installed:
@@ -366,7 +368,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     except RuntimeError as error:
         if _forbids_hooks(error):
             raise RuntimeError(
-                f"{type(module).__name__} computes gradients by torch.func in its forward, which cannot be while what "
+                f"{name_of(module)} computes gradients by torch.func in its forward, which cannot be while what "
                 "is saved there is packed; set packed to false in the plan"
             ) from error
         raise
@@ -392,7 +394,7 @@ def _stages(module: nn.Module) -> Sequence[nn.Module]:
     stages = module.__spatial_split__()  # type: ignore[operator]
     if not isinstance(stages, list | tuple) or not stages or not all(isinstance(s, nn.Module) for s in stages):
         raise TypeError(
-            f"{type(module).__name__}.__spatial_split__ must return a list or tuple of modules, not {stages!r}"
+            f"__spatial_split__ of {name_of(module)} must return a list or tuple of modules, not {stages!r}"
         )
     return stages
 
@@ -406,7 +408,7 @@ def _run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     if not torch.compiler.is_compiling():
         record_cut(module, config.chunks, sequences[0].shape[config.axis])
     if reason := _norm_refusal(module, config, chunks):  # it became a segment in eval mode
-        raise ValueError(f"{type(module).__name__} cannot run in training mode: {reason} in the plan, or call eval()")
+        raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
     if config.batch_statistics and chunks > 1:
         return _run_passes(module, forward, pieces, states, kwargs)
@@ -440,7 +442,7 @@ def _run_passes(
         gathering.merge(columns[0])
     if isinstance(output, tuple) and len(output) > config.seq_outputs:
         raise ValueError(
-            f"{type(module).__name__} hands its state over as an output, and the chunks that batch statistics are "
+            f"{name_of(module)} hands its state over as an output, and the chunks that batch statistics are "
             "gathered from break off before; set batch_statistics to false or chunks to 1 in the plan"
         )
     return _joined(config, columns, output)
@@ -510,9 +512,8 @@ def _chunk_count(module: nn.Module, config: SegmentConfig, sequences: tuple[Any,
     if length == 0:
         raise ValueError(f"a segment in chunks got an empty sequence (axis {config.axis} has length 0)")
     if length < config.chunks:
-        # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
         warnings.warn(
-            f"{type(module).__name__}: {config.chunks} chunks asked of a sequence of length {length} "
+            f"{name_of(module)}: {config.chunks} chunks asked of a sequence of length {length} "
             f"(axis {config.axis}); running {length}",
             stacklevel=1,
         )
@@ -576,20 +577,19 @@ def _checkpoint_now(
             run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
         with inputs.hooks():
             return _recomputed(run, *tensors)
-    except _HooksForbidden as error:
+    except _Unrepeatable as error:
         if starts is not None:  # chunks before this one have run
             raise
-        if reason := start.lost():
-            raise RuntimeError(
-                f"{type(module).__name__} computes gradients by torch.func and {reason}; take it out of the plan"
-            ) from error
-    run_plainly(module, "computes gradients by torch.func")
+        reason = str(error)
+        if lost := start.lost():
+            raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
+    run_plainly(module, reason)
     start.enter(lent)
     return forward(*args, **kwargs)
 
 
-class _HooksForbidden(RuntimeError):
-    """A forward computes gradients by ``torch.func``, whose transforms forbid the hooks of a checkpoint around them."""
+class _Unrepeatable(RuntimeError):
+    """A forward did what it cannot do in a segment, or does otherwise there: a sentence without its subject."""
 
 
 def _recomputed(run: _Run, *given: Tensor) -> Any:
@@ -623,7 +623,7 @@ def _check_unchanged(inputs: Sequence[tuple[nn.Module, Tensor, int]]) -> None:
     for module, tensor, version in inputs:
         if version_of(tensor) != version:
             raise RuntimeError(
-                f"an input of shape {tuple(tensor.shape)} of {type(module).__name__} was modified in place after its "
+                f"an input of shape {tuple(tensor.shape)} of {name_of(module)} was modified in place after its "
                 f"forward (version {version} -> {version_of(tensor)}); recomputing with it would be wrong"
             )
 
@@ -787,10 +787,12 @@ class _Run:
                 output = first()
         except RuntimeError as error:
             if _forbids_hooks(error):
-                raise _HooksForbidden(str(error)) from error
+                raise _Unrepeatable("computes gradients by torch.func") from error
             raise
         finally:
             self._start.settle()
+        if self._kept.changes:
+            raise _Unrepeatable(self._kept.changes)
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did

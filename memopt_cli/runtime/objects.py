@@ -19,7 +19,6 @@ import random
 import re
 import sys
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.compressor import same_bits
+from memopt_cli.runtime.iterators import Iterators, is_iterator, within
 
 _MOST_PARTS: Final = 1000
 """Objects that are looked at: more are a program, and no state of a module's."""
@@ -53,40 +53,45 @@ class Objects:
     def __init__(self, values: Iterable[Any]) -> None:
         self._parts: list[_Part] = []
         self._tensors: dict[int, _Noted] = {}
-        self._reach(values)
+        self._iterators = Iterators(*self._reach(values))
 
-    def _reach(self, values: Iterable[Any]) -> None:
-        pending, seen = list(values), set[int]()
+    def _reach(self, values: Iterable[Any]) -> tuple[list[Any], set[int]]:
+        """The iterators among what is reached, and the ``id`` of all that lies where nothing can take its place."""
+        pending, seen = [(value, False) for value in values], set[int]()
+        iterators, fast = list[Any](), set[int]()
         while pending and len(self._parts) < _MOST_PARTS:
-            value = pending.pop()
-            if type(value) in _ATOMS or id(value) in seen:
+            value, is_fast = pending.pop()
+            if type(value) in _ATOMS:
+                continue
+            if is_fast:
+                fast.add(id(value))
+            if id(value) in seen:
                 continue
             seen.add(id(value))
-            pending.extend(_behind(value))
+            pending.extend((inner, True) for inner in _held_fast(value))
             if isinstance(value, _NO_STATE):
                 continue
             if isinstance(value, Tensor):
                 if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
                     self._tensors[id(value)] = _Noted(value)
-            elif isinstance(value, tuple | frozenset):
-                pending.extend(value)
-            elif (part := _part_of(value)) is not None:
+            elif is_iterator(value):
+                iterators.append(value)
+            elif not isinstance(value, tuple | frozenset) and (part := _part_of(value)) is not None:
                 self._parts.append(part)
-                pending.extend(part.inner())
+                pending.extend((inner, part.holds_fast) for inner in part.inner())
+        return iterators, fast
 
     def settle(self) -> None:
         """Forward has ended: note what it moved that nothing can put back."""
-        for part in self._parts:
-            part.settle()
+        self._iterators.settle()
         for noted in self._tensors.values():
             noted.settle(was_written=noted.was_written())
 
     def lost(self) -> str:
         """What forward did to them that nothing can undo, a sentence without its subject; empty if nothing."""
-        moved = next((part.lost for part in self._parts if part.lost), "")
+        if self._iterators.moved:
+            return f"moves {self._iterators.moved} on"
         written = next((noted for noted in self._tensors.values() if noted.is_lost()), None)
-        if moved:
-            return f"moves {moved} on"
         return f"writes in place to a tensor of shape {written.shape} in an object" if written else ""
 
     def check(self) -> None:
@@ -106,9 +111,8 @@ class Objects:
 
     def again(self) -> dict[int, Any]:
         """What takes the place of some objects while forward starts again, by the ``id`` of each."""
-        iterators = {id(part.value): part.again() for part in self._parts if isinstance(part, _Iterating)}
         written = {key: noted.copy.clone() for key, noted in self._tensors.items() if noted.copy is not None}
-        return iterators | written
+        return self._iterators.again() | written
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put all of them back; one whose ``id`` is in ``replaced`` as that other object."""
@@ -199,8 +203,8 @@ def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
 class _Part:
     """One object, and where it stood."""
 
-    lost = ""
-    """What it is, if it cannot be put back."""
+    holds_fast = False
+    """Nothing can take the place of what lies in it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -208,9 +212,6 @@ class _Part:
 
     def _look(self) -> Any:
         raise NotImplementedError
-
-    def settle(self) -> None:
-        """Forward has ended: note whether it is lost."""
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         """Put it back there."""
@@ -248,8 +249,13 @@ class _Items(_Part):
     def _look(self) -> list[Any]:
         return list(self.value.items() if isinstance(self.value, dict) else self.value)
 
+    @property
+    def holds_fast(self) -> bool:  # type: ignore[override]
+        """A set does."""
+        return isinstance(self.value, set)
+
     def inner(self) -> Iterable[Any]:
-        yield from _flat(self._held)
+        yield from itertools.chain.from_iterable(self._held) if isinstance(self.value, dict) else self._held
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         held, there = list(_flat(self._held)), list(_flat(self._look()))
@@ -305,52 +311,33 @@ def _is_old(generator: Any) -> bool:
     return hasattr(generator, "get_state")
 
 
-class _Iterating(_Part):
-    """An iterator.  It is left alone: a copy takes its place while forward runs again."""
+def _held_fast(value: Any) -> Iterator[Any]:
+    """What can be reached through it where nothing else can take its place.
 
-    def _look(self) -> Any:
-        return _iterator_again(self.value)
-
-    def again(self) -> Any:
-        """An iterator that stands where this one stood."""
-        return _iterator_again(self._held)
-
-    def restore(self, replaced: Mapping[int, Any]) -> None:
-        pass
-
-
-class _Running(_Part):
-    """A generator, which nothing can put back."""
-
-    def _look(self) -> Any:
-        frame = self.value.gi_frame
-        return frame and (frame.f_lasti, {name: id(value) for name, value in frame.f_locals.items()})
-
-    def settle(self) -> None:
-        if self._held != self._look():
-            self.lost = f"the generator {self.value.__name__}"
-
-    def restore(self, replaced: Mapping[int, Any]) -> None:
-        pass
-
-
-def _behind(value: Any) -> Iterator[Any]:
-    """What a callable has to hand: the object of a method, what a partial is given, variables around a function."""
-    if isinstance(value, types.MethodType):
+    Of a tuple its items; of an iterator what it reads; of a callable what it has to hand: the object of a method, what
+    a partial is given, defaults of a function and the variables around it.
+    """
+    if isinstance(value, tuple | frozenset):
+        yield from value
+    elif is_iterator(value):
+        yield from within(value)
+    elif isinstance(value, _METHODS):
         yield value.__self__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # it is empty
                 yield cell.cell_contents
 
 
+_METHODS: Final = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
 def _part_of(value: Any) -> _Part | None:
     if isinstance(value, _CONTAINERS):
         return _Items(value)
-    if isinstance(value, types.GeneratorType):
-        return _Running(value)
     if isinstance(value, random.Random | torch.Generator):
         return None if isinstance(value, random.SystemRandom) else _Drawing(value)
     if isinstance(value, bytearray | array.array):
@@ -365,8 +352,6 @@ def _part_of(value: Any) -> _Part | None:
     home = type(value).__module__
     if home.partition(".")[0] == "torch" and not home.startswith(_STATEFUL):
         return None  # a program of its own, part of which is written by other threads
-    if home in ("builtins", "itertools") and hasattr(type(value), "__next__"):
-        return _Iterating(value) if _iterator_again(value) is not None else None
     has_attributes = hasattr(value, "__dict__") or any(map(_slots_of, type(value).__mro__))
     return _Attributes(value) if has_attributes else None
 
@@ -383,49 +368,3 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
             yield from item
         else:
             yield item
-
-
-# ---------------------------------------------------------------------------------------------- iterators
-
-
-def _iterator_again(iterator: Any) -> Any:
-    """Another one at the same place; ``None`` if there can be none."""
-    if type(iterator) not in _COPIED:
-        return None
-    try:
-        function, arguments, *state = _reduced(iterator)
-        made = function(*(_argument_again(argument) for argument in arguments))
-        if state and state[0] is not None:
-            made.__setstate__(_own(state[0]))
-    except (TypeError, ValueError, AttributeError):
-        return None
-    return made
-
-
-_VALUES: Final[tuple[Any, ...]] = ([], (), range(0), range(1 << 70), "", b"")
-_COPIED: Final = frozenset(
-    {*(type(iter(values)) for values in _VALUES), type(reversed([]))}
-    | {itertools.count, itertools.cycle, itertools.repeat, enumerate, zip, itertools.islice}
-)
-"""Kinds of iterators that say where they stand, without sharing anything with a copy."""
-
-
-def _own(state: Any) -> Any:
-    """A cycle's state holds the list that it goes on to fill."""
-    if isinstance(state, tuple):
-        return tuple(list(part) if isinstance(part, list) else part for part in state)
-    return state
-
-
-def _argument_again(argument: Any) -> Any:
-    if not hasattr(type(argument), "__next__"):
-        return argument
-    if (again := _iterator_again(argument)) is None:
-        raise TypeError("an iterator within cannot be made again")
-    return again
-
-
-def _reduced(iterator: Any) -> Any:
-    with warnings.catch_warnings():  # newer versions of Python will not tell it of all
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return iterator.__reduce__()

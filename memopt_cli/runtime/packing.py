@@ -180,9 +180,7 @@ class PackedSaves:
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of ``tensor``."""
         self._pack_late(first_node())
-        # A tangent of zeros, of which ``torch.func.jvp`` makes some, has no memory to look at.
-        has_memory = tensor.layout is torch.strided and not tensor._is_zerotensor()
-        if not has_memory or tensor.untyped_storage()._cdata in self._untouched:
+        if not _has_memory(tensor) or tensor.untyped_storage()._cdata in self._untouched:
             return _Untouched(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
         saved = self._known(tensor) if is_large else None
@@ -239,6 +237,12 @@ class PackedSaves:
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
         self._seen[key][1][_region(tensor)] = weakref.ref(saved)
         return saved
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor._is_zerotensor() and not is_wrapped
 
 
 def _takes_shape_alone(packed: Packed) -> bool:

@@ -94,6 +94,8 @@ class KeptOutputs:
             self._calls[operator].add(int(call or 0))
         self._outputs: dict[Call, _Output] = {}
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
+        self.changes = ""
+        """What runs by another kernel because outputs are kept, a sentence without its subject; empty if nothing."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -215,8 +217,11 @@ class _Recording(_Calls):  # type: ignore[no-untyped-call]
         if not kept.is_empty:
             for tensor in _written(func, args, kwargs):
                 kept.copy_before_write(tensor)
+        if _pools_otherwise(func, args):
+            kept.changes = "pools in one dimension, by another kernel where outputs are kept"
+        call = self._kept_call(func)  # before it runs: one that fails, and is tried again, counts as well
         result = func(*args, **kwargs)
-        if call := self._kept_call(func):
+        if call:
             kept.add(call, _given(args, kwargs), result, _position(func, kwargs, result))
         if not kept.is_empty:
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
@@ -235,6 +240,19 @@ class _Replaying(_Calls):  # type: ignore[no-untyped-call]
             generator, position = output.drawn
             generator.set_state(position)
         return tree_unflatten(output.leaves, output.spec)
+
+
+def _pools_otherwise(func: Any, args: Any) -> bool:
+    """Whether this may be pooling in one dimension on the CPU, and of what needs no gradient.
+
+    No mode seen, PyTorch would do that by a kernel that finds no indices, and gives another layout in memory: what
+    follows may draw noise in that order.
+    """
+    if func is not torch.ops.aten.max_pool2d_with_indices.default:
+        return False
+    x = args[0]
+    is_trained = x.requires_grad and torch.is_grad_enabled()
+    return x.device.type == "cpu" and x.shape[-2] == 1 and not is_trained and not x.is_contiguous()
 
 
 def uncounted() -> AbstractContextManager[None]:

@@ -45,6 +45,12 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
     return ""
 
 
+def name_of(module: nn.Module) -> str:
+    """How messages name a module: its class, and of a segment its path in the plan."""
+    path, kind = getattr(vars(module).get(SEGMENT_KEY), "path", ""), type(module).__name__
+    return f"{kind} at '{path}'" if path else kind
+
+
 @dataclass(slots=True)
 class _Container:
     """A built-in container and what it held: restored in place, since others may hold it too."""
@@ -384,7 +390,7 @@ class StartingState:
             key = id(tensor)
             if key not in self._copies and version_of(tensor) != self._read.get(key, version_of(tensor)):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that {type(self._module).__name__} reads was modified in "
+                    f"a tensor of shape {tuple(tensor.shape)} that {name_of(self._module)} reads was modified in "
                     f"place between forward and backward (version {self._read[key]} -> {version_of(tensor)}); "
                     "recomputing with it would be wrong. Call backward before, or assign a new tensor."
                 )

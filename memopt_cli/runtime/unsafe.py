@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _CheckpointFrame
 
+from memopt_cli.runtime.state import name_of
+
 _thread = threading.local()
 _moments = itertools.count(1)
 _made = 0
@@ -43,12 +45,11 @@ def run_plainly(module: nn.Module, reason: str) -> None:
     way = sys.modules[__name__.partition(".")[0]].on_unsafe
     if way not in _WAYS:
         raise ValueError(f"memopt_cli.on_unsafe is {way!r}; it must be one of: {', '.join(_WAYS)}")
-    message = f"{type(module).__name__} {reason}, which a recomputation cannot repeat"
+    message = f"{name_of(module)} {reason}, which a recomputation cannot repeat"
     if way == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
     _marked[module] = next(_moments)
     _made += 1
-    # Above are PyTorch's calls of modules: where this one stands in the model, no frame tells.
     warnings.warn(f"{message}: it runs without recomputation from now on", stacklevel=1)
 
 

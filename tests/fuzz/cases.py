@@ -44,10 +44,6 @@ _NOT_REPEATED: Final = frozenset(
     | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""
-_DRAWING: Final = frozenset(
-    {"dropout", "dropout in place", "alpha dropout", "dropout of channels", "sequential", "rrelu", "noise", "gumbel"}
-    | {"attention with dropout", "transformer layer", "deep lstm", "split"}
-)
 
 KNOWN: Final = (
     Known(frozenset({"penalized", "thaw between"}), "packed, what was frozen when it was saved has no gradient"),
@@ -64,11 +60,7 @@ KNOWN: Final = (
         frozenset({"eval", "train between", "look between"}),
         "PyTorch's batch norm in eval mode differentiates by the statistics that there are in backward, moved or not",
     ),
-    Known(
-        frozenset({"max pool", "kept"}),
-        "PyTorch pools by another kernel where a mode watches: what is drawn behind it is drawn in another order",
-        _DRAWING,
-    ),
+    Known(frozenset({"saved by hooks", "rrelu"}), "the user's own hooks copy the noise before it is drawn"),
     Known(frozenset({"view of result", "penalized"}), "PyTorch's checkpoint unpacks a tensor once a backward"),
     *(Known(frozenset({own}), "the user's own checkpoint is wrong", _NOT_REPEATED) for own in _CHECKPOINTS),
 )

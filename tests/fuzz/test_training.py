@@ -68,6 +68,9 @@ ONCE_FAILED = {
     '"segments":[{"path":"linear"}]}],"segments":[{"path":"inner"}]}],"steps":2}',
     "what writes to a parameter in a checkpoint twice": '{"blocks":[{"kind":"checkpointed","inner":[{"kind":"twice",'
     '"inner":[{"kind":"written","segments":[{"path":""}]}]}]}],"segments":[{"path":""}],"packed":true,"steps":2}',
+    "a call of what is kept that fails, and is tried again": '{"blocks":[{"kind":"trying","inner":[{"kind":'
+    '"transformer layer, norm first"}],"segments":[{"path":"","keep":["aten::native_layer_norm"]}]}],'
+    '"scenario":{"dtype":"float64"},"steps":1}',
     "state that a transform has left behind": '{"blocks":[{"kind":"teacher","inner":[{"kind":"mapped",'
     '"inner":[{"kind":"membranes"}],"segments":[{"path":""}]}]}],"steps":1}',
 }
@@ -127,6 +130,26 @@ def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(KINDS, "drifting", replace(KINDS["relu"], make=lambda: _Calling(drifting)))
     assert outcome(Case(blocks=(Block(kind="drifting"),), packed=True)).kind == "noisy"
+
+
+AMPLIFYING = (
+    '{"blocks":[{"kind":"counting"},{"kind":"gru cell","segments":[{"path":"","chunks":3}]},'
+    '{"kind":"batch norm without momentum"}],"scenario":{"dtype":"float64","call":"in turn"},"steps":1}',
+    '{"seed":314,"blocks":[{"kind":"transformer layer, norm first","segments":[{"path":"","chunks":3}]},'
+    '{"kind":"distance"},{"kind":"buffer through data"},{"kind":"gumbel"},{"kind":"embedding"}],'
+    '"scenario":{"dtype":"float64","between":["evaluate"]}}',
+)
+
+
+@pytest.mark.parametrize("text", AMPLIFYING)
+def test_what_rounding_alone_changes_is_noise(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = from_text(text)
+    assert outcome(case).kind == "noisy"
+    drawing = replace(
+        case, blocks=(Block(kind="linear"), DROPOUT, *case.blocks), segments=(SegmentPlan(path="blocks.1"),)
+    )
+    monkeypatch.setattr(Generators, "restore", _putting_nothing_back)
+    assert outcome(drawing).kind == "differs"
 
 
 class _Calling(torch.nn.Module):

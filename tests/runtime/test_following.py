@@ -488,6 +488,17 @@ def test_what_is_packed_around_transforms_of_functions(transform: str) -> None:
     assert equal(gradients(model), gradients(optimized))
 
 
+def test_what_is_packed_around_a_mapped_checkpoint_of_the_users_own() -> None:
+    class Mapped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(lambda row: checkpoint(torch.sin, row, use_reentrant=False))(x)
+
+    model, optimized = pair(nn.Sequential(Mapped(), nn.Linear(64, 64)), PACKED)
+    for net in (model, optimized):
+        net(torch.ones(64, 64)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
 def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
     model = nn.Sequential(Mapping("grad"))
     install_segment(model, PACKED)

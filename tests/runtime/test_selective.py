@@ -139,6 +139,54 @@ def test_of_several_calls_those_that_are_named(keep: tuple[str, ...], runs: int)
     assert calls_of(net, IMAGES)[CONV] == runs
 
 
+class Pooling(nn.Module):
+    """Pools over the rows of what is not trained; what follows may go through it as it lies in memory."""
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.frozen, self.linear = nn.Linear(4, 4).requires_grad_(trained), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.max_pool1d(self.frozen(x).transpose(1, 2), 3, 1, 1)
+        return self.linear(F.dropout(pooled, 0.5)).relu()
+
+
+@pytest.mark.parametrize("paths", [["1"], ["", "1"]], ids=" and ".join)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_pooling_by_another_kernel_where_outputs_are_kept(paths: list[str], trained: bool) -> None:
+    found = []
+    for config in (None, SegmentConfig(keep=("aten::relu",))):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Identity(), Pooling(trained=trained))
+        for path in paths if config else ():
+            install_segment(net.get_submodule(path), config or SegmentConfig())
+        is_told = config is not None and not trained
+        context = pytest.warns(UserWarning, match="another kernel") if is_told else contextlib.nullcontext()
+        with context:
+            outputs = [net(ROWS) for _ in range(2)]
+        torch.stack(outputs).sum().backward()
+        found.append([*outputs, *(p.grad for p in net.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
+class Trying(nn.Module):
+    """Tries another shape first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            self.norm(x[..., :3])
+        return self.norm(self.linear(self.norm(x).sin()))
+
+
+def test_a_call_that_fails_is_counted_in_both_runs(judge: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Trying())
+    judge(net, {"1": SegmentConfig(keep=("aten::native_layer_norm",))}, ROWS.clone().requires_grad_())
+
+
 def test_calls_of_a_segment_within_are_not_counted() -> None:
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 2, 1), nn.Tanh())
     install_segment(net[1], SegmentConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
+from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import train
 
@@ -275,6 +277,18 @@ def test_a_tensor_in_an_object_whose_bits_are_not_looked_at(kind: str) -> None:
     install_segment(model, PLAIN)
     model(torch.ones(2, 4)).sum().backward()
     assert model.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("path", ["1", ""])
+def test_a_plan_s_path_is_named(path: str) -> None:
+    model = memopt_cli.apply_plan(
+        nn.Sequential(nn.Linear(4, 4), Teacher()), Plan(level=1, segments=(SegmentPlan(path=path),))
+    )
+    copied = pickle.loads(pickle.dumps(model))
+    named = "Teacher at '1'" if path else r"Sequential at '\(root\)'"
+    for net in (model, copied):
+        with pytest.warns(UserWarning, match=f"{named} writes to its parameter weight in place"):
+            net(torch.ones(2, 4))
 
 
 def test_an_error_instead_if_asked(kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
