@@ -67,6 +67,12 @@ class OnlineAlgorithm(nn.Module):
             operation = operation_of(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
             trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
+            if use in structure.doubled and isinstance(trace, FactoredTrace):
+                raise MemoptError(
+                    f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
+                    "a factored trace cannot tell the two gradients apart",
+                    hint="use D_RTRL, or a weight of its own for each",
+                )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
         self._begin_sequence(inputs[0].device)
@@ -115,8 +121,7 @@ class OnlineAlgorithm(nn.Module):
             raise MemoptError("a window of no steps", hint="give inputs [steps, ...] of at least one time step")
         self._check(steps[0])
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
-            if window:
-                run.tie_to_past(self._scale_of_past())
+            run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         output = tree_map(_stack, *outputs) if window else outputs[0]
         return output if torch.is_grad_enabled() else tree_map(_detached, output)

@@ -2,7 +2,7 @@
 
 A *cell* is a module that declares states.  Its call is the boundary: within it, the states as the last step left
 them, the outputs of traced weights and whatever is computed from them neuron by neuron; its new states and what it
-returns leave it tied to the weights.  Outside, the last step's states are constants.
+returns leave it tied to the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memopt_cli.errors import MemoptError
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.traces import Gate, Use
@@ -39,11 +38,11 @@ class Interception:
         """A traced weight is used; returns what the model gets for its output."""
         raise NotImplementedError
 
-    def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
-        """A cell is called; returns what it finds in its states."""
+    def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
+        """A cell is called, for the first time in this step if ``call`` is 0; returns what it finds in its states."""
         raise NotImplementedError
 
-    def on_leave(self, cell: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """A cell has ended; its new states and then what it returns, as the model is to see them."""
         raise NotImplementedError
 
@@ -74,6 +73,12 @@ class Interception:
 
         return with_batch_axis(seen, self._witness, *tensors)
 
+    def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
+        """Replace the values of states by what ``act`` makes of them, those of the whole batch."""
+        if states:
+            for state, value in zip(states, self.lift(act, *_values(states)), strict=True):
+                state.value = value
+
     @contextmanager
     def _installed(self) -> Iterator[None]:
         forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
@@ -90,27 +95,25 @@ class Interception:
                     module.__dict__["forward"] = own[module]
 
     def _use(self, path: str, input: Tensor | None = None) -> Tensor:
-        use = Use(path, self._calls.get(path, 0))
-        self._calls[path] = use.call + 1
+        use = Use(path, self._count(path))
         (y,) = self.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 
+    def _count(self, path: str) -> int:
+        """How often the module was called in this step before."""
+        call = self._calls.get(path, 0)
+        self._calls[path] = call + 1
+        return call
+
     def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if path in self._calls:
-            raise MemoptError(
-                f"{path or 'the model'} was called twice in one time step",
-                hint="its states advance once a step: call it once, or run the algorithm once for every call",
-            )
-        self._calls[path] = 1
-        states = self.states[path]
-        for state, value in zip(states, self.lift(partial(self.on_enter, path), *_values(states)), strict=True):
-            state.value = value
+        call, states = self._count(path), self.states[path]
+        self.act_on(states, partial(self.on_enter, path, call))
         leaves, spec = tree_flatten(forward(*args, **kwargs))
         values = _values(states)
         outputs = {id(t): t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         for value in values:
             outputs.pop(id(value), None)
-        seen = self.lift(partial(self.on_leave, path), *values, *outputs.values())
+        seen = self.lift(partial(self.on_leave, path, call), *values, *outputs.values())
         replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
         for state, value in zip(states, seen, strict=False):
             state.value = value

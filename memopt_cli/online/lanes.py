@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import _add_batch_dim, get_unwrapped, is_batchedtensor, maybe_get_bdim, maybe_get_level
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
-from torch.utils._pytree import tree_leaves
+from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.states import recording_new_states, states_of
@@ -89,7 +93,8 @@ class Vmap(nn.Module):
         values = [state.value for state in mapped.values()]
         run = torch.func.vmap(lane, (0, self.in_axes), (self.out_axes, 0), randomness="different")
         try:
-            output, values = run(values, inputs)
+            with _functions_of_whole_batches():
+                output, values = run(values, inputs)
         except BaseException:
             _put_back(before)
             raise
@@ -121,6 +126,72 @@ def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
     with lanes.lower():
         results = act(*whole)
     return tuple(_add_batch_dim(result, 0, level) for result in results)
+
+
+@contextmanager
+def _functions_of_whole_batches() -> Iterator[None]:
+    """Within, an ``autograd.Function`` that has no rule for ``vmap`` is applied to the batch of all lanes.
+
+    Those of spiking neurons are such: surrogate gradients, written for batches.  A function that takes a batch for
+    something else than its samples side by side raises :class:`MemoptError`.
+    """
+    own = vars(Function)["apply"]
+
+    def apply(function: type[Function], *args: Any) -> Any:
+        has_rule = function.setup_context is not Function.setup_context
+        if has_rule or not any(isinstance(arg, Tensor) and is_batchedtensor(arg) for arg in args):
+            return own.__get__(None, function)(*args)
+        lanes = retrieve_current_functorch_interpreter()
+        assert isinstance(lanes, VmapInterpreter)
+        size, level = lanes.batch_size(), lanes.level()
+        batched = [isinstance(arg, Tensor) and maybe_get_level(arg) == level for arg in args]
+        whole = [_batch_first(arg, size, level) if lane else arg for arg, lane in zip(args, batched, strict=True)]
+        with lanes.lower():
+            _refuse_mixing_samples(function, whole, batched, size)
+            results = own.__get__(None, function)(*whole)
+        return tree_map_only(Tensor, lambda result: _add_batch_dim(result, 0, level), results)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = own  # type: ignore[method-assign]
+
+
+_separate: WeakSet[type[Function]] = WeakSet()
+"""Functions that were seen to do to a batch what they do to its samples."""
+
+
+def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batched: Sequence[bool], size: int) -> None:
+    if function in _separate:
+        return
+    with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        together = _results_and_gradients(function, whole, batched)
+        for i in range(size):
+            sample = [arg[i] if lane else arg for arg, lane in zip(whole, batched, strict=True)]
+            alone = _results_and_gradients(function, sample, batched)
+            if [t[i].shape if t.dim() else None for t in together] != [t.shape for t in alone] or not all(
+                torch.allclose(t[i], of_one, equal_nan=True) for t, of_one in zip(together, alone, strict=True)
+            ):
+                raise MemoptError(
+                    f"{function.__name__}, an autograd.Function, does not do to a batch what it does to each sample",
+                    hint="give it setup_context() and vmap(), or generate_vmap_rule = True; or batch the model by "
+                    "hand: init_all_states(model, batch_size) and mode=Batching()",
+                )
+    _separate.add(function)
+
+
+def _results_and_gradients(function: type[Function], args: Sequence[Any], batched: Sequence[bool]) -> list[Tensor]:
+    """What the function returns, and the gradients of its sum, of those arguments that have a value per sample."""
+    leaves = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+    inputs = [arg for arg, lane in zip(leaves, batched, strict=True) if lane and arg.is_floating_point()]
+    for arg in inputs:
+        arg.requires_grad_()
+    returned = function.apply(*leaves)  # type: ignore[no-untyped-call]
+    results = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
+    ends = [t for t in results if t.requires_grad]
+    gradients = torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True) if ends else ()
+    return [t.detach() for t in (*results, *gradients) if t is not None]
 
 
 def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:

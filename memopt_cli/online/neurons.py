@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.operations import ElementWise, traced
 from memopt_cli.online.states import declare_state
@@ -153,34 +153,90 @@ class LeakyRateReadout(nn.Module):
         return self.r
 
 
+_FITTING = (
+    "name every state that the cell takes and returns, in that order; for one named tuple of states, give a tuple of "
+    "that type that holds their shapes"
+)
+
+
 class ExplicitState(nn.Module):
     """A cell of one whose states are passed: ``cell(input, *states) -> (output, *new states)``.
 
-    That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  What the cell keeps in attributes
-    of its own is put back after each call.
+    That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
+    named tuple, ``cell(input, state) -> (output, new state)``, is given a tuple of their shapes, as Norse's:
+    ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  What the cell keeps in attributes of
+    its own is put back after each call.
     """
 
-    def __init__(self, cell: nn.Module, states: Mapping[str, int | Sequence[int]]) -> None:
-        """``states``: name -> shape per sample, in the order in which the cell takes and returns them."""
+    def __init__(
+        self,
+        cell: nn.Module,
+        states: Mapping[str, int | Sequence[int]] | tuple[int | Sequence[int], ...],
+    ) -> None:
+        """``states``: name -> shape per sample, in the order in which the cell takes and returns them; or a named
+        tuple of shapes, of the type that the cell takes and returns.
+        """
         super().__init__()
-        if not states:
+        self.together = None if isinstance(states, Mapping) else type(states)
+        shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
+        if not shapes:
             raise UsageError("a cell without states", hint="give the states that the cell takes: {name: shape}")
         self.cell = cell
-        self.names = tuple(states)
-        for name, shape in states.items():
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
             declare_state(self, name, shape)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """What the cell returns first."""
+        values = [getattr(self, name) for name in self.names]
         held, buffers = dict(vars(self.cell)), dict(self.cell._buffers)
-        output, *states = self.cell(*inputs, *(getattr(self, name) for name in self.names))
-        vars(self.cell).clear()
-        vars(self.cell).update(held)
-        self.cell._buffers.update(buffers)
+        try:
+            returned = self.cell(*inputs, *(values if self.together is None else [self.together(*values)]))
+        except MemoptError:
+            raise
+        except Exception as err:  # the cell's own code may raise anything
+            raise MemoptError(
+                f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._wanted}: "
+                f"{first_line(err)}",
+                hint=_FITTING,
+            ) from err
+        finally:
+            vars(self.cell).clear()
+            vars(self.cell).update(held)
+            self.cell._buffers.update(buffers)
+        output, states = self._taken_apart(returned)
         for name, state in zip(self.names, states, strict=True):
             setattr(self, name, state)
-        result: Tensor = output
-        return result
+        return output
+
+    def _taken_apart(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        states = parts[1:] if self.together is None else parts[1] if len(parts) == 2 else ()
+        if len(states) != len(self.names) or not all(isinstance(t, Tensor) for t in (parts[0], *states)):
+            raise MemoptError(
+                f"{type(self.cell).__name__} returned {_types_of(returned)}, not an output and {self._wanted}",
+                hint=_FITTING,
+            )
+        return parts[0], states
+
+    @property
+    def _wanted(self) -> str:
+        names = ", ".join(self.names)
+        return f"the states {names}" if self.together is None else f"one {self.together.__name__} of {names}"
+
+
+def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
+    if not isinstance(states, tuple) or not hasattr(states, "_fields"):
+        raise UsageError(
+            f"states of type {type(states).__name__}", hint="give {name: shape}, or a named tuple of shapes"
+        )
+    return dict(zip(states._fields, states, strict=True))
+
+
+def _types_of(returned: object) -> str:
+    if isinstance(returned, tuple | list):
+        return f"({', '.join(type(part).__name__ for part in returned)})"
+    return type(returned).__name__
 
 
 def kaiming_normal_(weight: Tensor) -> Tensor:

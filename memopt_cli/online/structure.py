@@ -1,20 +1,46 @@
-"""Which weights carry traces, found by running one step and differentiating it."""
+"""Which weights carry traces, found by running one step and differentiating it.
+
+A step is taken apart at the states that the last one left, at the outputs of tagged weights, and at what leaves the
+cells.  What each part reads of the others, and whether it does so neuron by neuron, says which states a weight reaches:
+paths from cell to cell are followed through the time steps, and end where they enter a weight, traced or not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.interception import Interception, cell_states
 from memopt_cli.online.operations import operation_of, trace_kind
-from memopt_cli.online.traces import Gate, Group, Use
+from memopt_cli.online.states import State
+from memopt_cli.online.traces import Gate, Group, Held, Left, Use
 from memopt_cli.runtime.state import StartingState
+
+Source = Held | Use | Left
+"""What a tensor may be computed from."""
+
+_PRODUCTS = (
+    "Addbmm", "Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "CudnnRnn", "Dot", "Embedding", "Linear", "Miopen",
+    "Mkldnn", "Mm", "Mv", "Trilinear",
+)  # fmt: skip
+"""Nodes of autograd's graph that multiply with a weight, if one of their factors is a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What a tensor that leaves a cell depends on neuron by neuron, of all that carries traces."""
+
+    held: tuple[Held, ...] = ()
+    uses: tuple[Use, ...] = ()
+    left: tuple[Left, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +48,26 @@ class Structure:
     """What one time step of a model looks like to an online algorithm."""
 
     groups: dict[Use, tuple[Group, ...]]
-    """Use of a traced weight -> the groups of states it reaches neuron by neuron, without passing another state or
-    traced weight."""
+    """Use of a traced weight -> the groups of states it reaches neuron by neuron, in this step or a later one, without
+    passing another weight."""
     z_shapes: dict[Use, tuple[int, ...] | None]
     """Shape of the weight's input per sample; ``None`` for an elementwise parameter, which has none."""
+    cells: tuple[str, ...]
+    """Paths of those that have states in a group, or through which others are reached."""
+    edges: dict[Left, Edges]
+    """Of every tensor that is followed."""
     constant: frozenset[Use]
     """Uses whose input was computed from nothing but the last step's states and the model's inputs."""
-    attached: frozenset[tuple[str, int]]
-    """Cell and number of the tensor leaving it, where that depends on more than states and traced weights."""
-    derived: dict[tuple[str, int], frozenset[int]]
-    """The same, where it depends on nothing but the cell's new states -> the numbers of those states."""
+    connected: frozenset[Use]
+    """Uses whose output is read by more than the cells, which are tied to it."""
+    doubled: frozenset[Use]
+    """Those of them that one of the cells reads through the graph of an attached tensor."""
+    exposed: frozenset[Held]
+    """States that, as the last step left them, are read by more than the cell that declares them."""
+    attached: frozenset[Left]
+    """Tensors that depend on more than their edges tell."""
+    derived: dict[Left, frozenset[int]]
+    """Tensors that depend on nothing but the cell's new states -> the numbers of those states."""
     untraced: dict[str, str]
     """Tagged module -> why it carries no trace: it gets the gradient of each step alone."""
 
@@ -45,28 +81,13 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
     cells = {path: m for path, m in model.named_modules() if cell_states(m)}
     start = StartingState(model)
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            reach = _Reach(weights, cells, batched=batched)
-            with reach.lanes_of(inputs[0]):
-                reach.run(model, inputs)
-            start.enter()
-            traced = {use.path for use in reach.reached}
-            reached_cells = {group.cell for groups in reach.reached.values() for group in groups}
-            paths = _Paths(_only(weights, traced), _only(cells, reached_cells), batched=batched)
-            with paths.lanes_of(inputs[0]):
-                output = paths.run(model, inputs)
-            paths.refuse_bypass(output)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
+            probe = _Probe(weights, cells, _Graph(model, trainable), batched=batched)
+            with probe.lanes_of(inputs[0]):
+                probe.take_step(model, inputs)
     finally:
         start.enter()
-    reason = "its output enters no cell (a module that declares states), or only past another traced weight"
-    return Structure(
-        groups={use: tuple(groups) for use, groups in reach.reached.items()},
-        z_shapes={use: shape for use, shape in reach.z_shapes.items() if use.path in traced},
-        constant=frozenset(paths.constant),
-        attached=frozenset(paths.attached),
-        derived=paths.derived,
-        untraced={path: reason for path in weights if path not in traced},
-    )
+    return _Reach(probe).structure()
 
 
 def jacobian_row(
@@ -87,129 +108,167 @@ def jacobian_row(
         gate.closed = False
 
 
-class _Reach(Interception):
-    """Finds which uses of weights reach which cells, and that they do so neuron by neuron."""
+# ---------------------------------------------------------------------------------------------- a step, taken apart
 
-    def __init__(self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], *, batched: bool) -> None:
+
+@dataclass(slots=True)
+class _Reads:
+    """What a tensor was computed from."""
+
+    direct: set[Source] = field(default_factory=set)
+    """By paths that enter no weight."""
+    weighted: set[Source] = field(default_factory=set)
+    """By paths that enter a weight that has no tag."""
+    parameters: bool = False
+    """Trainable ones, or inputs of the model that want a gradient."""
+    mixed: set[Source] = field(default_factory=set)
+    """Of ``direct``, those that do not act neuron by neuron; the weighted ones among them act in two ways."""
+
+    @property
+    def sources(self) -> set[Source]:
+        return self.direct | self.weighted
+
+
+class _Probe(Interception):
+    """Takes one step with every part of it cut off from the others, and notes what each one reads."""
+
+    def __init__(
+        self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], graph: _Graph, *, batched: bool
+    ) -> None:
         super().__init__(weights, cells, batched=batched)
-        self.reached: dict[Use, list[Group]] = {}
+        self.reads: dict[Use | Left, _Reads] = {}
+        """Of the input of each use and of each tensor that leaves a cell, in the order in which they were made."""
+        self.of_output: list[_Reads] = []
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
-        self._outputs: dict[Use, Tensor] = {}
-        self._found: dict[str, tuple[Tensor, ...]] = {}
+        self.shapes: dict[Left, tuple[int, ...]] = {}
+        self.derived: dict[Left, frozenset[int]] = {}
+        self._graph = graph
+        self.leaves: dict[Source, Tensor] = {}
         self._random = torch.Generator().manual_seed(0)
+
+    def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        """Fill in what is noted."""
+        for cell, states in self.states.items():
+            self.act_on(states, lambda *values, cell=cell: self._hold(cell, values))
+        output = self.run(model, inputs)
+        results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        if results:
+            self.lift(self._end, *results)
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
+        self.reads[use] = self._graph.reads(z[0], self.leaves) if z else _Reads()
         operation = operation_of(self.weights[use.path])
         y = operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias)
-        self._outputs[use] = y.detach().requires_grad_()
-        return (self._outputs[use],)
+        return (self._cut(use, y),)
 
-    def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
+    def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
+        return states
+
+    def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count, lefts = len(self.states[cell]), [Left(cell, call, i) for i in range(len(tensors))]
+        new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
+        for left, q in zip(lefts, tensors, strict=True):
+            self.shapes[left] = tuple(q.shape[1:])
+            reads = self.reads[left] = self._graph.reads(q, self.leaves)
+            reads.mixed = {s for s in reads.direct if s in reads.weighted or not self._elementwise(q, self.leaves[s])}
+            if left.number >= count and (states := self._graph.only(q, new)):
+                self.derived[left] = states
+        return tuple(self._cut(left, q) for left, q in zip(lefts, tensors, strict=True))
+
+    def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Away from rest, where surrogates and gates have slopes.
-        self._found[cell] = tuple((s + self._noise(s)).detach().requires_grad_() for s in states)
-        return self._found[cell]
+        named = zip(self.states[cell], values, strict=True)
+        return tuple(self._cut(Held(cell, state.name), value + self._noise(value)) for state, value in named)
 
-    def on_leave(self, cell: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        uses, states = list(self._outputs), self._found[cell]
-        inputs = [*states, *self._outputs.values()]
-        rows = [jacobian_row(self.gate, q, inputs) for q in tensors]
-        reaching = [use for i, use in enumerate(uses, len(states)) if any(row[i] is not None for row in rows)]
-        if reaching:
-            names = tuple(state.name for state in self.states[cell])
-            for q, row in zip(tensors, rows, strict=True):
-                self._check(cell, q, inputs, row, [*names, *(use.path for use in uses)])
-            group = Group(cell, names, tuple(states[0].shape[1:]))
-            for use in reaching:
-                self.reached.setdefault(use, []).append(group)
-        return tuple(q.detach().requires_grad_() for q in tensors)
+    def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
+        self.of_output = [self._graph.reads(result, self.leaves) for result in results]
+        return ()
 
-    def _check(
-        self, cell: str, q: Tensor, inputs: Sequence[Tensor], row: Sequence[Tensor | None], names: Sequence[str]
-    ) -> None:
+    def _cut(self, source: Source, tensor: Tensor) -> Tensor:
+        self.leaves[source] = tensor.detach().requires_grad_()
+        return self.leaves[source]
+
+    def _elementwise(self, q: Tensor, leaf: Tensor) -> bool:
         """An elementwise Jacobian maps a random cotangent to its product with the diagonal."""
         cotangent = self._noise(q)
-        mapped = jacobian_row(self.gate, q, inputs, cotangent)
-        for tensor, diagonal, image, name in zip(inputs, row, mapped, names, strict=True):
-            if diagonal is None or image is None:
-                continue
-            if tensor.shape != q.shape or not _same(image, diagonal * cotangent):
-                raise MemoptError(
-                    f"{name} {tuple(tensor.shape)} does not reach what {cell or 'the model'} makes of it, "
-                    f"{tuple(q.shape)}, neuron by neuron",
-                    hint="let the cell hold only what acts on each neuron by itself; or mark the weight with "
-                    "untraced(), to train it with the gradient of each step alone",
-                )
+        (diagonal,), (image,) = jacobian_row(self.gate, q, [leaf]), jacobian_row(self.gate, q, [leaf], cotangent)
+        if diagonal is None or image is None:
+            return True
+        return leaf.shape == q.shape and _same(image, diagonal * cotangent)
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._random, dtype=torch.float64).to(like)
 
 
-class _Paths(Interception):
-    """With the traced weights known: what else the tensors of a step depend on."""
+class _Graph:
+    """Walks autograd's graph from a tensor to the leaves that it was computed from."""
 
-    def __init__(self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], *, batched: bool) -> None:
-        super().__init__(weights, cells, batched=batched)
-        self.constant: set[Use] = set()
-        self.attached: set[tuple[str, int]] = set()
-        self.derived: dict[tuple[str, int], frozenset[int]] = {}
-        self._outputs: dict[Use, Tensor] = {}
-        self._onward: list[Tensor] = []
-        self._states: set[int] = set()
-        self._found: list[Tensor] = []
+    def __init__(self, model: nn.Module, trainable: set[int]) -> None:
+        self._parameters = {id(p) for p in model.parameters()}
+        self._trainable = trainable
 
-    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        if z and set(_sources(z[0])) <= self._states:
-            self.constant.add(use)
-        operation = operation_of(self.weights[use.path])
-        y = operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias)
-        self._onward.append(y)
-        self._outputs[use] = y.detach().requires_grad_()
-        return (self._outputs[use],)
-
-    def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
-        found = tuple(s.detach().requires_grad_() for s in states)
-        self._found += found
-        self._states |= set(map(id, found))
+    def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> _Reads:
+        """What ``tensor`` was computed from."""
+        names = {id(leaf): source for source, leaf in leaves.items()}
+        found = _Reads()
+        for leaf, weighted in self._walk(tensor):
+            if (source := names.get(id(leaf))) is not None:
+                (found.weighted if weighted else found.direct).add(source)
+            elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
+                found.parameters = True
         return found
 
-    def on_leave(self, cell: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        known = self._states | {id(y) for y in self._outputs.values()}
-        self.attached |= {(cell, i) for i, q in enumerate(tensors) if not set(_sources(q)) <= known}
-        number = {t.grad_fn: i for i, t in enumerate(tensors[: len(self.states[cell])]) if t.grad_fn is not None}
-        for i, q in enumerate(tensors[len(self.states[cell]) :], start=len(self.states[cell])):
-            reached: set[int] = set()
-            leaves = set(_sources(q, number, reached))
-            if q.requires_grad and not leaves:
-                self.derived[cell, i] = frozenset(reached)
-        return tuple(q.detach().requires_grad_() for q in tensors)
+    def only(self, tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
+        """The numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else; else empty."""
+        reached: set[int] = set()
+        beyond = list(_leaves_behind(tensor, ends, reached)) if tensor.requires_grad else [tensor]
+        return frozenset() if beyond else frozenset(reached)
 
-    def refuse_bypass(self, output: object) -> None:
-        """What leaves a cell other than as its state or its result would lose the gradient that comes from there."""
-        results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-        entries = {id(y): f"the output of {use.path}" for use, y in self._outputs.items()}
-        states = {id(s): "the last step's state of a cell" for s in self._found}
-        for ends, names in ((results, entries | states), (self._onward, entries)):
-            inside = [t for t in (*self._outputs.values(), *self._found) if id(t) in names]
-            for end in ends:
-                for tensor, gradient in zip(inside, jacobian_row(self.gate, end, inside), strict=True):
-                    if gradient is not None:
-                        raise MemoptError(
-                            f"{names[id(tensor)]} reaches a state, and something else past the states",
-                            hint="use a weight of its own for each and let a cell return what others read of it; or "
-                            "mark the weight with untraced()",
-                        )
+    def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Each leaf, and whether a path to it enters a weight."""
+        if tensor.grad_fn is None:
+            if tensor.requires_grad:
+                yield tensor, False
+            return
+        pending, seen = [(tensor.grad_fn, False)], set()
+        while pending:
+            node, weighted = pending.pop()
+            if (node, weighted) in seen:
+                continue
+            seen.add((node, weighted))
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf, weighted
+                continue
+            weighted = weighted or self._is_weight(node)
+            pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
+
+    def _is_weight(self, node: Node) -> bool:
+        """Whether the node is a product, one factor of which comes from parameters alone."""
+        if not node.name().startswith(_PRODUCTS):
+            return False
+        factors = [
+            {id(node.variable)} if hasattr(node, "variable") else {id(leaf) for leaf in _leaves_of_node(node)}
+            for node, _ in node.next_functions
+            if node is not None
+        ]
+        return any(factor and factor <= self._parameters for factor in factors)
 
 
-def _sources(
-    tensor: Tensor, ends: Mapping[torch.autograd.graph.Node, int] | None = None, reached: set[int] | None = None
-) -> Iterator[int]:
-    """Ids of the leaves that a tensor was computed from.  Paths end at ``ends``; their numbers go to ``reached``."""
+def _leaves_behind(
+    tensor: Tensor, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
+) -> Iterator[Tensor]:
+    """The leaves that a tensor was computed from.  Paths end at ``ends``; their numbers go to ``reached``."""
     if tensor.grad_fn is None:
-        if tensor.requires_grad:
-            yield id(tensor)
-        return
-    pending, seen = [tensor.grad_fn], set()
+        yield tensor
+    else:
+        yield from _leaves_of_node(tensor.grad_fn, ends, reached)
+
+
+def _leaves_of_node(
+    start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
+) -> Iterator[Tensor]:
+    pending, seen = [start], set()
     while pending:
         node = pending.pop()
         if node in seen:
@@ -218,9 +277,23 @@ def _sources(
         if ends is not None and reached is not None and node in ends:
             reached.add(ends[node])
         elif hasattr(node, "variable"):
-            yield id(node.variable)
+            yield node.variable
         else:
             pending += [following for following, _ in node.next_functions if following is not None]
+
+
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
+    """Within, frozen parameters are found in the graph as well; gives the ids of those that are not."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield trainable
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -229,5 +302,177 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(a.dtype).eps ** 0.5)
 
 
-def _only(modules: Mapping[str, nn.Module], paths: set[str]) -> dict[str, nn.Module]:
-    return {path: module for path, module in modules.items() if path in paths}
+# ---------------------------------------------------------------------------------------------- what reaches what
+
+
+class _Reach:
+    """Follows the weights from part to part of the step, and on through the time steps."""
+
+    def __init__(self, probe: _Probe) -> None:
+        self.probe, self.reads = probe, probe.reads
+        self.lefts = [part for part in self.reads if isinstance(part, Left)]
+        self.uses = [part for part in self.reads if isinstance(part, Use)]
+        self.behind: dict[Left, set[Source]] = {}
+        """Tensor that leaves a cell -> the uses and states behind it, past all other cells."""
+        for left in self.lefts:
+            behind = (self.behind[s] if isinstance(s, Left) else {s} for s in self.reads[left].direct)
+            self.behind[left] = set[Source]().union(*behind)
+        self.new = {
+            Held(left.cell, names[left.number].name): left
+            for left in self.lefts
+            if left.number < len(names := probe.states[left.cell])
+        }
+        """State -> what the cell's last call in the step made of it."""
+        self.reached = {use: held for use in self.uses if (held := self._states_reached(use))}
+        self.held: set[Held] = set().union(*self.reached.values())
+        needed = self._needed()
+        self.cells = {left.cell for left in needed if self._carries(left)}
+        self.followed = {left for left in needed if left.cell in self.cells}
+        self.traced = {use.path for use in self.reached}
+        untraced = {use for use in self.uses if use.path not in self.traced}
+        self.left_alone: set[Source] = set[Source](untraced).union(self.lefts) - self.followed
+        """What is not followed: it is part of what reads it."""
+
+    def structure(self) -> Structure:
+        """All that is to be known.  Raises :class:`MemoptError` if traces cannot follow."""
+        lefts = [left for left in self.lefts if left in self.followed]
+        for left in lefts:
+            self._check(left)
+        edges = {left: self._edges(left) for left in lefts}
+        constant = frozenset(use for use in self.reached if self._is_constant(use))
+        exposed = frozenset(held for held in self.held if self._is_exposed(held))
+        for held in exposed:
+            self._check_exposed(held, constant)
+        attached = frozenset(left for left in lefts if self._is_attached(left, edges[left]))
+        connected = frozenset(use for use in self.reached if self._is_connected(use))
+        read_by_attached = {use for left in attached - self.probe.derived.keys() for use in edges[left].uses}
+        reason = "its output enters no cell (a module that declares states), or only past another traced weight"
+        return Structure(
+            groups={use: self._groups(held) for use, held in self.reached.items()},
+            z_shapes={use: self.probe.z_shapes[use] for use in self.reached},
+            cells=tuple(path for path in self.probe.cells if path in self.cells),
+            edges=edges,
+            constant=constant,
+            connected=connected,
+            doubled=connected & read_by_attached,
+            exposed=exposed,
+            attached=attached,
+            derived={left: states for left, states in self.probe.derived.items() if left in self.followed},
+            untraced={path: reason for path in self.probe.weights if path not in self.traced},
+        )
+
+    def _states_reached(self, use: Use) -> set[Held]:
+        """In the step of the use, and from there in later ones."""
+        reached = {held for held, left in self.new.items() if use in self.behind[left]}
+        while more := {h for h, left in self.new.items() if h not in reached and self.behind[left] & reached}:
+            reached |= more
+        return reached
+
+    def _carries(self, source: Source) -> bool:
+        """Whether it depends on traced weights neuron by neuron."""
+        if isinstance(source, Left):
+            return any(map(self._carries, self.behind[source]))
+        return source in self.held or source in self.reached
+
+    def _needed(self) -> set[Left]:
+        """What leaves a cell and has to be followed: states, what they are made of, and what comes with traced ones."""
+        needed: set[Left] = set()
+        with_states = {held.cell for held in self.held}
+        for left in reversed(self.lefts):
+            if left.number < len(self.probe.states[left.cell]) or left.cell in with_states or left in needed:
+                needed |= {left, *(s for s in self.reads[left].direct if isinstance(s, Left))}
+        return needed
+
+    def _edges(self, left: Left) -> Edges:
+        direct = [s for s in self.probe.leaves if s in self.reads[left].direct and self._carries(s)]
+        return Edges(
+            held=tuple(s for s in direct if isinstance(s, Held)),
+            uses=tuple(s for s in direct if isinstance(s, Use)),
+            left=tuple(s for s in direct if isinstance(s, Left)),
+        )
+
+    def _groups(self, reached: set[Held]) -> tuple[Group, ...]:
+        by_cell: dict[str, list[Held]] = {}
+        for held in self.new:
+            if held in reached:
+                by_cell.setdefault(held.cell, []).append(held)
+        return tuple(
+            Group(cell, tuple(held.name for held in states), self.probe.shapes[self.new[states[0]]])
+            for cell, states in by_cell.items()
+        )
+
+    def _is_attached(self, left: Left, edges: Edges) -> bool:
+        reads = self.reads[left]
+        others = reads.sources - {*edges.held, *edges.uses, *edges.left} | reads.weighted
+        return reads.parameters or any(not isinstance(source, Held) for source in others)
+
+    def _is_constant(self, use: Use) -> bool:
+        parameters, sources = self._behind_it(self.reads[use])
+        return not parameters and all(isinstance(source, Held) for source in sources)
+
+    def _behind_it(self, reads: _Reads) -> tuple[bool, set[Source]]:
+        """Whether parameters without traces are, and which sources: those of what is not followed in its place."""
+        pending, seen, parameters = [reads], set[Source](), False
+        while pending:
+            reads = pending.pop()
+            parameters |= reads.parameters
+            more = reads.sources - seen
+            seen |= more
+            for source in more & self.left_alone:
+                assert not isinstance(source, Held)
+                pending.append(self.reads[source])
+                parameters |= isinstance(source, Use)
+        return parameters, seen - self.left_alone
+
+    def _is_connected(self, use: Use) -> bool:
+        """Read by the output, by weights, or by what leaves a cell and is not followed neuron by neuron."""
+        parts = ((part in self.followed, reads) for part, reads in self.reads.items())
+        return any(use in reads.sources for reads in self.probe.of_output) or any(
+            use in (reads.weighted if followed else reads.sources) for followed, reads in parts
+        )
+
+    def _is_exposed(self, held: Held) -> bool:
+        """Read by the output, past all cells that are followed, or neuron by neuron by another of those."""
+        return any(held in self._behind_it(reads)[1] for reads in self.probe.of_output) or any(
+            held in self.reads[left].direct for left in self.followed if left.cell != held.cell
+        )
+
+    def _check(self, left: Left) -> None:
+        for source in sorted(filter(self._carries, self.reads[left].mixed), key=str):
+            name, of = self._name(source), self._name(left)
+            if source in self.reads[left].weighted:
+                raise MemoptError(
+                    f"{name} reaches {of} through a weight without a tag, and past it as well",
+                    hint="tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
+                    "followed through it; or take the tags off those before it with untraced()",
+                )
+            raise MemoptError(
+                f"{name} {self._shape(source)} does not reach {of}, {self.probe.shapes[left]} per sample, neuron by "
+                "neuron",
+                hint="let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
+                "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
+                "gradient of each step alone",
+            )
+
+    def _check_exposed(self, held: Held, constant: frozenset[Use]) -> None:
+        entering = [self.reads[use] for use in self.uses if use.path in self.traced and use not in constant]
+        weighted = [reads for left in self.followed if held not in (reads := self.reads[left]).direct - reads.weighted]
+        if any(held in self._behind_it(reads)[1] for reads in (*entering, *weighted)):
+            raise MemoptError(
+                f"{self._name(held)}, as the last step left it, enters a weight, and is read past it and outside its "
+                "cell as well",
+                hint="read it as a constant where it enters the weight: detach() it there",
+            )
+
+    def _name(self, source: Source) -> str:
+        if isinstance(source, Use):
+            return source.path or "the model"
+        if isinstance(source, Held):
+            return f"{source.cell}.{source.name}" if source.cell else source.name
+        states: Sequence[State] = self.probe.states[source.cell]
+        if source.number < len(states):
+            return self._name(Held(source.cell, states[source.number].name))
+        return f"what {source.cell or 'the model'} returns"
+
+    def _shape(self, source: Source) -> tuple[int, ...]:
+        return tuple(self.probe.leaves[source].shape[1:])

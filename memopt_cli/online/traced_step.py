@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from memopt_cli.online.interception import Interception
+from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.structure import Structure, jacobian_row
-from memopt_cli.online.traces import Row, Ties, Trace, Use
+from memopt_cli.online.traces import Channel, Held, Left, Row, Ties, Trace, Use
+
+K = TypeVar("K")
 
 
 class TracedStep(Interception):
@@ -28,17 +31,17 @@ class TracedStep(Interception):
     ) -> None:
         self.structure = structure
         self.traces = {trace.use: trace for trace in traces}
-        self._reaching: dict[str, list[Trace]] = {}
-        for trace in traces:
-            for cell in trace.groups:
-                self._reaching.setdefault(cell, []).append(trace)
         weights = {use.path: model.get_submodule(use.path) for use in self.traces}
-        super().__init__(weights, {cell: model.get_submodule(cell) for cell in self._reaching}, batched=batched)
+        super().__init__(weights, {cell: model.get_submodule(cell) for cell in structure.cells}, batched=batched)
         self._window = window
         self._model_states = list(states_of(model).values())
         self._trace_states = [(t, name, state) for t in traces for name, state in states_of(t).items()]
+        self._read = {left for edges in structure.edges.values() for left in edges.left}
         self._outputs: dict[Use, Tensor] = {}
-        self._found: dict[str, tuple[Tensor, ...]] = {}
+        self._found: dict[Held, Tensor] = {}
+        self._left: dict[Left, Tensor] = {}
+        self._rows: dict[Left, Row] = {}
+        self._new: dict[Held, Row] = {}
 
     @property
     def states_held(self) -> list[State]:
@@ -55,88 +58,144 @@ class TracedStep(Interception):
         finally:
             for trace in self.traces.values():
                 trace.end()
-            self._outputs, self._found = {}, {}
+            self._forget()
             for state in self._model_states:
                 state.value = state.value.detach()
         for (_, _, state), value in zip(self._trace_states, advanced, strict=True):
             state.value = value
 
+    def tie_to_past(self, scale: float | Tensor) -> None:
+        """Make the gradients of states as they are now gradients of the weights, by the traces: of all in a window.
+
+        ``scale``: what the last step's gradients were divided by.
+        """
+        self._set_scale(scale)
+        for cell, states in self.states.items():
+            tied = [s for s in states if self._window or Held(cell, s.name) in self.structure.exposed]
+            self.act_on(tied, partial(self._tie_to_past, [Held(cell, state.name) for state in tied]))
+
     def step(self, model: nn.Module, inputs: Sequence[Tensor], scale: float | Tensor) -> Any:
         """The model's output.  ``scale``: what this step's gradients are divided by."""
         self._set_scale(scale)
-        return self.run(model, inputs)
-
-    def tie_to_past(self, scale: float | Tensor) -> None:
-        """Make the gradients of the states as they are now gradients of the weights, by the traces."""
-        self._set_scale(scale)
         for cell, states in self.states.items():
-            tied = self.lift(partial(self._tie_to_past, cell), *(state.value for state in states))
-            for state, value in zip(states, tied, strict=True):
-                state.value = value
+            exposed = [state for state in states if Held(cell, state.name) in self.structure.exposed]
+            self.act_on(exposed, partial(self._expose, [Held(cell, state.name) for state in exposed]))
+        output = self.run(model, inputs)
+        self.lift(self._advance)
+        return output
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+        if use not in self.traces:  # an earlier call of a traced weight that reaches a cell past a later one alone
+            operation = operation_of(self.weights[use.path])
+            return (operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias),)
         if use in self.structure.constant and not self._window:
             z = tuple(tensor.detach() for tensor in z)
-        y = self.traces[use].use_weight(z[0] if z else None, self.batch, attached=self._window)
-        uncut = self._window and y.requires_grad
+        trace, given = self.traces[use], z[0] if z else None
+        y = trace.use_weight(given, self.batch, attached=self._window)
+        if use in self.structure.connected and not self._window:
+            y = trace.attached(given, self.batch)
+        uncut = (self._window or use in self.structure.connected) and y.requires_grad
         (self._outputs[use],) = self.gate.tie([y], [[]]) if uncut else (y.detach().requires_grad_(),)
         return (self._outputs[use],)
 
-    def on_enter(self, cell: str, *states: Tensor) -> tuple[Tensor, ...]:
-        uncut = (self._window and state.requires_grad for state in states)
-        self._found[cell] = tuple(
-            s.view_as(s) if keep else s.detach().requires_grad_() for s, keep in zip(states, uncut, strict=True)
+    def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
+        if call:
+            return states  # what left the cell before in this step
+        names = [Held(cell, state.name) for state in self.states[cell]]
+        for held, value in zip(names, states, strict=True):
+            if held not in self.structure.exposed:
+                uncut = self._window and value.requires_grad
+                self._found[held] = value.view_as(value) if uncut else value.detach().requires_grad_()
+        return tuple(
+            value if held in self.structure.exposed else self._found[held]
+            for held, value in zip(names, states, strict=True)
         )
-        return self._found[cell]
 
-    def on_leave(self, cell: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count = len(self.states[cell])
-        if self._window:
-            self._extend(cell, tensors[:count])
-            return self.gate.tie(tensors, [[] for _ in tensors])
-        ties = {i: self._through_states(cell, i, tensors) for i in range(count, len(tensors))}
-        direct = [i for i in range(len(tensors)) if not ties.get(i)]
-        ties |= zip(direct, self._extend(cell, [tensors[i] for i in direct]), strict=True)
-        values = [q if (cell, i) in self.structure.attached else q.detach() for i, q in enumerate(tensors)]
-        return self.gate.tie(values, [ties[i] for i in range(len(tensors))])
+    def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        lefts = [Left(cell, call, number) for number in range(len(tensors))]
+        names = [state.name for state in self.states[cell]]
+        ties: list[Ties] = [[] for _ in tensors]
+        values = list(tensors)
+        for left, q in zip(lefts, tensors, strict=True):
+            is_state = left.number < len(names)
+            if left not in self.structure.edges or (self._window and not is_state and left not in self._read):
+                continue  # its own graph tells all there is
+            row = self._row(left, q, tensors[: len(names)])
+            self._rows[left] = row.total(self._rows)
+            if is_state:
+                self._new[Held(cell, names[left.number])] = self._rows[left]
+            if not self._window:
+                attached = left in self.structure.attached and not row.through.keys() & set(lefts)
+                ties[left.number] = self._ties(self._beside_its_graph(row) if attached else row)
+                values[left.number] = q if attached else q.detach()
+        leaving = self.gate.tie(values, ties)
+        self._left |= {left: q for left, q in zip(lefts, leaving, strict=True) if left in self._read}
+        return leaving
 
-    def _through_states(self, cell: str, i: int, tensors: Sequence[Tensor]) -> Ties:
-        """Those of tensor ``i`` to new states, if it is known to depend on new states alone; else empty."""
-        expected = self.structure.derived.get((cell, i), frozenset())
-        if not expected:
-            return []
-        row = jacobian_row(self.gate, tensors[i], tensors[: len(self.states[cell])])
-        slopes = {j: slope for j, slope in enumerate(row) if slope is not None}
-        return [(slope, j) for j, slope in slopes.items()] if slopes.keys() == expected else []
+    def _row(self, left: Left, q: Tensor, new: Sequence[Tensor]) -> Row:
+        """By paths within the cell; through its new states, if it is known to depend on these alone."""
+        if expected := self.structure.derived.get(left):
+            slopes = {j: slope for j, slope in enumerate(jacobian_row(self.gate, q, new)) if slope is not None}
+            if slopes.keys() == expected:
+                return Row(through={Left(left.cell, left.call, j): slope for j, slope in slopes.items()})
+        edges = self.structure.edges[left]
+        held = {key: self._found[key] for key in edges.held}
+        uses = {key: self._outputs[key] for key in edges.uses if key in self._outputs}
+        past = {key: self._left[key] for key in edges.left if key in self._left}
+        row = iter(jacobian_row(self.gate, q, [*held.values(), *uses.values(), *past.values()]))
+        return Row(_entries(held, row), _entries(uses, row), _entries(past, row))
 
-    def _extend(self, cell: str, tensors: Sequence[Tensor]) -> list[Ties]:
-        """The ties of each tensor, of which the cell's states are the first; its traces advance."""
-        rows = [self._row(cell, q) for q in tensors]
-        of_traces = [trace.extend(cell, rows) for trace in self._reaching[cell]]
-        return [[tie for ties in of_row for tie in ties] for of_row in zip(*of_traces, strict=True)]
-
-    def _row(self, cell: str, q: Tensor) -> Row:
-        uses = [trace.use for trace in self._reaching[cell]]
-        found = self._found[cell]
-        row = jacobian_row(self.gate, q, [*found, *(self._outputs[use] for use in uses)])
-        names = (state.name for state in self.states[cell])
+    def _beside_its_graph(self, row: Row) -> Row:
+        """Without what the graph of a tensor that is attached to it leads to."""
         return Row(
-            hidden={name: d for name, d in zip(names, row, strict=False) if d is not None},
-            inputs={use: d for use, d in zip(uses, row[len(found) :], strict=True) if d is not None},
+            {held: d for held, d in row.hidden.items() if held not in self.structure.exposed},
+            {use: d for use, d in row.inputs.items() if use not in self.structure.connected},
         )
+
+    def _ties(self, row: Row) -> Ties:
+        through: Ties = [
+            (slope, Channel((self._left[earlier],), _as_it_is) if earlier in self._left else earlier.number)
+            for earlier, slope in row.through.items()
+        ]
+        of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.traces.values())
+        return [*through, *(tie for ties in of_traces for tie in ties)]
 
     def _load(self, *values: Tensor) -> tuple[Tensor, ...]:
-        for trace in self.traces.values():
-            trace.begin()
+        loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.traces}
         for (trace, name, _), value in zip(self._trace_states, values, strict=True):
-            trace.live.values[name] = value
+            loaded[trace.use][name] = value
+        for use, trace in self.traces.items():
+            trace.begin(loaded[use])
         return ()
 
-    def _tie_to_past(self, cell: str, *values: Tensor) -> tuple[Tensor, ...]:
-        traces, names = self._reaching[cell], [state.name for state in self.states[cell]]
-        ties: list[Ties] = [[(None, trace.past(cell, name)) for trace in traces] for name in names]
+    def _advance(self) -> tuple[Tensor, ...]:
+        for trace in self.traces.values():
+            trace.advance(self._new)
+        self._forget()
+        return ()
+
+    def _forget(self) -> None:
+        self._outputs, self._found, self._left, self._rows, self._new = {}, {}, {}, {}, {}
+
+    def _expose(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        seen = tuple(v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for v in values)
+        self._found |= zip(names, seen, strict=True)
+        return seen
+
+    def _tie_to_past(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        traces = self.traces.values()
+        ties: list[Ties] = [[(None, t.past(held)) for t in traces if held in t.shapes] for held in names]
         return self.gate.tie([value.detach() for value in values], ties)
 
     def _set_scale(self, scale: float | Tensor) -> None:
         for trace in self.traces.values():
-            trace.live.scale = scale
+            trace.set_scale(scale)
+
+
+def _entries(keys: Iterable[K], row: Iterator[Tensor | None]) -> dict[K, Tensor]:
+    """Those of the next ones that are there, by key."""
+    return {key: entry for key in keys if (entry := next(row)) is not None}
+
+
+def _as_it_is(gradient: Tensor) -> tuple[Tensor]:
+    return (gradient,)

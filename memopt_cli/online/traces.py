@@ -1,7 +1,8 @@
 """Eligibility traces: what D-RTRL and ES-D-RTRL remember of the past, for one use of one weight.
 
-Notation, for a weight ``W`` with ``y = W z`` that reaches a group ``h`` of k states per neuron: ``D = dh^t/dh^(t-1)``
-and ``F = dh^t/dy``, both diagonal over neurons, and ``l = dL^t/dh^t``.
+Notation, for a weight ``W`` with ``y = W z`` that reaches a group ``h`` of k states per neuron, of one cell or of
+several that are connected neuron by neuron: ``D = dh^t/dh^(t-1)`` and ``F = dh^t/dy``, both diagonal over neurons, and
+``l = dL^t/dh^t``.
 
 A :class:`Row` is one line of these Jacobians: that of any tensor ``q`` that depends on ``(h^(t-1), y)`` neuron by
 neuron, a new state or a spike computed from it.  The gradient reaches the weights through *channels* that ``q`` is
@@ -11,7 +12,7 @@ and turns it into gradients of weights, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,12 +32,29 @@ class Use(NamedTuple):
     """0 for the module's first call in a step."""
 
 
+class Held(NamedTuple):
+    """A state as the last step left it."""
+
+    cell: str
+    """Dotted path of the module that declares it."""
+    name: str
+
+
+class Left(NamedTuple):
+    """A tensor that leaves a cell."""
+
+    cell: str
+    call: int
+    """0 for the cell's first call in a step."""
+    number: int
+    """Its new states, in the order of declaration, and then what it returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The states of one cell that a weight reaches."""
 
     cell: str
-    """Dotted path of the module that declares them."""
     names: tuple[str, ...]
     shape: tuple[int, ...]
     """Of each of them, per sample."""
@@ -44,12 +62,32 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Diagonal Jacobian of one tensor ``q``; every entry has the shape of ``q``."""
+    """Diagonal Jacobian of one tensor ``q``; every entry has the shape of ``q``.
 
-    hidden: dict[str, Tensor]
-    """State name -> ``dq/dh^(t-1)``.  States that ``q`` does not depend on are left out, uses likewise."""
-    inputs: dict[Use, Tensor]
+    What ``q`` does not depend on is left out.
+    """
+
+    hidden: Mapping[Held, Tensor] = field(default_factory=dict)
+    """State -> ``dq/dh^(t-1)``."""
+    inputs: Mapping[Use, Tensor] = field(default_factory=dict)
     """Use of a weight -> ``dq/dy``."""
+    through: Mapping[Left, Tensor] = field(default_factory=dict)
+    """Tensor that has left a cell in this step -> ``dq/dtensor``.  The other entries are those by paths past these."""
+
+    def total(self, rows: Mapping[Left, Row]) -> Row:
+        """By all paths; ``rows`` are the total ones of the tensors that ``q`` depends on."""
+        if not self.through:
+            return self
+        hidden, inputs = dict(self.hidden), dict(self.inputs)
+        for left, slope in self.through.items():
+            _add_times(slope, rows[left].hidden, hidden)
+            _add_times(slope, rows[left].inputs, inputs)
+        return Row(hidden, inputs)
+
+
+def _add_times(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, Tensor]) -> None:
+    for key, entry in entries.items():
+        sums[key] = sums[key] + slope * entry if key in sums else slope * entry
 
 
 # ---------------------------------------------------------------------------------------------- where gradients go
@@ -122,16 +160,27 @@ class Gate:
 
 
 @dataclass(slots=True, eq=False)
+class _Filtered:
+    """What ES-D-RTRL multiplies a neuron's gradient by, to make that of a weight."""
+
+    z: Tensor | None
+    """Filtered, ``[B, ...]``."""
+    scale: float | Tensor = 1.0
+    """What the gradient is divided by."""
+
+
+@dataclass(slots=True, eq=False)
 class _Live:
     """A trace while a step runs; every tensor with a leading batch axis."""
 
-    values: dict[str, Tensor] = field(default_factory=dict)
-    """Name of the declared state -> its value."""
+    values: dict[str, Tensor]
+    """Name of the declared state -> its value as the last step left it."""
+    filtered: _Filtered
     z: Tensor | None = None
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Carries gradient to whatever ``z`` was computed from."""
-    scale: float | Tensor = 1.0
-    """What the gradient is divided by."""
+    channels: dict[object, Channel] = field(default_factory=dict)
+    """Those of this step, by what they take the gradient of."""
 
 
 class Trace(nn.Module):
@@ -143,43 +192,61 @@ class Trace(nn.Module):
         super().__init__()
         self.use = use
         self.operation = operation
-        self.groups = {group.cell: group for group in groups}
+        self.shapes = {Held(group.cell, name): group.shape for group in groups for name in group.names}
+        """Of the states that the weight reaches, per sample."""
 
-    def begin(self) -> None:
-        """A step begins; the values of the states are yet to be filled in."""
-        self.live = _Live()
+    def begin(self, values: dict[str, Tensor]) -> None:
+        """A step begins; ``values``: name of a state of the trace -> its value, ``[B, ...]``."""
+        self.live = _Live(values, _Filtered(values.get("input")))
 
     def end(self) -> None:
-        """The step has ended: nothing of its graph stays."""
+        """The last step has ended: nothing of its graph stays."""
         del self.live
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         """``y``, for an input ``z [batch, ...]``; ``attached``: the weight gets its own gradient from it."""
         live, operation = self.live, self.operation
-        weight, bias = operation.weight, operation.bias
-        if not attached:
-            weight, bias = _detached(weight), _detached(bias)
         live.z = None if z is None else z.detach()
-        live.y = operation.apply(z, batch, weight, bias)
+        weight, bias = operation.weight, operation.bias
+        live.y = operation.apply(z, batch, *((weight, bias) if attached else (_detached(weight), _detached(bias))))
         return live.y
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
-        """The ties of every row, and the traces one step on.  The first rows are those of the cell's states."""
+    def attached(self, z: Tensor | None, batch: int) -> Tensor:
+        """``y`` once more, from which the weight gets its own gradient: for what reads it and is no cell."""
+        return self.operation.apply(z, batch, self.operation.weight, self.operation.bias)
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """What gradients are divided by, of what is tied from now on."""
+        self.live.filtered.scale = scale
+
+    def ties(self, row: Row) -> Ties:
+        """Of a tensor with this row, to the weights: all that :meth:`onward` does not give them."""
         raise NotImplementedError
 
-    def past(self, cell: str, name: str) -> Channel:
+    def onward(self, row: Row) -> Ties:
+        """Of a tensor with this row, to what ``y`` was computed from in this step."""
+        live = self.live
+        if self.use not in row.inputs or not live.y.requires_grad:
+            return []
+        channel = live.channels.setdefault(self.use, Channel((live.y,), lambda gradient: (gradient,)))
+        return [(row.inputs[self.use], channel)]
+
+    def past(self, held: Held) -> Channel:
         """A channel that takes ``dL/dh`` of a state as the last step left it."""
         raise NotImplementedError
 
-    def _onward(self, rows: Sequence[Row]) -> list[Ties]:
-        """Of every row, to whatever ``z`` was computed from."""
-        if not self.live.y.requires_grad:
-            return [[] for _ in rows]
-        channel = Channel((self.live.y,), lambda gradient: (gradient,))
-        return [[(row.inputs[self.use], channel)] if self.use in row.inputs else [] for row in rows]
+    def advance(self, rows: Mapping[Held, Row]) -> None:
+        """One step on, by the total rows of the new states; a state without one keeps its trace."""
+        self.begin(self.live.values | self._advanced({h: row for h, row in rows.items() if h in self.shapes}))
+
+    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Channel:
         return Channel((self.operation.weight, self.operation.bias), to_weights)
+
+    def _followed(self, row: Row) -> Iterator[tuple[Held, Tensor]]:
+        return ((held, entry) for held, entry in row.hidden.items() if held in self.shapes)
 
 
 class FullTrace(Trace):
@@ -191,36 +258,24 @@ class FullTrace(Trace):
 
     def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__(use, groups, operation)
-        for group in groups:
-            for name in group.names:
-                if _trainable(operation.weight):
-                    declare_state(self, _key(group, name, "weight"), (*group.shape, weights_per_output(operation)))
-                if _trainable(operation.bias):
-                    declare_state(self, _key(group, name, "bias"), group.shape)
+        for held, shape in self.shapes.items():
+            if _trainable(operation.weight):
+                declare_state(self, _key(held, "weight"), (*shape, weights_per_output(operation)))
+            if _trainable(operation.bias):
+                declare_state(self, _key(held, "bias"), shape)
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         return super().use_weight(z, batch, attached=True)
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
-        group = self.groups[cell]
-        past = {name: self.past(cell, name) for name in group.names}
-        onward = self._onward(rows)
-        ties: list[Ties] = [
-            [*of_row, *((row.hidden[j], past[j]) for j in row.hidden)] for of_row, row in zip(onward, rows, strict=True)
-        ]
-        patches = None if self.live.z is None else self.operation.rows(self.live.z)
-        advanced = {}
-        for name, row in zip(group.names, rows, strict=False):
-            if (key := _key(group, name, "weight")) in self.live.values:
-                advanced[key] = self._advanced(group, row, "weight", patches)
-            if (key := _key(group, name, "bias")) in self.live.values:
-                advanced[key] = self._advanced(group, row, "bias", None)
-        self.live.values |= advanced
-        return ties
+    def attached(self, z: Tensor | None, batch: int) -> Tensor:
+        return self.live.y
 
-    def past(self, cell: str, name: str) -> Channel:
-        group, values, operation = self.groups[cell], self.live.values, self.operation
-        of_weight, of_bias = (values.get(_key(group, name, part)) for part in ("weight", "bias"))
+    def ties(self, row: Row) -> Ties:
+        return [(entry, self.past(held)) for held, entry in self._followed(row)]
+
+    def past(self, held: Held) -> Channel:
+        live, operation = self.live, self.operation
+        of_weight, of_bias = (live.values.get(_key(held, part)) for part in ("weight", "bias"))
 
         def to_weights(gradient: Tensor) -> tuple[Tensor | None, ...]:
             return (
@@ -228,17 +283,28 @@ class FullTrace(Trace):
                 None if of_bias is None else operation.bias_gradient(gradient * of_bias),
             )
 
-        return self._channel(to_weights)
+        return live.channels.setdefault(held, self._channel(to_weights))
 
-    def _advanced(self, group: Group, row: Row, part: str, patches: Tensor | None) -> Tensor:
+    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+        values, z = self.live.values, self.live.z
+        patches = None if z is None else self.operation.rows(z)
+        parts = {"weight": patches, "bias": None}
+        return {
+            key: self._advanced_part(held, row, part, inputs)
+            for held, row in rows.items()
+            for part, inputs in parts.items()
+            if (key := _key(held, part)) in values
+        }
+
+    def _advanced_part(self, held: Held, row: Row, part: str, patches: Tensor | None) -> Tensor:
         """``sum_j D_j e_j + F (x) z``, where ``z`` is 1 for a bias."""
 
         def spread(jacobian: Tensor) -> Tensor:
             return jacobian.unsqueeze(-1) if part == "weight" else jacobian
 
-        old = {name: self.live.values[_key(group, name, part)] for name in group.names}
-        terms = [spread(entry) * old[name] for name, entry in row.hidden.items()]
-        total = terms[0] if terms else torch.zeros_like(old[group.names[0]])
+        old = self.live.values
+        terms = [spread(entry) * old[_key(other, part)] for other, entry in self._followed(row)]
+        total = terms[0] if terms else torch.zeros_like(old[_key(held, part)])
         for term in terms[1:]:
             total += term
         if self.use not in row.inputs:
@@ -251,7 +317,8 @@ class FactoredTrace(Trace):
     """ES-D-RTRL: the input and the neurons are filtered apart, ``B * (I + k * H)`` numbers.
 
     ``e_x^t = a e_x^(t-1) + z`` and ``e_f^t = a D e_f^(t-1) + (1 - a) F``; the gradient of a weight is
-    ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``, with ``c`` of :meth:`set_scale`.
+    ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``, with ``c`` of
+    :meth:`set_scale`.
     """
 
     def __init__(
@@ -261,53 +328,53 @@ class FactoredTrace(Trace):
         self.decay = decay
         if z_shape is not None and _trainable(operation.weight):
             declare_state(self, "input", z_shape)
-        for group in groups:
-            for name in group.names:
-                declare_state(self, _key(group, name, "neuron"), group.shape)
+        for held, shape in self.shapes.items():
+            declare_state(self, _key(held, "neuron"), shape)
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         y = super().use_weight(z, batch, attached=attached)
         if "input" in self.live.values and self.live.z is not None:
-            self.live.values["input"] = self.decay * self.live.values["input"] + self.live.z
+            self.live.filtered.z = self.decay * self.live.values["input"] + self.live.z
         return y
 
-    def extend(self, cell: str, rows: Sequence[Row]) -> list[Ties]:
-        group = self.groups[cell]
-        filtered = [self._filtered(group, row) for row in rows]
-        channel = self._channel(self._to_weights())
-        ties: list[Ties] = [
-            [*of_row, (trace, channel)] for of_row, trace in zip(self._onward(rows), filtered, strict=True)
-        ]
-        self.live.values |= {_key(group, n, "neuron"): t for n, t in zip(group.names, filtered, strict=False)}
-        return ties
+    def ties(self, row: Row) -> Ties:
+        factor, filtered = self._factor(row), self.live.filtered
+        if factor is None:
+            return []
+        # What is filtered is looked up in backward: the weight may be used after this tensor has left its cell.
+        channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
+        return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, cell: str, name: str) -> Channel:
-        neuron, to_weights = self.live.values[_key(self.groups[cell], name, "neuron")], self._to_weights()
-        return self._channel(lambda gradient: to_weights(gradient * neuron))
+    def past(self, held: Held) -> Channel:
+        neuron, z = self.live.values[_key(held, "neuron")], self.live.values.get("input")
+        scale = self.live.filtered.scale
+        return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
 
-    def _to_weights(self) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
-        operation, z, scale = self.operation, self.live.values.get("input"), self.live.scale
-        of_bias = _trainable(operation.bias)
+    def _to_weights(self, gradient: Tensor, z: Tensor | None, scale: float | Tensor) -> tuple[Tensor | None, ...]:
+        gradient, operation = gradient / scale, self.operation
+        return (
+            None if z is None else operation.weight_gradient(z, gradient),
+            operation.bias_gradient(gradient) if _trainable(operation.bias) else None,
+        )
 
-        def to_weights(gradient: Tensor) -> tuple[Tensor | None, ...]:
-            gradient = gradient / scale
-            return (
-                None if z is None else operation.weight_gradient(z, gradient),
-                operation.bias_gradient(gradient) if of_bias else None,
-            )
+    def _advanced(self, rows: Mapping[Held, Row]) -> dict[str, Tensor]:
+        values, filtered = self.live.values, self.live.filtered
+        factors = {key: self._factor(row) for held, row in rows.items() if (key := _key(held, "neuron"))}
+        advanced = {key: torch.zeros_like(values[key]) if f is None else f for key, f in factors.items()}
+        return advanced if filtered.z is None else {**advanced, "input": filtered.z}
 
-        return to_weights
-
-    def _filtered(self, group: Group, row: Row) -> Tensor:
-        """``a sum_j D_j e_f,j + (1 - a) F``: the factor of the row's tensor."""
-        terms = [entry * self.live.values[_key(group, name, "neuron")] for name, entry in row.hidden.items()]
-        total = sum(terms[1:], terms[0]) if terms else torch.zeros_like(self.live.y)
+    def _factor(self, row: Row) -> Tensor | None:
+        """``a sum_j D_j e_f,j + (1 - a) F``: the factor of the row's tensor; ``None`` if it depends on none of them."""
+        terms = [entry * self.live.values[_key(held, "neuron")] for held, entry in self._followed(row)]
         of_use = row.inputs.get(self.use)
+        if not terms:
+            return None if of_use is None else of_use * (1 - self.decay)
+        total = sum(terms[1:], terms[0])
         return total.mul_(self.decay) if of_use is None else total.lerp_(of_use, 1 - self.decay)
 
 
-def _key(group: Group, name: str, part: str) -> str:
-    return f"{group.cell}.{name}:{part}".replace(".", "/")  # the name of a buffer has no dots
+def _key(held: Held, part: str) -> str:
+    return f"{held.cell}.{held.name}:{part}".replace(".", "/")  # the name of a buffer has no dots
 
 
 def _trainable(tensor: Tensor | None) -> bool:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,50 +82,6 @@ def test_what_mixes_neurons_is_refused() -> None:
         structure(pooled, torch.rand(BATCH, 1, 6))
     untraced(pooled[0])
     assert reached(structure(pooled, torch.rand(BATCH, 1, 6))) == {}
-
-
-def test_a_weight_whose_output_passes_the_states_is_refused() -> None:
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.syn, self.cell = traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.syn(x)
-            return y + self.cell(y)
-
-    with pytest.raises(MemoptError, match="syn reaches a state, and something else"):
-        structure(Skip())
-
-
-@pytest.mark.parametrize("kept", [lambda cell, y: torch.sigmoid(cell.v + y), lambda cell, y: torch.sigmoid(cell.v)])
-def test_what_leaves_a_cell_by_an_attribute_is_refused(kept: Callable[[LIF, Tensor], Tensor]) -> None:
-    class Recording(LIF):
-        def forward(self, y: Tensor) -> Tensor:
-            self.last = kept(self, y)
-            return super().forward(y)
-
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.syn, self.cell = traced(nn.Linear(INPUTS, HIDDEN)), Recording(HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            spikes: Tensor = self.cell(self.syn(x))
-            return spikes + self.cell.last
-
-    with pytest.raises(MemoptError, match="something else past the states"):
-        structure(Reading())
-
-
-def test_a_cell_that_is_called_twice_is_refused() -> None:
-    class Twice(LIF):
-        pass
-
-    cell = Twice(HIDDEN)
-    net = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), cell, cell)
-    with pytest.raises(MemoptError, match="called twice"):
-        structure(net)
 
 
 def test_a_weight_used_twice_has_a_trace_for_each_use() -> None:

@@ -1,0 +1,448 @@
+"""Networks whose states are in several modules, in all ways that these can depend on one another, and an independent
+account of the gradient they should get.
+
+What a network reads of the last step and hands to a weight goes through ``self.past``: the identity, which the
+reference replaces by ``detach``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memopt_cli.online import ElementWise, declare_state, init_all_states, states_of, traced
+from memopt_cli.online.neurons import LIF, AdaptiveLIF, LeakyRateReadout
+from memopt_cli.online.operations import trace_kind
+from tests.online.networks import CLASSES, HIDDEN, INPUTS, gradients
+
+Composition = Callable[[], "Network"]
+
+
+class Network(nn.Module):
+    """A network of one time step; ``w`` is its first weight, ``out`` its readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: Callable[[Tensor], Tensor] = _same
+        self.w = weight(INPUTS, HIDDEN)
+        self.out = nn.Linear(HIDDEN, CLASSES)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def weight(inputs: int, outputs: int) -> nn.Linear:
+    layer = traced(nn.Linear(inputs, outputs))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    return layer
+
+
+class Synapse(nn.Module):
+    """``g^t = decay g^(t-1) + y``."""
+
+    g: Tensor
+
+    def __init__(self, decay: float = 0.7) -> None:
+        super().__init__()
+        self.decay = decay
+        declare_state(self, "g", HIDDEN)
+
+    def forward(self, y: Tensor) -> Tensor:
+        self.g = self.decay * self.g + y
+        return self.g
+
+
+class SynapseAndNeuron(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn, self.neu = Synapse(), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neu(self.syn(self.w(x))))
+
+
+class RecurrentSynapse(Network):
+    """Spikes of the last step come back through a weight, to a synapse of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec = weight(HIDDEN, HIDDEN)
+        self.excitatory, self.inhibitory, self.neu = Synapse(0.6), Synapse(0.9), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = self.rec(self.past(self.neu.get_spike()))
+        return self.out(self.neu(self.excitatory(self.w(x)) - self.inhibitory(back)))
+
+
+class MixedInput(Network):
+    """One weight for the input and the last step's spikes, with a leaky readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(INPUTS + HIDDEN, HIDDEN)
+        self.syn, self.neu, self.out = Synapse(), AdaptiveLIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neu(self.syn(self.w(torch.cat([x, self.past(self.neu.get_spike())], -1)))))
+
+
+class Chain(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = Synapse(0.5), Synapse(0.8), LIF(HIDDEN), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.fourth(2 * self.third(torch.tanh(self.second(self.first(self.w(x)))))))
+
+
+class Layers(Network):
+    """Two layers of synapse and neuron; the second is recurrent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.below, self.second, self.above = Synapse(), LIF(HIDDEN), Synapse(0.4), LIF(HIDDEN)
+        self.between, self.within = weight(HIDDEN, HIDDEN), weight(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.below(self.first(self.w(x)))
+        within = self.within(self.past(self.above.get_spike()))
+        return self.out(self.above(self.second(self.between(spikes) + within)))
+
+
+class Feedback(Network):
+    """A module of its own adapts the neurons: it reads their spikes, and they what it held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu, self.adaptation = LIF(HIDDEN), Synapse(0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.neu(self.w(x) - 0.5 * self.adaptation.g)
+        self.adaptation(spikes)
+        return self.out(spikes)
+
+
+class ReaderFirst(Network):
+    """What reads the last step's potential runs before the neurons do, and before their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.neu = Synapse(0.9), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slow = self.slow(torch.tanh(self.neu.v))
+        return self.out(self.neu(self.w(x) + 0.1 * slow))
+
+
+class Real(nn.Module):
+    h: Tensor
+
+    def __init__(self, a: ElementWise, b: ElementWise) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+        declare_state(self, "h", HIDDEN)
+
+    def forward(self, y: Tensor, other: Tensor) -> Tensor:
+        self.h = self.a() * self.h + self.b() * other + y
+        return self.h
+
+
+class LinearRecurrentUnit(Network):
+    """A complex diagonal recurrence, real and imaginary parts in modules of their own; its decay is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.imaginary_w = weight(INPUTS, HIDDEN)
+        a, b = torch.linspace(0.5, 0.9, HIDDEN), torch.linspace(-0.4, 0.4, HIDDEN)
+        self.re, self.im = Real(ElementWise(a), ElementWise(-b)), Real(ElementWise(a), ElementWise(b))
+
+    def forward(self, x: Tensor) -> Tensor:
+        re, im = self.re.h, self.im.h
+        return self.out(torch.tanh(self.re(self.w(x), im) * self.im(self.imaginary_w(x), re)))
+
+
+class Plastic(Network):
+    """Short-term plasticity before the second weight: its states depend on the first, and act through the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.stp, self.second = LIF(HIDDEN), Depression(), LIF(HIDDEN)
+        self.between = weight(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.between(self.stp(self.first(self.w(x))))))
+
+
+class Depression(nn.Module):
+    x: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        declare_state(self, "x", HIDDEN, torch.ones)
+
+    def forward(self, spikes: Tensor) -> Tensor:
+        used = 0.4 * self.x * spikes
+        self.x = self.x + 0.1 * (1 - self.x) - used
+        return used
+
+
+class Divergent(Network):
+    """One weight feeds two modules that a third one joins, with a parameter of its own that carries no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow, self.neu = Synapse(0.3), Synapse(0.9), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w(x)
+        return self.out(self.neu(self.fast(y) * torch.tanh(self.slow(y))))
+
+
+class Scaled(LIF):
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return super().forward(self.scale * y)
+
+
+class Nested(Network):
+    """A cell that declares a state and holds another cell, which reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu = Outer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neu(self.w(x)))
+
+
+class Outer(nn.Module):
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = LIF(HIDDEN)
+        declare_state(self, "level", HIDDEN)
+
+    def forward(self, y: Tensor) -> Tensor:
+        spikes = self.inner(y + torch.tanh(self.level))
+        self.level = 0.9 * self.level + 0.1 * spikes + 0.05 * y
+        return spikes
+
+
+class Untagged(Network):
+    """A weight without a tag between the neurons: the past ends there, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.between = LIF(HIDDEN), LIF(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.within = weight(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.first(self.w(x))
+        return self.out(self.second(4 * self.between(spikes) + self.within(self.past(self.second.get_spike()))))
+
+
+class PotentialReadOut(Network):
+    """The output reads the last step's potential past the cell, through a readout of its own as well, and the
+    weight's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu, self.late = LIF(HIDDEN), nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, y = self.neu.v, self.w(x)
+        late = self.late(before) + torch.sigmoid(before)[..., :CLASSES]
+        return self.out(self.neu(y)) + late + torch.tanh(y)[..., :CLASSES]
+
+
+class KeptInAnAttribute(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu = Recording(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neu(self.w(x)) + self.neu.last)
+
+
+class Recording(LIF):
+    def forward(self, y: Tensor) -> Tensor:
+        self.last = torch.sigmoid(self.v + y)
+        return super().forward(y)
+
+
+class MinimalGatedUnit(Network):
+    """One gate, which the candidate's weight reads as well."""
+
+    h: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.candidate = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = self.past(self.h)
+        gate = torch.sigmoid(self.w(torch.cat([x, past], -1)))
+        self.h = (1 - gate) * self.h + gate * torch.tanh(self.candidate(torch.cat([x, gate * past], -1)))
+        return self.h
+
+
+class MinimalRnn(Network):
+    h: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = weight(2 * HIDDEN, HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.w(x))
+        gate = torch.sigmoid(self.gate(torch.cat([self.past(self.h), z], -1)))
+        self.h = gate * self.h + (1 - gate) * z
+        return self.h
+
+
+class GatedRecurrentUnit(Network):
+    """The reset gate reaches the state past another weight alone."""
+
+    h: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.reset = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
+        self.candidate = weight(INPUTS + HIDDEN, HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = self.past(self.h)
+        z = torch.cat([x, past], -1)
+        update, reset = torch.sigmoid(self.w(z)), torch.sigmoid(self.reset(z))
+        new = torch.tanh(self.candidate(torch.cat([x, reset * past], -1)))
+        self.h = update * self.h + (1 - update) * new
+        return self.h
+
+
+class Looping(Network):
+    """A cell that takes three small steps within one, each by the same weight."""
+
+    h: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(INPUTS + HIDDEN, HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, seen = self.h, self.past(self.h)
+        for _ in range(3):
+            push = 0.3 * torch.tanh(self.w(torch.cat([x, seen], -1)))
+            h, seen = 0.7 * h + push, 0.7 * seen + push
+        self.h = h
+        return h
+
+
+class Iterating(Network):
+    """The same, but nothing of the state passes the weight: only its last use carries a trace."""
+
+    h: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(INPUTS + HIDDEN, HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.past(self.h)
+        for _ in range(3):
+            seen = torch.tanh(self.w(torch.cat([x, seen], -1)))
+        self.h = 0.5 * self.h + seen
+        return self.h
+
+
+class Twice(Network):
+    """Its cells are called twice in a step, with a weight's output each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn, self.neu = Synapse(), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.neu(self.syn(self.w(x)))
+        return self.out(first + self.neu(self.syn(self.w(x.flip(-1)))))
+
+
+COMPOSITIONS: dict[str, Composition] = {
+    "synapse and neuron": SynapseAndNeuron,
+    "two synapses and recurrence": RecurrentSynapse,
+    "one weight for input and recurrence": MixedInput,
+    "chain of four": Chain,
+    "layers of synapse and neuron": Layers,
+    "feedback": Feedback,
+    "reader first": ReaderFirst,
+    "linear recurrent unit": LinearRecurrentUnit,
+    "plasticity": Plastic,
+    "one weight for two synapses": Divergent,
+    "nested cells": Nested,
+    "untagged weight": Untagged,
+    "potential read out": PotentialReadOut,
+    "kept in an attribute": KeptInAnAttribute,
+    "MGU": MinimalGatedUnit,
+    "MinimalRNN": MinimalRnn,
+    "GRU": GatedRecurrentUnit,
+    "loop": Looping,
+    "iteration": Iterating,
+    "called twice": Twice,
+}
+
+
+def cut_graph_gradients(net: Network, inputs: Tensor, labels: Tensor, window: int = 1) -> dict[str, Tensor]:
+    """Gradients on the cut graph, one window's loss at a time.
+
+    Before the window, what enters a weight is constant, and so are parameters that carry no trace and states that no
+    traced weight reaches.  In a window of one step, what the step before left and enters a weight is constant.
+    """
+    for start in range(0, len(inputs), window):
+        init_all_states(net, inputs.shape[1])
+        with _before_the_window(net):
+            for x in inputs[:start]:
+                net(x)
+        for state in states_of(net).values():
+            if isinstance(state.module, LeakyRateReadout):
+                state.value = state.value.detach()
+        net.past = Tensor.detach if window == 1 else _same
+        losses = [F.cross_entropy(net(x), labels) for x in inputs[start : start + window]]
+        torch.stack(losses).sum().backward()
+        net.past = _same
+    return gradients(net)
+
+
+@contextmanager
+def _before_the_window(net: Network) -> Iterator[None]:
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: (args[0].detach(),)) for layer in layers]
+    untraced = [m for m in net.modules() if not trace_kind(m)]
+    parameters = {m: dict(m._parameters) for m in untraced}
+    for module in untraced:
+        module._parameters |= {n: None if p is None else p.detach() for n, p in module._parameters.items()}
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, own in parameters.items():
+            module._parameters |= own
