@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import TOLERANCE, difference, effects, generator_state, generators_kept, in_double, state_of
+from memopt_cli.equality import (
+    TOLERANCE,
+    DoubleThroughout,
+    difference,
+    effects,
+    generator_state,
+    generators_kept,
+    in_double,
+    state_of,
+)
 from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
@@ -132,20 +141,26 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     module = copy.deepcopy(module).double().train()
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
-    length = args[0].shape[rule.axis]
-    short = min(length, SHORT)
     try:
-        if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
-            return reason
-        cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
-        draws = _draws(in_double((args, kwargs)), in_double((cut, kwargs)))
-        for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
-            whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
-            worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
-            if worst.relative > TOLERANCE:
-                return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
+        with DoubleThroughout():  # type: ignore[no-untyped-call]
+            return _double_disproof(module, args, kwargs, rule)
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return first_line(error)
+
+
+def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
+    """The same of a module in float64."""
+    length = args[0].shape[rule.axis]
+    short = min(length, SHORT)
+    if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
+        return reason
+    cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
+    draws = _draws(in_double((args, kwargs)), in_double((cut, kwargs)))
+    for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
+        whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
+        worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
+        if worst.relative > TOLERANCE:
+            return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     return None
 
 

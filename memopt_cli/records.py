@@ -127,6 +127,8 @@ class ModelFacts:
     """The plan that the file carries."""
     asked_codecs: tuple[str, ...]
     """Paths of the modules that name a codec for their inputs (``x_compressor``)."""
+    fixed_sizes: bool
+    """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
     batch_norms: bool
     """A layer of it normalizes by statistics of the batch."""
     sync_norms: tuple[str, ...]
@@ -1121,6 +1123,10 @@ class LengthStrategy:
     """What an epoch of the user's sequences costs, batched one way."""
 
     name: str
+    batch: int | None
+    """Sequences of a batch; ``None``: as many as ``max_tokens`` allows."""
+    max_tokens: int | None
+    """Positions of a batch, padding too; ``None``: the batch has a number of sequences."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
@@ -1140,8 +1146,11 @@ class BatchRecommendation:
     """The memory limit, and what sets it."""
     rows: tuple[BatchRow, ...]
     """Without the plan first; sizes ascending."""
+    chosen: int
+    """Index of the row that the recommendation is of: of the largest size at which a batch was run, the better by the
+    objective."""
     batch: int
-    """By the objective, of the last row in which a batch was run."""
+    """By the objective, of that row."""
     verified: bool
     """It was run; if not, it is an estimate."""
     accumulation: Accumulation | None

@@ -13,8 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from memopt_cli.records import BatchAdvice, BatchEstimate, BatchOutcome, BatchProbe, Failure, NoBatchFits, describe
-from memopt_cli.units import format_bytes
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchEstimate,
+    BatchOutcome,
+    BatchProbe,
+    Failure,
+    NoBatchFits,
+    StepFailed,
+    describe,
+)
+from memopt_cli.units import format_bytes, format_seconds
 
 TARGET_SHARE = 0.8
 """Share of the device's memory that a batch may take where no limit is given."""
@@ -28,6 +37,8 @@ tells what a step takes in time, and in memory beyond its tensors.  An answer no
 would hardly change, is run at once."""
 _WORTH_ANOTHER_RUN = 1.5
 """A step that took so much less than it may is followed by a larger one: small batches are slower per sample."""
+_PUNCTUAL = 1.1
+"""A step that takes so many times as long as it may is still in time: no two take the same."""
 _SURE = 0.98
 """Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more.  One that
 fits into this share by dry runs is likely to fit."""
@@ -118,7 +129,7 @@ class BatchSearch:
         for batch in batches:
             if not any(abs(run - batch) < _ABOUT * batch for run in self.runs) and len(self.runs) < last_run:
                 self.also_run([batch])
-            if self._fastest().batch > (1 + _ABOUT) * batch:
+            if self.fastest.batch > (1 + _ABOUT) * batch:
                 break
 
     def interrupt(self) -> None:
@@ -132,8 +143,26 @@ class BatchSearch:
 
     @property
     def fitting(self) -> list[BatchProbe]:
-        """Those within the budget."""
-        return [run for run in self.measured if run.allocated_peak_bytes <= self.limits.budget_bytes]
+        """Those within the budget and in time; where no step was in time, the smallest alone."""
+        within = [run for run in self.measured if run.allocated_peak_bytes <= self.limits.budget_bytes]
+        return [run for run in within if self._is_in_time(run)] or within[:1]
+
+    def _is_in_time(self, run: BatchProbe) -> bool:
+        return run.step_s <= _PUNCTUAL * self.limits.longest_step_s
+
+    def refusal(self) -> str:
+        """Why the model runs at no batch but the one described; nothing if it does, or was not seen to refuse one.
+
+        Where dry runs of its neighbours fail, those are run, as far as runs are left.
+        """
+        unit = self.limits.multiple_of
+        if [run.batch for run in self.measured] != [self.batch]:
+            return ""
+        neighbours = [batch for batch in (self.batch + unit, self.batch - unit) if batch > 0]
+        self.also_run([batch for batch in neighbours if math.isinf(self.predicted(batch))])
+        others = [run for batch, run in self.runs.items() if batch != self.batch]
+        refused = [run for run in others if isinstance(run, StepFailed)]
+        return describe(refused[0]) if refused and refused == others else ""
 
     # ------------------------------------------------------------------------------------------ the search
 
@@ -147,8 +176,8 @@ class BatchSearch:
         if self.measured:
             affordable = self._affordable()
             if affordable < candidate:
-                is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN and affordable not in self.runs
-                return affordable if is_worth_it else None
+                is_worth_it = affordable >= best * _WORTH_ANOTHER_RUN or affordable < best
+                return affordable if is_worth_it and affordable not in self.runs else None
         elif not self.runs and self._begins_small(candidate, within):
             candidate = self._rounded(min(self.batch, candidate // _FIRST))
         is_known = candidate in self.runs or candidate < best + max(unit, _CLOSE * best)
@@ -163,16 +192,33 @@ class BatchSearch:
         return is_far and (self.limits.probes > 1 or self.predict is None)
 
     def _below_failures(self, candidate: int) -> int:
-        """Below every batch that gave no number: half of it at first, then a tenth at a time."""
-        failed = [batch for batch, run in self.runs.items() if not isinstance(run, BatchProbe)]
+        """Below every batch that gave no number where no larger one did: half at first, then a tenth at a time."""
+        failed = self._failed
         if not failed or candidate < min(failed):
             return candidate
         return self._rounded(min(failed) * 9 // 10 if self.fitting else min(failed) // 2)
 
+    @property
+    def _failed(self) -> list[int]:
+        """Batches that gave no number, above all that fit."""
+        best = self.fitting[-1].batch if self.fitting else 0
+        return [batch for batch, run in self.runs.items() if batch > best and not isinstance(run, BatchProbe)]
+
     def _affordable(self) -> int:
-        """The batch whose step takes that long, in proportion to a step that was timed; at least the batch of that."""
-        largest = self.measured[-1]
-        return max(largest.batch, self._rounded(int(largest.batch * self.limits.longest_step_s / largest.step_s)))
+        """The batch whose step takes that long: by the power law through the next one that took longer, else in
+        proportion.
+
+        No smaller than the largest that was in time.
+        """
+        limit = self.limits.longest_step_s
+        in_time = [run for run in self.measured if self._is_in_time(run)]
+        base = in_time[-1] if in_time else self.measured[0]
+        batch = base.batch * limit / base.step_s
+        late = next((run for run in self.measured if run.batch > base.batch), None)
+        if in_time and late is not None:
+            power = math.log(late.batch / base.batch) / math.log(late.step_s / base.step_s)
+            batch = base.batch * (limit / base.step_s) ** power
+        return max(base.batch if in_time else 1, self._rounded(int(batch)))
 
     def _rounded(self, batch: int) -> int:
         unit = self.limits.multiple_of
@@ -200,7 +246,7 @@ class BatchSearch:
             line = fit_line(points)
         return BatchAdvice(
             recommended_batch=best,
-            fastest_batch=self._fastest().batch,
+            fastest_batch=self.fastest.batch,
             estimated_batch=estimate if is_unproven else best,
             probes=tuple(self.measured),
             intercept_bytes=line[0],
@@ -210,13 +256,14 @@ class BatchSearch:
             limited_by=limited_by,
         )
 
-    def _fastest(self) -> BatchProbe:
+    @property
+    def fastest(self) -> BatchProbe:
+        """Of those that fit, the one with most samples a second; there is one."""
         return max(self.fitting, key=lambda run: run.samples_per_s)
 
     def _limit(self, best: int, estimate: int) -> tuple[str, bool]:
         """What bounds the largest batch that ran, and whether a larger one would fit by the model."""
-        failed = [b for b, run in self.runs.items() if not isinstance(run, BatchProbe)]
-        if failed:
+        if failed := self._failed:
             return f"a run at batch {min(failed)}: {self._failure(min(failed))}", False
         if estimate < best + max(self.limits.multiple_of, _CLOSE * best):
             return self.limits.name, False
@@ -224,10 +271,15 @@ class BatchSearch:
             return "the interruption", True
         budget, runnable = self.limits.budget_bytes, self.limits.runnable_bytes
         if self._affordable() < self.largest_within(min(budget, runnable)):
-            return f"the time of a step ({self.limits.longest_step_s:g} s)", True
+            return f"the time of a step ({self._longest(self.fitting[-1])})", True
         if runnable < budget:
             return f"this machine, where {format_bytes(runnable)} are free", True
         return f"the number of runs ({len(self.runs)})", True
+
+    def _longest(self, best: BatchProbe) -> str:
+        """How long a step may take, and how long one of the best batch does if that is longer."""
+        limit = f"{self.limits.longest_step_s:g} s"
+        return limit if self._is_in_time(best) else f"{limit}; batch {best.batch} takes {format_seconds(best.step_s)}"
 
     def _failure(self, batch: int) -> str:
         run = self.runs[batch]

@@ -13,6 +13,8 @@ from memopt_cli.batching.samplers import LengthBucketSampler, TokenBudgetSampler
 from memopt_cli.documents import MOST_BYTES, printable, read_bytes
 from memopt_cli.errors import BatchShapeError, UsageError
 
+TOKEN_BUDGET = "token_budget"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchExtent:
@@ -77,7 +79,7 @@ def compare_length_strategies(
         "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in drawn],
         "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
         "packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
-        "token_budget": [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
+        TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(
         StrategyReport(

@@ -34,6 +34,7 @@ from memopt_cli.spec_text import (
 
 __all__ = [
     "batch_of",
+    "check_batch",
     "find_spec",
     "format_tensor",
     "guessed_spec",
@@ -329,6 +330,22 @@ def batch_of(spec: InputSpec) -> int:
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
     raise UsageError("the batch size of the inputs is not known", hint="Add for example --dim B=8")
+
+
+def check_batch(spec: InputSpec, batch: int) -> None:
+    """Raise :class:`UsageError` for inputs whose batch cannot be varied: of a data file or a script that takes none,
+    and those of which not all have the dimension that would be taken for it."""
+    with_batch(spec, batch + 1)
+    sized = [tensor for tensor in spec.tensors if tensor.shape]
+    if BATCH in spec.dims or len({tensor.shape[0] for tensor in sized}) <= 1:
+        return
+    shapes = ", ".join(map(format_tensor, sized))
+    first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
+    raise UsageError(
+        f"which dimension of the inputs is the batch is not known: they do not share their first one ({shapes})",
+        hint=f"Name it in every input that has it, as in -i {shlex.quote(format_tensor(first))} --dim "
+        f"{BATCH}={batch}; inputs such as one graph's nodes and edges have none.",
+    )
 
 
 def with_batch(spec: InputSpec, batch: int) -> InputSpec:

@@ -54,9 +54,15 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         batch=None if spec is None else batch_of(spec),
         carried=carried,
         asked_codecs=codec_paths(model),
+        fixed_sizes=_has_fixed_sizes(loaded),
         batch_norms=any(map(_is_batch_norm, model.modules())),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
+
+
+def _has_fixed_sizes(loaded: LoadedModel) -> bool:
+    """A program of ``torch.export`` whose example inputs have no size that may vary."""
+    return loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims
 
 
 def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:

@@ -28,9 +28,10 @@ class BatchModule(nn.Module):
 
     Three routes can run them: ``fused`` kernels over a traced graph, ``vmap`` and the per-model ``loop``.  A route is
     used only if outputs, gradients and buffers equal the loop's, and of those the fastest measured one is.  That is
-    found out with ``example_inputs`` (models, images, …) at construction, else with the first inputs, and once more for
-    each combination of training modes; :attr:`trials` tells what was found.  ``route`` names the one to use instead of
-    measuring; it is compared with the loop all the same.
+    found out, on few models and samples, with ``example_inputs`` (models, images, …) at construction, else with the
+    first inputs, and once more for each combination of training modes; :attr:`trials` tells what was found.  ``route``
+    names the one to use instead of measuring; it is compared with the loop all the same.  With ``check=False`` nothing
+    is compared or timed: the first of the three that runs is used.
 
     What couples the models is outside: the sum of their losses does not (each gradient is zero elsewhere), nor do SGD,
     Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see
@@ -50,6 +51,7 @@ class BatchModule(nn.Module):
         *,
         route: Literal["auto", "fused", "vmap", "loop"] = "auto",
         example_inputs: tuple[Any, ...] | None = None,
+        check: bool = True,
     ) -> None:
         super().__init__()
         if batch < 1:
@@ -59,6 +61,7 @@ class BatchModule(nn.Module):
         self.batch = batch
         self.models = stack_model(model, batch)
         self._wanted = route
+        self._check = check
         self._routes: dict[_Mode, Route] = {}
         self._trials: list[RouteTrial] = []
         self.train(model.training)
@@ -121,7 +124,7 @@ class BatchModule(nn.Module):
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
-        route, self._trials = select(self.models, self.batch, self._wanted, args, dict(kwargs))
+        route, self._trials = select(self.models, self.batch, self._wanted, args, dict(kwargs), check=self._check)
         self._routes[self._mode()] = route
         return route
 

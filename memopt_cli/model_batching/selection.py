@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.equality import difference, effects, in_double
 from memopt_cli.errors import UsageError, first_line
+from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.interface import Convolutions
 from memopt_cli.model_batching.routes.fused import FusedRoute
 from memopt_cli.model_batching.routes.interface import Refused, Route, RouteName
 from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
-from memopt_cli.model_batching.stacked import slots_of
+from memopt_cli.model_batching.stacked import first_models, slots_of
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, synchronize
@@ -35,12 +36,14 @@ STORED_TOLERANCE = 1e-5
 """The same for a model that cannot run in float64, in its own precision."""
 _STEPS = 2
 """Steps compared in a row: the second sees the buffers and the state that the first left."""
+_FEW_MODELS = 2
+_FEW_SAMPLES = 3
+"""Models, and samples of each, that are compared; another number, so that one is not taken for the other."""
+_COMPARING_S = 1.0
+"""Seconds after which no further route is compared, if there is one that can be used."""
 _MOST_ROUNDS = 30
-_FEW_ROUNDS = 5
 _TIMING_S = 1.0
-"""Seconds after which no further round of timing begins, if there were a few."""
-_LONG_TIMING_S = 10.0
-"""Seconds after which none begins, however few there were."""
+"""Seconds after which no further round of timing begins; steps that would take longer are timed on few samples."""
 _FAR_BEHIND = 1.5
 """A route whose best step takes so many times as long as that of the fastest is timed no more."""
 
@@ -55,9 +58,11 @@ class RouteTrial:
     refused: str = ""
     """Why it cannot be used; empty if it can."""
     difference: float = 0.0
-    """Largest relative difference from the loop in float64, over outputs, gradients and buffers."""
+    """Largest relative difference from the loop in float64, over outputs, gradients and buffers; NaN if it was not
+    compared."""
     step_s: float = math.nan
-    """Median seconds of its forward and backward; NaN if it was not timed."""
+    """Median seconds of its forward and backward, of few samples where the whole would take long; NaN if it was not
+    timed."""
     used: bool = False
     """Whether it is the one that runs the models."""
 
@@ -91,13 +96,14 @@ def _fused(how: Convolutions) -> Build:
 
 
 def select(
-    tree: nn.Module, models: int, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tree: nn.Module, models: int, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool = True
 ) -> tuple[Route, list[RouteTrial]]:
     """The route to use from now on, and what was found out about each candidate.
 
-    Everything is tried on copies, which take some five times the memory of the stacked model for a moment; the model,
-    its gradients and the random generators stay as they are.  Dropout is off while routes are compared, for each draws
-    its own numbers.  Raises :class:`UsageError` with the reasons if the wanted route cannot be used.
+    Everything is tried on copies of a few models, on a few samples of each: the model, its gradients and the random
+    generators stay as they are.  Dropout is off while routes are compared, for each draws its own numbers.  Without
+    ``check`` the first route that runs is taken.  Raises :class:`UsageError` with the reasons if the wanted route
+    cannot be used.
     """
     if wanted == "loop":
         return LoopRoute(tree, models), [RouteTrial(name="loop", used=True)]
@@ -107,9 +113,10 @@ def select(
         torch.random.fork_rng(devices=_cuda_devices(args, kwargs)),
     ):
         warnings.simplefilter("ignore")  # vmap says where it is slow; that is measured
-        reference = _Reference(tree, models, args, kwargs)
-        tried = [(c, reference.trial_of(c)) for c in candidates(tree, wanted)]
-        tried = _timed(tried, tree, models, args, kwargs)
+        compare = _Reference(tree, models, args, kwargs).trial_of if check else _unchecked(tree, models, args, kwargs)
+        tried = _tried(candidates(tree, wanted), compare, most_s=_COMPARING_S if check and wanted == "auto" else 0.0)
+        if check and wanted == "auto":
+            tried = _timed(tried, tree, models, args, kwargs)
     usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
     if not usable:
         reasons = "; ".join(dict.fromkeys(trial.refused for _, trial in tried))
@@ -120,6 +127,70 @@ def select(
     _, fastest = min(usable)
     trials = [replace(trial, used=index == fastest) for index, (_, trial) in enumerate(tried)]
     return tried[fastest][0].build(tree, models), trials
+
+
+def _tried(
+    found: list[Candidate], compare: Callable[[Candidate], RouteTrial], most_s: float
+) -> list[tuple[Candidate, RouteTrial]]:
+    """Each candidate and what ``compare`` says, which is asked no more once one can be used and the time is over.
+
+    The loop is what the others are compared with: it can always be used.
+    """
+    tried: list[tuple[Candidate, RouteTrial]] = []
+    started, is_found = time.perf_counter(), False
+    for candidate in found:
+        is_late = is_found and time.perf_counter() - started >= most_s and candidate.name != "loop"
+        late = RouteTrial(name=candidate.name, variant=candidate.variant, refused=_NOT_TRIED, difference=math.nan)
+        tried.append((candidate, late if is_late else compare(candidate)))
+        is_found = is_found or not tried[-1][1].refused
+    return tried
+
+
+_NOT_TRIED = "it was not tried: another one can be used"
+
+
+def _unchecked(
+    tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Candidate], RouteTrial]:
+    """Says of a candidate whether a step of it runs, and no more."""
+
+    def trial_of(candidate: Candidate) -> RouteTrial:
+        refused = ""
+        try:
+            few = _few(tree, models, args, kwargs)
+            _timer(candidate, *few)()
+        except Exception as error:
+            refused = "" if candidate.name == "loop" else first_line(error)
+        return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=math.nan)
+
+    return trial_of
+
+
+def _few(
+    tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[nn.Module, int, tuple[Any, ...], dict[str, Any]]:
+    """The first few models, all where a registered module knows their number, and the first few samples of each."""
+    count = models if any(isinstance(m, AbstractBatchModule) for m in tree.modules()) else min(models, _FEW_MODELS)
+    few_args, few_kwargs = _few_samples(args, kwargs)
+    return first_models(tree, count), count, *map_leaves(lambda leaf: _first(leaf, count), (few_args, few_kwargs))
+
+
+def _first(leaf: Any, count: int) -> Any:
+    return leaf[:count] if isinstance(leaf, Tensor) else leaf
+
+
+def _few_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The inputs with the first few samples of each model.
+
+    Tensors whose second dimension is another than that of the first one's, the samples, keep it whole.
+    """
+    samples = next((t.shape[1] for t in tensors_of((args, kwargs)) if t.dim() > 1), 0)
+
+    def cut(leaf: Any) -> Any:
+        is_sampled = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == samples
+        return leaf[:, :_FEW_SAMPLES] if is_sampled else leaf
+
+    return map_leaves(cut, (args, kwargs))
 
 
 class _Trial(nn.Module):
@@ -138,6 +209,13 @@ class _Reference:
     """What the loop computes, in float64 if the model can be run in it."""
 
     def __init__(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._models = models
+        for given in (_few(tree, models, args, kwargs), (tree, models, args, kwargs)):
+            self._run(*given)
+            if self._effects is not None:  # not so for samples of which a few are no input
+                break
+
+    def _run(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._models = models
         loop = Candidate("loop", "", LoopRoute)
         self._effects: dict[str, Tensor] | None = None
@@ -232,22 +310,28 @@ def _timed(
     kwargs: dict[str, Any],
 ) -> list[tuple[Candidate, RouteTrial]]:
     """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused."""
-    usable = [index for index, (_, trial) in enumerate(tried) if not trial.refused]
-    steps: dict[int, Callable[[], float]] = {}
-    for index in usable:
-        candidate, trial = tried[index]
-        try:
-            steps[index] = _timer(candidate, tree, models, args, kwargs)
-            steps[index]()
-        except Exception as error:
-            steps.pop(index, None)
-            if candidate.name != "loop":
-                tried[index] = candidate, replace(trial, refused=first_line(error))
+    for given in (_few_samples(args, kwargs), (args, kwargs)):
+        steps, first_s = {}, 0.0
+        for index in [index for index, (_, trial) in enumerate(tried) if not trial.refused]:
+            candidate, trial = tried[index]
+            try:
+                steps[index] = _timer(candidate, tree, models, *given)
+                first_s += steps[index]()
+            except Exception as error:
+                steps.pop(index, None)
+                if candidate.name != "loop":
+                    tried[index] = candidate, replace(trial, refused=first_line(error))
+        if first_s * _size((args, kwargs)) / _size(given) > _TIMING_S:
+            break
     seconds = _median_seconds(list(steps.values())) if len(steps) > 1 else [math.nan] * len(steps)
     for index, median in zip(steps, seconds, strict=True):
         candidate, trial = tried[index]
         tried[index] = candidate, replace(trial, step_s=median)
     return tried
+
+
+def _size(inputs: Any) -> int:
+    return max(1, sum(tensor.numel() for tensor in tensors_of(inputs)))
 
 
 def _median_seconds(steps: list[Callable[[], float]]) -> list[float]:
@@ -260,8 +344,7 @@ def _median_seconds(steps: list[Callable[[], float]]) -> list[float]:
         if done > 1:  # a single step may have been disturbed
             fastest = min(map(min, taken))
             racing = [index for index in racing if min(taken[index]) <= _FAR_BEHIND * fastest]
-        elapsed = time.perf_counter() - started
-        if len(racing) == 1 or elapsed > (_TIMING_S if done >= _FEW_ROUNDS else _LONG_TIMING_S):
+        if len(racing) == 1 or time.perf_counter() - started > _TIMING_S:
             break
     return list(map(statistics.median, taken))
 

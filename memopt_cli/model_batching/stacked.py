@@ -99,6 +99,17 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
     return model
 
 
+def first_models(tree: nn.Module, count: int) -> nn.Module:
+    """A copy of a stacked model with the first ``count`` of its models."""
+    shared = shared_names(tree)
+    kept: dict[int, Any] = {}
+    for slot in slots_of(tree):
+        tensor = slot.tensor.detach()
+        first = tensor.clone() if slot.name in shared else tensor[:count].clone()
+        kept.setdefault(id(slot.tensor), first if slot.is_buffer else nn.Parameter(first, slot.tensor.requires_grad))
+    return _copied(tree, kept)
+
+
 def shared_names(tree: nn.Module) -> set[str]:
     """Names of the buffers that all models share."""
     return {

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.operations import trace_kind, traced
 from memopt_cli.online.states import declare_state, init_all_states, states_of
-from memopt_cli.runtime.state import StartingState, reset_hidden_state
+from memopt_cli.runtime.container import running_chunk
+from memopt_cli.runtime.state import StartingState, detach_state, reset_hidden_state
 
 
 class OverTime(nn.Module):
@@ -20,8 +21,11 @@ class OverTime(nn.Module):
 
     To back-propagation through time, and to every command of memopt, it is a model like any other; online learning
     takes :attr:`model` out of it and runs that step by step.  States may be declared ones or those that neurons keep
-    to themselves, as snnTorch's do (``init_hidden=True``).
+    to themselves, as snnTorch's do (``init_hidden=True``).  As a segment in chunks along time (axis 0) it hands them
+    from one chunk to the next; along any other axis each chunk starts afresh.
     """
+
+    resumes_in_chunks = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -29,10 +33,13 @@ class OverTime(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """All outputs, stacked; the states are left as constants."""
-        start_sequence(self.model, inputs[0].shape[1])
+        chunk = running_chunk()
+        part = chunk if chunk is not None and chunk.axis % inputs[0].dim() == 0 else None
+        if part is None or part.is_first:
+            start_sequence(self.model, inputs[0].shape[1])
         outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
-        for state in states_of(self.model).values():
-            state.value = state.value.detach()
+        if part is None or part.is_last:
+            detach_state(self.model)
         return tree_map(lambda *steps: torch.stack(steps), *outputs)
 
 

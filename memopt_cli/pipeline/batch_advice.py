@@ -7,8 +7,7 @@ import functools
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.input_spec import with_batch
-from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, replaceable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
@@ -36,15 +35,16 @@ def advise(
     ``measured``: of the plan, at the batch as described: the first run.
     """
     progress.stage("finding the batch that fits")
-    batch = prepared.batch
     try:
-        with_batch(prepared.subject.spec, batch + 1)
+        check_varied(prepared)
     except UsageError as err:
         notes.append(f"No batch recommendation: {err.message}.")
         return None
-    longest_s = request.longest_step_s
+    batch, longest_s = prepared.batch, request.longest_step_s
     if longest_s is None:
-        longest_s = round(min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1]), 1)
+        longest_s = round(
+            max(min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1]), measured.step_s), 1
+        )
     limits = _limits(prepared.subject.settings.device, longest_s)
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
     with replaceable(open_session, lambda: notes.append(TRIAL_LOST)) as session:
@@ -57,7 +57,11 @@ def advise(
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
             if len(search.measured) < _PROBES:
                 search.also_run([size])
+        refusal = search.refusal()
         advice = search.outcome()
+    if refusal:
+        notes.append(f"No batch recommendation: the model runs at batch {batch} only: {refusal}.")
+        return None
     if not isinstance(advice, BatchAdvice):
         notes.append(f"No batch recommendation: {_why_none(advice)}.")
         return None

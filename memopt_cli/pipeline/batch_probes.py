@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memopt_cli.batching.advice import BatchSearch, Limits
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.input_spec import check_batch
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
@@ -28,6 +31,16 @@ def replaceable(open_session: Callable[[], Session], lost: Callable[[], None]) -
             return current
 
         yield session
+
+
+def check_varied(prepared: Prepared) -> None:
+    """Raise :class:`UsageError` for a model, or for inputs, whose batch cannot be varied."""
+    if prepared.facts.fixed_sizes:
+        raise UsageError(
+            f"torch.export fixed every size in {prepared.subject.source.location}, the batch too",
+            hint="Export it again with dynamic_shapes={'x': {0: torch.export.Dim('batch')}}, x being its input.",
+        )
+    check_batch(prepared.subject.spec, prepared.batch)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Ways to batch sequences of the user's lengths, by the memory and time of three runs."""
+"""Ways to batch sequences of the user's lengths, by the memory and time of three runs.
+
+All fit: the batch does so with the longest of the sequences, and the token budget is of as many positions.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,18 @@ from dataclasses import dataclass
 import torch
 
 from memopt_cli.batching.advice import fit_line
-from memopt_cli.batching.length_strategies import BatchExtent, compare_length_strategies
+from memopt_cli.batching.length_strategies import (
+    TOKEN_BUDGET,
+    BatchExtent,
+    StrategyReport,
+    compare_length_strategies,
+)
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.records import BatchProbe, Failure, InputSpec, LengthStrategy
+from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthStrategy
 
-RUNS = 3
+RUNS = 2
+"""Beside that of the batch that is recommended."""
 _SYMBOLS = ("S", "T")
 
 
@@ -26,6 +35,20 @@ def length_symbol(spec: InputSpec) -> str:
             hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
         )
     return found
+
+
+def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
+    """The symbol of a sequence's length, and the size of the longest, at least 2.
+
+    Raises :class:`UsageError` if there is no such symbol, or it has a range.
+    """
+    symbol = length_symbol(spec)
+    if dim_range is not None and dim_range.symbol == symbol:
+        raise UsageError(
+            f"--lengths and a range of --dim {symbol} cannot be given together: the lengths are the sizes of {symbol}",
+            hint="Leave the range out, or the lengths.",
+        )
+    return {symbol: max(2, *lengths)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +80,40 @@ def compare_lengths(
     lengths: Sequence[int],
     *,
     batch: int,
-    described: int,
+    runnable: int,
+    budget_bytes: int,
     seed: int,
     probe: Callable[[int, int], BatchProbe | Failure],
 ) -> tuple[LengthStrategy, ...]:
-    """The four ways to make batches of ``batch`` sequences, by what ``probe(batch, steps)`` measures.
+    """The four ways to make batches, of ``batch`` sequences or of as many positions.
 
-    ``described`` steps are known to fit at that batch; no more positions are run.  Raises :class:`MemoptError` where a
-    run gives no number.
+    ``batch`` of the longest fit into ``budget_bytes``.  ``probe(batch, steps)`` measures ``runnable`` sequences, and
+    as many positions in shorter ones.  Raises :class:`MemoptError` where a run gives no number.
     """
     longest = max(2, *lengths)
-    count = max(1, min(batch, batch * described // longest))
-    runs = [_measured(probe, *size) for size in ((count, longest), (count, longest // 2), (2 * count, longest // 2))]
+    sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
+    runs = [_measured(probe, *size) for size in sizes]
     memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
     step_s = fit([(extent, run.step_s) for extent, run in runs])
-    reports = compare_length_strategies(
-        lengths, batch_size=batch, memory=lambda e: round(memory(e)), step_s=lambda e: max(0.0, step_s(e)), seed=seed
-    )
+
+    def compare(max_tokens: int) -> tuple[StrategyReport, ...]:
+        return compare_length_strategies(
+            lengths,
+            batch_size=batch,
+            max_tokens=max_tokens,
+            memory=lambda extent: round(memory(extent)),
+            step_s=lambda extent: max(0.0, step_s(extent)),
+            seed=seed,
+        )
+
+    max_tokens = batch * longest
+    while _tokens_peak(reports := compare(max_tokens)) > budget_bytes and max_tokens > longest:
+        max_tokens = max(longest, max_tokens * 9 // 10)
     return tuple(
         LengthStrategy(
             name=report.strategy,
+            batch=None if report.strategy == TOKEN_BUDGET else batch,
+            max_tokens=max_tokens if report.strategy == TOKEN_BUDGET else None,
             batches=report.batches,
             waste=report.waste,
             peak_bytes=report.peak_bytes or 0,
@@ -84,6 +121,10 @@ def compare_lengths(
         )
         for report in reports
     )
+
+
+def _tokens_peak(reports: Sequence[StrategyReport]) -> int:
+    return next(report.peak_bytes or 0 for report in reports if report.strategy == TOKEN_BUDGET)
 
 
 def _measured(

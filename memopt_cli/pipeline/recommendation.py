@@ -17,9 +17,9 @@ from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, replaceable
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, length_symbol
+from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
@@ -59,14 +59,15 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     opening = opening_of(request, request.settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared)
-    if lengths:
-        length_symbol(prepared.subject.spec)
+    check_varied(prepared)
+    longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
     job = _Job(
         request=request,
         prepared=prepared,
         progress=progress,
         notes=list(prepared.notes),
         limits=limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of),
+        longest=longest,
         most_runs=MOST_PROBES - RUNS * bool(lengths),
     )
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
@@ -90,6 +91,8 @@ class _Job:
     progress: Progress
     notes: list[str]
     limits: Limits
+    longest: dict[str, int]
+    """The size of the longest of the user's sequences, at which the batch is to fit; empty without them."""
     most_runs: int
     """To find what fits; comparing lengths takes some more."""
     runs: int = 0
@@ -103,12 +106,15 @@ class _Job:
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
+        sizes = [size | self.longest for size in sizes]
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         cases = [_Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
         self._search(cases, session)
+        if len(sizes) == 1 and not lengths:
+            self._seek_faster(cases)
         main = self._main(cases)
-        accumulation = self._complete(main, extra=len(sizes) == 1 and not lengths)
-        strategies = self._compare(lengths, self._chosen(main), main, session) if lengths else ()
+        accumulation = self._accumulate(main)
+        strategies = self._compare(lengths, main, session) if lengths else ()
         return self._answer(cases, main, accumulation, strategies)
 
     @property
@@ -142,6 +148,7 @@ class _Job:
             objective=self.request.objective,
             limit=self._limit,
             rows=tuple(case.row() for case in cases),
+            chosen=cases.index(main),
             batch=self._chosen(main),
             verified=bool(main.search.fitting),
             accumulation=accumulation,
@@ -201,19 +208,27 @@ class _Job:
         self.progress.stage(f"finding the batch that fits{case.text}")
 
     def _main(self, cases: Sequence[_Case]) -> _Case:
-        """The case that is recommended: the last in which a batch was run, else the last with an estimate."""
+        """The case that is recommended, of those of the largest size: see :attr:`BatchRecommendation.chosen`.
+
+        If no batch was run in any, one of an estimate.  Under the plan where the objective is met as well without.
+        """
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
-            for case, outcome in outcomes:
-                if isinstance(outcome, kind):
-                    return case
+            if found := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
+                return max((case for case in found if case.dims == found[0].dims), key=self._worth)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch}{copies} fits into {self._limit}: {smallest.reason}",
+            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self._limit}: {smallest.reason}",
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
+
+    def _worth(self, case: _Case) -> float:
+        """Samples a second, or of a step."""
+        if self.request.objective == "throughput" and case.search.fitting:
+            return case.search.fastest.samples_per_s
+        return self._chosen(case) * case.probes.replicas
 
     def _check(self, case: _Case) -> None:
         """Raise what went wrong where nothing ran, unless it was for lack of memory."""
@@ -227,44 +242,71 @@ class _Job:
                 f"{self.most_runs} runs are all there are",
                 hint="Give a range of fewer sizes to --dim.",
             )
+        if refusal := case.search.refusal():
+            raise StepError(
+                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
+                hint="Write no batch size into its code (x.shape[0] instead); export it with dynamic_shapes.",
+            )
         if case.search.predict is None:
             self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
 
-    def _complete(self, main: _Case, *, extra: bool) -> Accumulation | None:
-        """Run smaller batches for their speed, and the batch that is accumulated."""
-        search, before = main.search, len(main.search.runs)
-        unit, wanted = self.request.multiple_of, self.request.global_batch
-        left = self.most_runs - self.runs
-        search.limits = replace(search.limits, probes=before + left)
-        if extra and search.fitting:
-            self.progress.stage("finding the fastest batch")
-            best = search.fitting[-1].batch // unit
-            search.seek_faster([best // 2 * unit, best // 4 * unit], left - (wanted is not None))
+    def _seek_faster(self, cases: Sequence[_Case]) -> None:
+        """Run smaller batches for their speed, of every case that may be recommended for it."""
+        is_max = self.request.objective == "max"
+        found = [self._main(cases)] if is_max else [case for case in cases if case.search.fitting]
+        unit = self.request.multiple_of
+        for left, case in zip(range(len(found), 0, -1), found, strict=True):
+            self.progress.stage(f"finding the fastest batch{case.text}")
+            runs = self._left - (self.request.global_batch is not None)
+            best = case.search.fitting[-1].batch // unit if case.search.fitting else 0
+            faster = [best // 2 * unit, best // 4 * unit] if best else []
+            self._run_more(case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left)))
+
+    def _accumulate(self, main: _Case) -> Accumulation | None:
+        """How the global batch is made up, of a batch that was run."""
         accumulation = self._accumulation(main)
-        if accumulation is not None and search.fitting:
-            search.also_run([accumulation.batch])
-        self.runs += len(search.runs) - before
+        if accumulation is not None and main.search.fitting:
+            self._run_more(main, lambda search: search.also_run([accumulation.batch]))
         return accumulation
+
+    @property
+    def _left(self) -> int:
+        return self.most_runs - self.runs
+
+    def _run_more(self, case: _Case, run: Callable[[BatchSearch], None]) -> None:
+        """Let a search that has ended run what it is told to, as far as runs are left."""
+        search, before = case.search, len(case.search.runs)
+        search.limits = replace(search.limits, probes=before + self._left)
+        run(search)
+        self.runs += len(search.runs) - before
 
     def _accumulation(self, main: _Case) -> Accumulation | None:
         wanted = self.request.global_batch
         return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
     def _compare(
-        self, lengths: Sequence[int], batch: int, main: _Case, session: Callable[[], Session]
+        self, lengths: Sequence[int], main: _Case, session: Callable[[], Session]
     ) -> tuple[LengthStrategy, ...]:
-        """Ways to batch the user's sequences, by three runs more."""
+        """Ways to batch the user's sequences, by runs of shorter ones."""
         self.progress.stage("comparing ways to batch sequences")
-        spec = self.prepared.subject.spec
-        symbol = length_symbol(spec)
+        ((symbol, longest),) = self.longest.items()
 
         def probe(size: int, steps: int) -> BatchProbe | Failure:
+            if steps == longest and size in main.search.runs:
+                return main.search.runs[size]
             self.runs += 1
             self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
             return session().probe(main.plan, size, {**main.dims, symbol: steps})
 
-        described = {**spec.dims, **main.dims}[symbol]
-        return compare_lengths(lengths, batch=batch, described=described, seed=self.request.settings.seed, probe=probe)
+        batch, runnable = self._chosen(main), main.search.fitting[-1].batch if main.search.fitting else 1
+        return compare_lengths(
+            lengths,
+            batch=batch,
+            runnable=min(batch, runnable),
+            budget_bytes=self.limits.budget_bytes,
+            seed=self.request.settings.seed,
+            probe=probe,
+        )
 
     @property
     def _limit(self) -> str:
@@ -365,9 +407,9 @@ def _write(found: BatchRecommendation, request: BatchRequest) -> tuple[str, ...]
 
 
 def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
-    row = next((row for row in reversed(found.rows) if isinstance(row.outcome, BatchAdvice)), None)
+    row = found.rows[found.chosen]
     data: dict[str, Any] = {}
-    if row is not None and isinstance(row.outcome, BatchAdvice):
+    if isinstance(row.outcome, BatchAdvice):
         data |= recommended_data(row.outcome)
         if row.replicas is not None:
             data |= replicas_data(row.replicas)

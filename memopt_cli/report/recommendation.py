@@ -12,6 +12,7 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRow,
+    LengthStrategy,
     NoBatchFits,
     ReplicaAdvice,
 )
@@ -22,6 +23,8 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
     """The answer, and what it was asked of."""
     main = _main(found)
     where, batch = _case(main), f"batch {found.batch}"
+    if not main.planned and any(row.planned for row in found.rows):
+        where += ", without the plan"
     if main.replicas is not None:
         batch = f"{format_copies(main.replicas.fastest)} × {batch}"
     if not found.verified:
@@ -120,10 +123,17 @@ def run_table(found: BatchRecommendation) -> Table:
 
 def length_table(found: BatchRecommendation) -> Table:
     """Ways to batch the user's sequences."""
-    table = _table("sequences", "batches", "waste", "peak", "epoch")
+    table = _table("sequences", "a batch", "batches", "waste", "peak", "epoch")
     for way in found.lengths:
-        cells = (f"{100 * way.waste:.1f} %", f"~{format_bytes(way.peak_bytes)}", f"~{format_seconds(way.epoch_s)}")
-        table.add_row(way.name.replace("_", " "), str(way.batches), *cells)
+        size = str(way.batch) if way.batch is not None else f"max_tokens={way.max_tokens}"
+        cells = (
+            size,
+            str(way.batches),
+            f"{100 * way.waste:.1f} %",
+            f"~{format_bytes(way.peak_bytes)}",
+            f"~{format_seconds(way.epoch_s)}",
+        )
+        table.add_row(way.name.replace("_", " "), *cells)
     return table
 
 
@@ -136,6 +146,12 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps)
         return
+    if found.lengths:
+        padded = [way for way in found.lengths if way.name != "packing"]  # which not every model takes
+        yield from _sequence_settings(min(padded, key=lambda way: way.epoch_s))
+        if steps > 1:
+            yield from _loop("loss_function(model(inputs), targets)", steps)
+        return
     yield "# Lightning"
     yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
     yield f"trainer = Trainer(accumulate_grad_batches={steps})"
@@ -145,6 +161,21 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
     if steps > 1:
         yield from _loop("loss_function(model(inputs), targets)", steps)
+
+
+def _sequence_settings(way: LengthStrategy) -> Iterator[str]:
+    """The loader that makes batches this way."""
+    collate = "collate_fn=memopt_cli.collate_padded"
+    samplers = {
+        "buckets": f"memopt_cli.LengthBucketSampler(lengths, {way.batch})",
+        "token_budget": f"memopt_cli.TokenBudgetSampler(lengths, max_tokens={way.max_tokens})",
+    }
+    yield f"# {way.name.replace('_', ' ')}, the fastest of the padded ways"
+    if way.name in samplers:
+        yield f"sampler = {samplers[way.name]}  # sampler.set_epoch(epoch) before each epoch"
+        yield f"loader = DataLoader(dataset, batch_sampler=sampler, {collate})"
+    else:
+        yield f"loader = DataLoader(dataset, batch_size={way.batch}, shuffle=True, {collate})"
 
 
 def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int) -> Iterator[str]:
@@ -177,9 +208,8 @@ def remarks(found: BatchRecommendation) -> Iterator[str]:
 
 
 def _main(found: BatchRecommendation) -> BatchRow:
-    """The case that the recommendation is of: the last in which a batch was run."""
-    run = (row for row in reversed(found.rows) if isinstance(row.outcome, BatchAdvice))
-    return next(run, found.rows[-1])
+    """The case that the recommendation is of."""
+    return found.rows[found.chosen]
 
 
 def _larger_may_fit(row: BatchRow) -> bool:

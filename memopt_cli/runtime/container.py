@@ -127,6 +127,33 @@ def recomputing_module() -> nn.Module | None:
     return stack[-1] if stack else None
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """The chunk of a segment's inputs that is run now."""
+
+    axis: int
+    """Along which they are cut."""
+    is_first: bool
+    is_last: bool
+
+
+def running_chunk() -> SequenceChunk | None:
+    """The chunk that this thread runs, of the innermost segment in chunks; ``None`` outside of one.
+
+    A module that starts its states anew in forward asks, and names itself by ``resumes_in_chunks = True``.
+    """
+    chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
+    return chunk
+
+
+def _within(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, _thread.chunk = running_chunk(), chunk
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _thread.chunk = before
+
+
 def install_segment(module: nn.Module, config: SegmentConfig) -> None:
     """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
     reason = refusal(module) or _misfit(module, config)
@@ -460,9 +487,13 @@ def _one_by_one(
     codec = _codec(module, config)
     remade = config.recompute_states and not _is_nested() and not torch.compiler.is_compiling()
     starts = ChunkStarts(module) if remade else None
+    resumes = any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
     collected: list[tuple[Any, ...]] = []
     output: Any = None
-    for piece, forward in zip(pieces, forwards, strict=True):
+    for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
+        if resumes:
+            chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
+            forward = functools.partial(_within, chunk, forward)
         inputs = _Packed(codec, raw=states)
         output = _checkpoint(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
         parts = output if isinstance(output, tuple) else (output,)
@@ -533,6 +564,8 @@ def _checkpoint(
 
     ``starts``: of the chunks of which this is the next; they make its starting state again.
     """
+    if (chunk := running_chunk()) is not None:  # of a segment around, which backward is to run the forward in again
+        forward = functools.partial(_within, chunk, forward)
     if torch.compiler.is_compiling():
         return _checkpoint_now(module, forward, args, kwargs, inputs, keep, starts)
     with as_of_checkpoint():

@@ -439,6 +439,11 @@ def reset_hidden_state(module: nn.Module) -> None:
             if callable(reset):
                 reset()
                 break
+    detach_state(module)
+
+
+def detach_state(module: nn.Module) -> None:
+    """Cut what a module keeps in buffers and attributes off the graph that made it: as it is, it cannot be copied."""
     state = ModuleState(module)
     state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 

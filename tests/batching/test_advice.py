@@ -19,7 +19,16 @@ from memopt_cli.batching import capacity
 from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits, fit_line, largest_root
 from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.errors import MeasurementError
-from memopt_cli.records import BatchAdvice, BatchEstimate, BatchOutcome, BatchProbe, Failure, NoBatchFits, OutOfMemory
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchEstimate,
+    BatchOutcome,
+    BatchProbe,
+    Failure,
+    NoBatchFits,
+    OutOfMemory,
+    StepFailed,
+)
 
 
 @dataclass
@@ -159,6 +168,50 @@ def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
     advice = machine.advise(8, longest_step_s=10.0)
     assert machine.asked == [8, 74, 425, 800]  # 10 s at the pace of batch 8, then of batch 74; then within the budget
     assert advice.recommended_batch == advice.estimated_batch == 800
+
+
+@pytest.mark.parametrize("power", [1.5, 2.0])
+def test_a_step_that_took_too_long_is_not_recommended(power: float) -> None:
+    machine = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 0.01 * batch**power)
+    advice = machine.advise(8, longest_step_s=10.0)
+    assert any(machine.seconds(batch) > 11 for batch in machine.asked)
+    assert machine.seconds(advice.recommended_batch) <= 11
+    assert machine.seconds(2 * advice.recommended_batch) > 10
+    assert advice.limited_by == "the time of a step (10 s)"
+    assert advice.estimated_batch == 800
+
+
+def test_a_batch_described_whose_step_takes_too_long() -> None:
+    advice = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 1.0 * batch).advise(64, longest_step_s=10.0)
+    assert advice.recommended_batch == 10
+    slow = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 30.0 + batch).advise(4, longest_step_s=10.0)
+    assert slow.recommended_batch == 1
+    assert slow.limited_by == "the time of a step (10 s; batch 1 takes 31.00 s)"
+
+
+def test_a_model_of_one_batch_says_why() -> None:
+    refused = StepFailed(message="shape [8, 4] is invalid", hint="")
+
+    def probe(batch: int) -> BatchProbe | Failure:
+        return BatchProbe(batch=8, allocated_peak_bytes=90, step_s=1e-3) if batch == 8 else refused
+
+    machine = Machine(peak=line, predict=lambda batch: 90 if batch == 8 else math.inf)
+    search = machine.search(8)
+    search.probe = probe
+    search.find()
+    assert search.refusal() == "shape [8, 4] is invalid"
+    search.runs[16] = BatchProbe(batch=16, allocated_peak_bytes=90, step_s=1e-3)
+    assert search.refusal() == ""
+
+
+def test_a_smaller_batch_that_fails_says_nothing_of_larger_ones() -> None:
+    machine = Machine(peak=line, predict=line, fails=lambda batch: batch < 64)
+    search = machine.search(64)
+    search.run(32)
+    search.run(64)
+    advice = search.largest()
+    assert isinstance(advice, BatchAdvice)
+    assert (advice.recommended_batch, advice.limited_by) == (LARGEST, "the limit")
 
 
 def test_beyond_this_machine_it_is_an_estimate() -> None:
@@ -323,7 +376,8 @@ def test_only_what_was_run_within_the_budget_is_recommended(
     assert len(set(machine.asked)) == len(machine.asked)
     assert all(n % unit == 0 for n in machine.asked)
     if isinstance(outcome, BatchAdvice):
-        within = [n for n in machine.asked if n <= limit and peak(n) <= outcome.budget_bytes]
+        within = [n for n in sorted(machine.asked) if n <= limit and peak(n) <= outcome.budget_bytes]
+        within = [n for n in within if 0.01 + 0.1 * n <= 1.1 * longest] or within[:1]
         assert outcome.recommended_batch == max(within)
         assert outcome.fastest_batch in within
         assert outcome.estimated_batch >= outcome.recommended_batch

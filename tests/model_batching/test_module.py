@@ -297,6 +297,63 @@ def test_the_fastest_route_that_computes_the_same_is_used(monkeypatch: pytest.Mo
     assert type(batched._routes[batched._mode()]).__name__ == "VmapRoute"
 
 
+class Seen(nn.Module):
+    """Notes the inputs that it is given, by the loop and by nobody else: it cannot be traced."""
+
+    shapes: list[tuple[int, ...]] = []  # noqa: RUF012
+
+    def __init__(self, least: int = 1) -> None:
+        super().__init__()
+        self.linear, self.least = nn.Linear(5, 2), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shapes.append(tuple(x.shape))
+        if x.shape[0] < self.least:
+            raise ValueError("too few samples")
+        output: Tensor = self.linear(x)
+        return output
+
+
+@pytest.mark.parametrize(("least", "sizes"), [(1, {3}), (10, {3, 50})])
+def test_routes_are_compared_on_few_samples_if_these_are_an_input(least: int, sizes: set[int]) -> None:
+    Seen.shapes.clear()
+    batched = BatchModule(Seen(least), G, route="vmap", example_inputs=(torch.randn(G, 50, 5),))
+    assert {shape[-2] for shape in Seen.shapes} == sizes
+    assert [t.used for t in batched.trials] == [True]
+
+
+def test_a_named_route_is_compared_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(selection, "_timer")
+    batched = BatchModule(convolutional(), G, route="fused", example_inputs=(images(1, 5, 5),))
+    assert [t.used for t in batched.trials] == [True, False]
+    assert batched.trials[0].difference < 1e-10
+    assert "not tried" in batched.trials[1].refused
+
+
+def test_without_a_check_the_first_route_that_runs_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(selection, "_Reference")
+    batched = BatchModule(small(), G, check=False, example_inputs=(images(),))
+    assert [(t.name, t.used) for t in batched.trials] == [("fused", True), ("vmap", False), ("loop", False)]
+    assert all(t.step_s != t.step_s and t.difference != t.difference for t in batched.trials)  # NaN
+    recurrent = BatchModule(nn.GRU(5, 4), G, check=False, route="vmap")
+    with pytest.raises(UsageError, match=r"the vmap route cannot run GRU: .*gru"):
+        recurrent(images(4, 5))
+
+
+def test_steps_that_take_long_are_timed_on_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def timer(candidate: Any, tree: nn.Module, models: int, args: Any, kwargs: Any) -> Callable[[], float]:
+        timed.append(args[0].shape[1])
+        return lambda: args[0].shape[1] * seconds
+
+    monkeypatch.setattr(selection, "_timer", timer)
+    for seconds, sizes in ((0.1, {3}), (1e-6, {3, 50})):  # noqa: B007
+        timed.clear()
+        BatchModule(small(), G, example_inputs=(torch.randn(G, 50, 5),))
+        assert set(timed) == sizes
+
+
 def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
     calls = [0, 0, 0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,12 +12,15 @@ import snntorch
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.apply import apply_plan
+from memopt_cli.chunking import find_rule
+from memopt_cli.equality import difference, effects
 from memopt_cli.errors import MemoptError
 from memopt_cli.online import LIF, OverTime, init_all_states, states_of, traced, untraced
 from memopt_cli.online.learning import compare_gradients, learn_online
 from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.over_time import step_model
-from memopt_cli.records import ONLINE_RULES, OnlineRule, StepSettings
+from memopt_cli.records import ONLINE_RULES, ChunkRule, OnlineRule, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step
 from sample_models import spiking_vgg
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, lif_net, sequence
@@ -136,3 +141,65 @@ def test_an_untraced_model_is_learnt_one_step_at_a_time() -> None:
     traced(net.syn)
     untraced(net)
     assert trace_kind(net.syn) is None
+
+
+class Keeping(nn.Module):
+    """A neuron that keeps its potential in an attribute, and says how to forget it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mem: Tensor | None = None
+
+    def reset_mem(self) -> None:
+        self.mem = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mem = x if self.mem is None else 0.8 * self.mem + x
+        return torch.tanh(self.mem)
+
+
+NEURONS = pytest.mark.parametrize(
+    "make", [leaky, lambda: LIF(HIDDEN), Keeping], ids=["snnTorch's Leaky", "LIF", "kept in an attribute"]
+)
+
+
+@NEURONS
+def test_the_states_that_are_left_can_be_copied(make: Callable[[], nn.Module]) -> None:
+    net = OverTime(feedforward(make()).float())
+    output = net(sequence()[0].float())
+    assert torch.equal(copy.deepcopy(net)(sequence()[0].float()), output)
+
+
+@NEURONS
+@pytest.mark.parametrize("axis", [0, 1, -3])
+@pytest.mark.parametrize("recompute_states", [False, True])
+def test_chunks_hand_the_states_over_along_time(
+    make: Callable[[], nn.Module], axis: int, recompute_states: bool
+) -> None:
+    whole, inputs = OverTime(feedforward(make()).float()), sequence()[0].float()
+    segment = SegmentPlan(path="", chunks=3, axis=axis, recompute_states=recompute_states)
+    chunked = apply_plan(copy.deepcopy(whole), Plan(level=3, segments=(segment,)))
+    for _ in range(2):  # the second sequence starts afresh, too
+        expected, found = (effects(step_of(net, inputs)) for net in (whole, chunked))
+        if axis == 1:  # what is left behind is of the last samples alone
+            expected, found = (
+                {k: t for k, t in of.items() if k.startswith(("output", "grad"))} for of in (expected, found)
+            )
+        assert difference(expected, found).relative < 1e-5
+
+
+@NEURONS
+def test_a_model_of_sequences_around_it_is_chunked_likewise(make: Callable[[], nn.Module]) -> None:
+    whole = nn.Sequential(OverTime(feedforward(make()).float()), nn.Linear(CLASSES, 2))
+    inner, outer = SegmentPlan(path="0"), SegmentPlan(path="", chunks=4, axis=0)
+    chunked = apply_plan(copy.deepcopy(whole), Plan(level=3, segments=(outer, inner)))
+    inputs = sequence()[0].float()
+    worst = difference(effects(step_of(whole, inputs)), effects(step_of(chunked, inputs)))
+    assert worst.relative < 1e-5
+
+
+@NEURONS
+def test_a_temporal_split_is_found(make: Callable[[], nn.Module]) -> None:
+    rule = find_rule(OverTime(feedforward(make()).float()), (torch.randn(8, BATCH, INPUTS),), {})
+    assert isinstance(rule, ChunkRule)
+    assert (rule.axis, rule.seq_inputs, rule.seq_outputs) == (0, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from memopt_cli.batching.accumulation import accumulate
 from memopt_cli.batching.length_strategies import BatchExtent
-from memopt_cli.errors import NothingFitsError, StepError
+from memopt_cli.batching.samplers import TokenBudgetSampler
+from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
@@ -221,6 +223,72 @@ class TestInProcess:
         longest = peak_of(lstm, "4x40x16", found.batch)
         assert ways["padding"].peak_bytes == pytest.approx(longest, rel=0.05)
         assert all(way.epoch_s >= 0 for way in found.lengths)
+
+    def test_every_way_to_batch_sequences_fits(self, lstm: str, tmp_path: Path) -> None:
+        lengths = [1 + 7 * i % 40 for i in range(200)]
+        (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+        path = str(tmp_path / "lengths.txt")
+        found = recommended(lstm, "BxSx16", dims={"B": 4, "S": 8}, memory=MIB, lengths_path=path)
+        ways = {way.name: way for way in found.lengths}
+        assert found.rows[found.chosen].dims == {"S": 40}
+        assert peak_of(lstm, "4x40x16", found.batch) <= MIB
+        assert {way.batch for way in found.lengths} == {found.batch, None}
+        assert all(way.peak_bytes <= MIB for way in found.lengths)
+        budget = ways["token_budget"].max_tokens
+        assert budget is not None
+        drawn = TokenBudgetSampler(lengths, budget, oversize="alone")
+        count, steps = max((len(batch), max(lengths[i] for i in batch)) for batch in drawn)
+        assert peak_of(lstm, f"4x{steps}x16", count) <= 1.05 * MIB
+        assert budget >= 0.8 * 40 * found.batch
+
+    def test_a_range_of_the_lengths_themselves(self, lstm: str, tmp_path: Path) -> None:
+        (tmp_path / "lengths.txt").write_text("3\n4\n")
+        sizes = DimRange(symbol="S", low=4, high=8)
+        with pytest.raises(UsageError, match="the lengths are the sizes of S"):
+            recommended(
+                lstm, "BxSx16", dims={"B": 4, "S": 4}, lengths_path=str(tmp_path / "lengths.txt"), dim_range=sizes
+            )
+
+    @pytest.mark.parametrize("objective", ["throughput", "max"])
+    def test_a_plan_that_is_slower(self, objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe = LocalSession.probe
+
+        def timed(self: Any, plan: Plan, batch: int, *rest: Any, **more: Any) -> Any:
+            run = probe(self, plan, batch, *rest, **more)
+            return replace(run, step_s=(1 + bool(plan.segments)) * 1e-3 * batch) if isinstance(run, BatchProbe) else run
+
+        monkeypatch.setattr(LocalSession, "probe", timed)
+        location = saved(tmp_path / "net.pt", deep_net())
+        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        path = str(tmp_path / "p.plan.yaml")
+        found = recommended(location, "16x64", memory=2 * MIB, plan_path=path, objective=objective)
+        assert found.rows[found.chosen].planned is (objective == "max")
+        outcome = found.rows[found.chosen].outcome
+        assert isinstance(outcome, BatchAdvice)
+        assert found.batch == (outcome.recommended_batch if objective == "max" else outcome.fastest_batch)
+
+    def test_inputs_that_are_no_batches(self, tmp_path: Path) -> None:
+        request = BatchRequest(
+            source=ModelSource(location=saved(tmp_path / "net.pt", conv_net()), trust=Trust(pickle=True)),
+            spec=InputSpec(tensors=(parse_tensor("x:100x16"), parse_tensor("edges:2x300@int64=0..100")), source="here"),
+        )
+        with pytest.raises(UsageError, match="which dimension of the inputs is the batch is not known") as caught:
+            recommend_batch(request, progress=Progress(), ask=None)
+        assert "-i x:Bx16 --dim B=100" in str(caught.value.hint)
+
+    def test_a_model_of_one_batch(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(16, 16), nn.LayerNorm((8, 16))))
+        with pytest.raises(StepError, match=r"runs at batch 8 only: module '1' \(LayerNorm\) rejected its input 9x16"):
+            recommended(location, "8x16", memory=MIB)
+
+    def test_an_exported_program_of_fixed_sizes(self, tmp_path: Path) -> None:
+        for name, shapes in (("fixed", None), ("free", ({0: torch.export.Dim("batch")},))):
+            program = torch.export.export(nn.Linear(16, 4), (torch.randn(8, 16),), dynamic_shapes=shapes)
+            torch.export.save(program, tmp_path / f"{name}.pt2")
+        with pytest.raises(UsageError, match=r"torch.export fixed every size in .*fixed.pt2, the batch too"):
+            recommended(str(tmp_path / "fixed.pt2"), "8x16", memory=MIB)
+        assert recommended(str(tmp_path / "free.pt2"), "8x16", memory=MIB).batch > 100
 
     def test_a_share_of_the_device(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", nn.Linear(8, 8))

@@ -51,6 +51,7 @@ FOUND = BatchRecommendation(
     objective="max",
     limit="100.0 MiB (--memory 100MiB)",
     rows=(BatchRow(planned=False, dims={}, outcome=ADVICE),),
+    chosen=0,
     batch=40,
     verified=True,
     accumulation=None,
@@ -128,7 +129,7 @@ def test_plans_sizes_and_what_was_not_run() -> None:
         BatchRow(planned=True, dims={"S": 512}, outcome=NoBatchFits(batch=8, budget_bytes=4, reason="it took 9.0 GiB")),
     )
     lines = shown(replace(FOUND, rows=rows))
-    assert lines[0] == "recommended: batch 40 at S=128, the largest of those run within the limit"
+    assert lines[0] == "recommended: batch 40 at S=128, without the plan, the largest of those run within the limit"
     assert [" ".join(line.split()) for line in lines[4:8]] == [
         "plan S batch peak batch samples/s per sample limited by",
         "without 128 40 99.0 MiB 20 200 2.5 MiB the time; about 55 would fit (an estimate)",
@@ -139,12 +140,18 @@ def test_plans_sizes_and_what_was_not_run() -> None:
 
 def test_ways_to_batch_sequences() -> None:
     ways = (
-        LengthStrategy(name="padding", batches=7, waste=0.4321, peak_bytes=MIB, epoch_s=2.0),
-        LengthStrategy(name="token_budget", batches=6, waste=0.01, peak_bytes=2 * MIB, epoch_s=1.0),
+        LengthStrategy(name="padding", batch=8, max_tokens=None, batches=7, waste=0.4321, peak_bytes=MIB, epoch_s=2.0),
+        LengthStrategy(
+            name="token_budget", batch=None, max_tokens=96, batches=6, waste=0.01, peak_bytes=2 * MIB, epoch_s=1.0
+        ),
+        LengthStrategy(name="packing", batch=8, max_tokens=None, batches=7, waste=0.0, peak_bytes=MIB, epoch_s=0.5),
     )
     lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
-    assert "padding 7 43.2 % ~1.0 MiB ~2.00 s" in lines
-    assert "token budget 6 1.0 % ~2.0 MiB ~1.00 s" in lines
+    assert "padding 8 7 43.2 % ~1.0 MiB ~2.00 s" in lines
+    assert "token budget max_tokens=96 6 1.0 % ~2.0 MiB ~1.00 s" in lines
+    start = lines.index("# token budget, the fastest of the padded ways")
+    assert lines[start + 1].startswith("sampler = memopt_cli.TokenBudgetSampler(lengths, max_tokens=96)")
+    assert not any("batch_size=40" in line for line in lines)
 
 
 REPLICAS = ReplicaAdvice(
