@@ -405,11 +405,8 @@ class Prediction:
     """What the cost model says of a plan, without running anything."""
 
     allocated_peak_bytes: int
-    phase: Phase
-    """When the peak is reached."""
     module: str
-    """The module that runs then."""
-    op: str
+    """The module that runs when the peak is reached."""
     step_s: float
     """Time of a step: the recorded operators', and what the plan runs again."""
 

@@ -104,16 +104,10 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        return LevelRow(
-            level=self.level,
-            plan=replace(point.plan, level=self.level),
-            outcome=point.outcome,
-            predicted_tensor_peak_bytes=None,
-            predicted_allocated_peak_bytes=point.predicted_allocated_peak_bytes if self.dry_run else None,
-            predicted_slowdown=point.predicted_slowdown,
-            candidates=self.planner.tried,
-            search_s=time.monotonic() - started,
-        )
+        found = self.planner.known(point.plan)
+        assert found is not None, "it is of the frontier"
+        row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
+        return replace(row, outcome=point.outcome)
 
     @staticmethod
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:

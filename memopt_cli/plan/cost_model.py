@@ -164,9 +164,7 @@ class CostModel:
         peak_bytes, op = replay.peak()
         return Prediction(
             allocated_peak_bytes=peak_bytes,
-            phase=op.phase,
             module=op.module,
-            op=op.name,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
             + packing_s(self.trace, replay.packed_away_bytes),

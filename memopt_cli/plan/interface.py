@@ -45,40 +45,17 @@ class Probes:
 
 
 class ModuleTree:
-    """The called modules of a recorded step, as a tree."""
+    """The called modules of a recorded step, in the order of first call, and by their paths."""
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
         self._modules = {m.path: m for m in trace.modules}
-        self._children: dict[str, list[ModuleTrace]] = {}
-        for module in trace.modules:
-            if module.path:
-                self._children.setdefault(self._parent(module.path), []).append(module)
 
     def __iter__(self) -> Iterator[ModuleTrace]:
         return iter(self.trace.modules)
 
     def __getitem__(self, path: str) -> ModuleTrace:
         return self._modules[path]
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._modules
-
-    def children(self, path: str) -> list[ModuleTrace]:
-        """Called modules with no other called module between them and ``path``, in the order of first call."""
-        return self._children.get(path, [])
-
-    def saved_at_once(self, path: str) -> float:
-        """Bytes that one call of the module leaves alive for backward."""
-        module = self[path]
-        return module.saved_bytes / module.calls
-
-    def _parent(self, path: str) -> str:
-        while path:
-            path = path.rpartition(".")[0]
-            if path in self._modules:
-                break
-        return path
 
 
 def is_within(path: str, ancestor: str) -> bool:

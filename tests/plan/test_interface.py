@@ -1,4 +1,4 @@
-"""The called modules of a step, as a tree."""
+"""The called modules of a step, and which lies in which."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memopt_cli.plan.interface import ModuleTree, is_within
 from memopt_cli.records import ModuleTrace, StepTrace
 
 
-def tree_of(*paths: str, calls: int = 1) -> ModuleTree:
+def tree_of(*paths: str) -> ModuleTree:
     modules = (
         ModuleTrace(
             path=path,
             class_name="Layer",
-            calls=calls,
+            calls=1,
             order=order,
             forward_s=0.0,
             input_bytes=0,
@@ -21,20 +21,11 @@ def tree_of(*paths: str, calls: int = 1) -> ModuleTree:
             packed_input_bytes=0,
             compressor="null",
             output_bytes=0,
-            saved_bytes=12,
+            saved_bytes=0,
         )
         for order, path in enumerate(("", *paths))
     )
     return ModuleTree(StepTrace(modules=tuple(modules), tensor_peak_bytes=0, resident_bytes=0, batch=1))
-
-
-def test_children_are_the_nearest_called_modules() -> None:
-    tree = tree_of("a", "a.list.0", "a.list.1", "holder.x", "ab")
-    assert [m.path for m in tree.children("")] == ["a", "holder.x", "ab"]
-    assert [m.path for m in tree.children("a")] == ["a.list.0", "a.list.1"]
-    assert tree.children("ab") == []
-    assert "a" in tree
-    assert "a.list" not in tree
 
 
 def test_every_called_module_is_in_the_tree_once() -> None:
@@ -43,10 +34,6 @@ def test_every_called_module_is_in_the_tree_once() -> None:
     assert tree["a.x"].path == "a.x"
     with pytest.raises(KeyError):
         tree["a.y"]
-
-
-def test_of_what_a_module_saves_one_call_has_its_share() -> None:
-    assert tree_of("a", calls=4).saved_at_once("a") == 3
 
 
 @pytest.mark.parametrize(
