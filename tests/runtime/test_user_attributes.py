@@ -156,7 +156,7 @@ def test_stages_that_are_none(stages: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Splitting, "__spatial_split__", lambda _: stages)
     block = Splitting()
     install_segment(block, SegmentConfig(spatial_split=True))
-    with pytest.raises(TypeError, match="__spatial_split__ of \\w+ must return a list or tuple of modules"):
+    with pytest.raises(TypeError, match=r"__spatial_split__ of \w+ must return a list or tuple of modules"):
         block(spikes(8, WIDTH))
 
 
