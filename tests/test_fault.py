@@ -538,7 +538,7 @@ def test_ctrl_c_in_the_middle_of_a_step(tmp_path: Path, user_code: str) -> None:
     with running("optimize faulty:Sleeps -i 2x3", tmp_path, user_code, ASLEEP=str(asleep)) as process:
         assert wait_for(asleep.exists)
         assert workers_of(process.pid)
-        assert_interrupted(process)
+        assert_interrupted(process, "interrupted before a plan was verified; nothing was written")
     assert os.listdir(tmp_path) == ["asleep"]
 
 

@@ -114,7 +114,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case TyperException():
             return UsageError(err.format_message().replace("Value error, ", ""), hint=_usage_hint(err))
         case KeyboardInterrupt() | typer.Abort():
-            return Interrupted("interrupted")
+            return Interrupted(str(err) or "interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
             return NobodyReads("the reader of the output went away before it was complete")
         case OSError(errno=number, filename=None) if number in _FULL:  # files have an error of their own

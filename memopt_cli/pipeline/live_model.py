@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import functools
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from memopt_cli.measure.model_file import facts_of
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import InputSpec, LoadedModel, ModelSource, ModuleTrace, StepSettings, Trust
 from memopt_cli.runtime import refusal, reset_hidden_state
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.state import copy_of
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
@@ -70,9 +69,8 @@ def detached_copy(model: nn.Module) -> nn.Module:
 
     Raises :class:`StepError` if the model cannot be copied.
     """
-    graphs = {id(t): t.detach().clone() for t in ModuleState(model).tensors() if t.grad_fn is not None}
     try:
-        copied = copy.deepcopy(model, graphs)
+        copied = copy_of(model)
     except Exception as err:  # the user's classes may do anything
         raise StepError(
             f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",

@@ -73,8 +73,11 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
-    prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
-    summary = find_plan(request, resolved, prepared, progress)
+    try:
+        prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
+        summary = find_plan(request, resolved, prepared, progress)
+    except KeyboardInterrupt as err:
+        raise type(err)("interrupted before a plan was verified; nothing was written") from err
     if request.search.warmup_in_main_process:
         summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
     kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
@@ -587,7 +586,7 @@ def _checkpoint_now(
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
-    if _has_lazy_buffers(module):
+    if uninitialized(module):  # there is no state yet to start from again
         return forward(*args, **kwargs)
     start = StartingState(module, tensors, others_in(skeleton))
     call = functools.partial(_call_as_written, forward, skeleton)
@@ -736,11 +735,6 @@ def _call_as_written(
 def _run_again(call: Callable[..., Any], inputs: _Packed, needs_gradient: Sequence[bool]) -> None:
     given = zip(inputs.last(len(needs_gradient)), needs_gradient, strict=True)
     call([t.detach().requires_grad_(needed) for t, needed in given], {})
-
-
-def _has_lazy_buffers(module: nn.Module) -> bool:
-    """Whether this is the first call, which makes them: there is no state yet to start from again."""
-    return any(b is not None and is_lazy(b) for m in module.modules() for b in m._buffers.values())
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakSet
@@ -426,6 +427,15 @@ class StartingState:
                 objects.restore()
                 current.restore()
                 generators.restore()
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A deep copy; what has a graph among its attributes, which cannot be copied, is detached in it.
+
+    Raises whatever the classes of the module's attributes raise.
+    """
+    graphs = {id(t): t.detach().clone() for t in ModuleState(module).tensors() if t.grad_fn is not None}
+    return deepcopy(module, graphs)
 
 
 def reset_hidden_state(module: nn.Module) -> None:

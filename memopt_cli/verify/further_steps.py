@@ -6,7 +6,6 @@ Two copies of the model, one of them with the plan, take the same few steps.  Wh
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from memopt_cli.equality import Difference, bit_equal, difference, effects, in_double
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.records import FurtherCheck
-from memopt_cli.runtime.state import ModuleState, StartingState
+from memopt_cli.runtime.state import StartingState, copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, synchronize
 from memopt_cli.units import format_seconds
@@ -164,9 +163,8 @@ class _Course:
     """A copy of the model on its way from step to step."""
 
     def __init__(self, step: Step) -> None:
-        graphs = {id(t): t.detach().clone() for t in ModuleState(step.model).tensors() if t.grad_fn is not None}
         try:
-            self.model = copy.deepcopy(step.model, graphs)
+            self.model = copy_of(step.model)
         except Exception as error:  # the model's own classes may do anything
             raise _CannotCopy(f"the model cannot be copied ({first_line(error)})") from error
         self._step = replace(step, model=self.model, optimizer=None)

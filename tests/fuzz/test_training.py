@@ -138,6 +138,8 @@ AMPLIFYING = (
     '{"seed":314,"blocks":[{"kind":"transformer layer, norm first","segments":[{"path":"","chunks":3}]},'
     '{"kind":"distance"},{"kind":"buffer through data"},{"kind":"gumbel"},{"kind":"embedding"}],'
     '"scenario":{"dtype":"float64","between":["evaluate"]}}',
+    '{"blocks":[{"kind":"clamped"},{"kind":"batch norm","segments":[{"path":"","chunks":2,"batch_statistics":true}]},'
+    '{"kind":"median"}],"scenario":{"dtype":"float64","inputs":"counts"},"steps":1}',
 )
 
 
