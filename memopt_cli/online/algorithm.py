@@ -201,15 +201,15 @@ class ES_D_RTRL(OnlineAlgorithm):
         model: nn.Module,
         decay_or_rank: float | int,
         *,
-        correction: Correction = "reference",
+        correction: Correction = "exact",
         mode: Batching | None = None,
         vjp_method: VjpMethod = "single-step",
     ) -> None:
         """``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
 
-        ``correction``: what step t, from 0, is divided by.  ``"reference"`` is ``1 - (1 - a)^(t + 1)``, as in the
-        authors' code; ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of the filter's start away (the first
-        gradient is that of D-RTRL); ``"none"`` is 1.
+        ``correction``: what step t, from 0, is divided by.  ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of
+        the filter's start away (the first gradient is that of D-RTRL); ``"reference"`` is ``1 - (1 - a)^(t + 1)``, as
+        in the authors' first code; ``"none"`` is 1.
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):

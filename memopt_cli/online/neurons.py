@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,7 @@ from torch._C._functorch import is_batchedtensor
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.lanes import with_batch_axis
-from memopt_cli.online.operations import ElementWise, traced
-from memopt_cli.online.states import declare_state
-
-DECAY = math.exp(-1 / 5)
-"""Share of a potential that survives a step of 1 ms at a time constant of 5 ms."""
+from memopt_cli.online.states import declare_state, environ
 
 
 class _Spike(torch.autograd.Function):
@@ -53,85 +49,169 @@ def _heaviside(v: Tensor, threshold: float) -> Tensor:
     return torch.ge(v, threshold, out=torch.empty_like(v))  # on the CPU much faster than a comparison and a cast
 
 
-class LIF(nn.Module):
-    """Leaky integrate-and-fire neurons, soft reset: ``v^t = decay (v^(t-1) - s(v^(t-1))) + y``; spikes ``s(v^t)``."""
+SpikeFunction = Callable[[Tensor], Tensor]
+"""What makes spikes of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, as snnTorch's surrogates."""
+
+Reset = Literal["soft", "hard"]
+
+
+class Neuron(nn.Module):
+    """Neurons that step once per call, with what was projected to them since the last one."""
+
+    _projected: Tensor | None = None
+
+    def receive(self, y: Tensor) -> None:
+        """Add ``y``, ``[B, *size]``, to what the next step adds to the potential."""
+        self._projected = y if self._projected is None else self._projected + y
+
+    def _added(self, y: Tensor | None, potential: Tensor) -> Tensor:
+        """All that the step adds to the potential."""
+        if y is not None:
+            self.receive(y)
+        projected, self._projected = self._projected, None
+        return torch.zeros_like(potential) if projected is None else projected
+
+
+class LIF(Neuron):
+    """Leaky integrate-and-fire neurons: ``v^t = V_rest + decay (r^(t-1) - V_rest) + y``; spikes where ``v`` reaches
+    ``V_th``.
+
+    ``r`` is ``v`` after its reset: ``v - (V_th - V_reset) s`` if soft, ``V_reset`` wherever it spiked if hard.
+    ``decay`` is ``exp(-dt / tau)``.
+    """
 
     v: Tensor
 
-    def __init__(self, size: int | Sequence[int], decay: float = DECAY) -> None:
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        tau: float = 5.0,
+        V_th: float = 1.0,
+        V_reset: float = 0.0,
+        V_rest: float = 0.0,
+        *,
+        spk_reset: Reset = "soft",
+        spk_fun: SpikeFunction | None = None,
+    ) -> None:
+        """``tau``: in the unit of ``environ.dt``, ms.  ``spk_fun``: of ``(v - V_th) / (V_th - V_reset)``; by default
+        :func:`spike`.
+        """
         super().__init__()
-        self.decay = decay
+        self.decay = decay_of(tau)
+        self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
+        self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
+        if V_th <= V_reset:
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="give a threshold above the reset")
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
         """Of the potential as it is now."""
-        return spike(self.v, threshold=1.0)
+        return fired(self.v, self.V_th, self.V_th - self.V_reset, self.spk_fun)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Currents ``[B, *size]`` -> spikes of the same shape."""
-        self.v = self.decay * (self.v - self.get_spike()) + y
+    def forward(self, y: Tensor | None = None, *, current: Tensor | None = None) -> Tensor:
+        """``y``, ``[B, *size]``, is added to the potential; ``current`` drives it, ``(1 - decay) current``.
+
+        Returns spikes of that shape.
+        """
+        spikes = self.get_spike()
+        reset = (self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset) * spikes
+        self.v = self._leaked(self.v - reset, current) + self._added(y, self.v)
         return self.get_spike()
+
+    def _leaked(self, v: Tensor, current: Tensor | None) -> Tensor:
+        v = self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
+        return v if current is None else v + (1 - self.decay) * current
 
 
 class IF(LIF):
-    """Integrate-and-fire neurons: no leak."""
+    """Integrate-and-fire neurons: no leak; a current adds ``dt / tau`` times itself."""
 
-    def __init__(self, size: int | Sequence[int]) -> None:
-        super().__init__(size, decay=1.0)
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        tau: float = 5.0,
+        V_th: float = 1.0,
+        V_reset: float = 0.0,
+        *,
+        spk_reset: Reset = "soft",
+        spk_fun: SpikeFunction | None = None,
+    ) -> None:
+        super().__init__(size, tau, V_th, V_reset, spk_reset=spk_reset, spk_fun=spk_fun)
+        self.gain = -math.log(self.decay)
+        self.decay = 1.0
+
+    def _leaked(self, v: Tensor, current: Tensor | None) -> Tensor:
+        return v if current is None else v + self.gain * current
 
 
-class AdaptiveLIF(nn.Module):
+class ALIF(Neuron):
     """LIF neurons whose threshold rises with every spike: two states, potential ``v`` and adaptation ``a``.
 
-    ``v^t = decay v^(t-1) + y - threshold s^(t-1)``, ``a^t = rho a^(t-1) + s^(t-1)``, spikes where ``v`` reaches
-    ``1 + beta a`` (Bellec et al. 2020).
+    ``v^t = V_rest + decay (r^(t-1) - V_rest) + y``, ``a^t = rho (a^(t-1) + s^(t-1))``, spikes where ``v`` reaches
+    ``V_th + beta a``; ``r`` is ``v - (V_th - V_reset) s`` if soft, ``V_reset`` wherever it spiked if hard.
     """
 
     v: Tensor
     a: Tensor
 
-    def __init__(self, size: int | Sequence[int], decay: float = DECAY, rho: float = 0.97, beta: float = 0.2) -> None:
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        tau: float = 5.0,
+        tau_a: float = 100.0,
+        V_th: float = 1.0,
+        V_reset: float = 0.0,
+        V_rest: float = 0.0,
+        beta: float = 0.1,
+        *,
+        spk_reset: Reset = "soft",
+        spk_fun: SpikeFunction | None = None,
+    ) -> None:
         super().__init__()
-        self.decay, self.rho, self.beta = decay, rho, beta
+        self.decay, self.rho, self.beta = decay_of(tau), decay_of(tau_a, "tau_a"), beta
+        self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
+        self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
+        if V_th <= V_reset:
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="give a threshold above the reset")
         declare_state(self, "v", size)
         declare_state(self, "a", size)
 
     def get_spike(self) -> Tensor:
         """Of potential and adaptation as they are now."""
-        return spike(self.v - self.beta * self.a, threshold=1.0)
+        return fired(self.v - self.beta * self.a, self.V_th, self.V_th - self.V_reset, self.spk_fun)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Currents ``[B, *size]`` -> spikes of the same shape."""
-        before = self.get_spike()
-        self.v = self.decay * self.v + y - (1 + self.beta * self.a) * before
-        self.a = self.rho * self.a + before
+    def forward(self, y: Tensor | None = None, *, current: Tensor | None = None) -> Tensor:
+        """As :class:`LIF`."""
+        spikes = self.get_spike()
+        reset = (self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset) * spikes
+        driven = 0.0 if current is None else (1 - self.decay) * current
+        self.v = self.V_rest + self.decay * (self.v - reset - self.V_rest) + driven + self._added(y, self.v)
+        self.a = self.rho * (self.a + spikes)
         return self.get_spike()
 
 
-class GatedUnit(nn.Module):
-    """A gated unit that recurs neuron by neuron: ``h^t = f h^(t-1) + (1 - f) c``, with ``f`` and ``c`` of ``[x, h]``.
+def decay_of(tau: float, name: str = "tau") -> float:
+    """``exp(-dt / tau)``, the share that is left after one time step of ``environ.dt``."""
+    if not tau > 0:
+        raise UsageError(f"{name}={tau}", hint="give a time constant above 0, in the unit of environ.dt")
+    return math.exp(-environ.dt / tau)
 
-    Both weights are trace-tagged; the recurrence through them is theirs.
-    """
 
-    h: Tensor
+def fired(v: Tensor, threshold: float, scale: float, function: SpikeFunction | None) -> Tensor:
+    """Spikes where ``v`` reaches the threshold; ``function`` is of ``(v - threshold) / scale``, ``None``: spike."""
+    if function is None and scale == 1:
+        return spike(v, threshold)
+    return (function or spike)((v - threshold) / scale).to(v)
 
-    def __init__(self, inputs: int, size: int) -> None:
-        super().__init__()
-        self.forget = traced(nn.Linear(inputs + size, size))
-        self.candidate = traced(nn.Linear(inputs + size, size))
-        declare_state(self, "h", size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, inputs]`` -> ``[B, size]``."""
-        z = torch.cat([x, self.h], dim=-1)
-        forget = torch.sigmoid(self.forget(z))
-        self.h = forget * self.h + (1 - forget) * torch.tanh(self.candidate(z))
-        return self.h
+def _known_reset(reset: Reset) -> Reset:
+    if reset not in ("soft", "hard"):
+        raise UsageError(f"spk_reset={reset!r}", hint='give "soft" or "hard"')
+    return reset
 
 
 class LeakyRateReadout(nn.Module):
-    """``r^t = decay r^(t-1) + s W``: leaks like a neuron, never spikes.
+    """``r^t = decay r^(t-1) + s W``, ``decay`` being ``exp(-dt / tau)``: leaks like a neuron, never spikes.
 
     Its weight is a plain parameter with the gradient of each step alone, as in the network of the reference;
     ``traced(readout.linear)`` gives it a trace.
@@ -139,9 +219,9 @@ class LeakyRateReadout(nn.Module):
 
     r: Tensor
 
-    def __init__(self, size: int, outputs: int, decay: float = DECAY) -> None:
+    def __init__(self, size: int, outputs: int, tau: float = 5.0) -> None:
         super().__init__()
-        self.decay = decay
+        self.decay = decay_of(tau)
         self.linear = nn.Linear(size, outputs, bias=False)
         kaiming_normal_(self.linear.weight)
         declare_state(self, "r", outputs)
@@ -246,8 +326,3 @@ def kaiming_normal_(weight: Tensor) -> Tensor:
     """
     std = math.sqrt(2 / weight.shape[1]) / 0.87962566
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
-
-
-def elementwise_decay(size: int, initial: float = DECAY) -> ElementWise:
-    """A leak of its own for every neuron, to be learnt: call it within a cell and multiply."""
-    return ElementWise(torch.full((size,), initial))

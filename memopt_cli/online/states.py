@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +30,24 @@ class Batching:
 
 
 class Environment:
-    """Settings that hold for every algorithm made from now on, unless it is told otherwise."""
+    """Settings that hold for everything made from now on, unless it is told otherwise."""
 
     def __init__(self) -> None:
         self.mode: Batching | None = None
-        """``None``: models see one sample at a time."""
+        """Of algorithms.  ``None``: models see one sample at a time."""
+        self.dt = 1.0
+        """Length of a time step, in the unit of the time constants of neurons and synapses: ms."""
 
-    def set(self, *, mode: Batching | None) -> None:
-        """Set the batching mode of algorithms that are given none."""
-        self.mode = mode
+    def set(self, **settings: Any) -> None:
+        """Set ``mode``, ``dt``, or both; what is not named stays.  Raises :class:`UsageError` for anything else."""
+        for name, value in settings.items():
+            if name not in ("mode", "dt"):
+                raise UsageError(f"environ.set({name}=...)", hint="set mode or dt")
+            if name == "dt" and not (isinstance(value, float | int) and value > 0):
+                raise UsageError(f"dt={value!r}", hint="give the length of a time step, a number above 0")
+            if name == "mode" and not (value is None or isinstance(value, Batching)):
+                raise UsageError(f"mode={value!r}", hint="give Batching(), or None for one sample at a time")
+        vars(self).update(settings)
 
 
 environ = Environment()

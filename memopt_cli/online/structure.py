@@ -190,12 +190,16 @@ class _Probe(Interception):
         return self.leaves[source]
 
     def _elementwise(self, q: Tensor, leaf: Tensor) -> bool:
-        """An elementwise Jacobian maps a random cotangent to its product with the diagonal."""
-        cotangent = self._noise(q)
-        (diagonal,), (image,) = jacobian_row(self.gate, q, [leaf]), jacobian_row(self.gate, q, [leaf], cotangent)
-        if diagonal is None or image is None:
+        """An elementwise Jacobian maps a random cotangent to its product with the diagonal: zeros to zeros."""
+        (diagonal,) = jacobian_row(self.gate, q, [leaf])
+        if diagonal is None:
             return True
-        return leaf.shape == q.shape and _same(image, diagonal * cotangent)
+        noise = self._noise(q)
+        return leaf.shape == q.shape and all(
+            _same(image, diagonal * cotangent) and not image[(cotangent == 0) & image.isfinite()].any()
+            for cotangent in (noise.clamp_min(0), noise.clamp_max(0))
+            if (image := jacobian_row(self.gate, q, [leaf], cotangent)[0]) is not None
+        )
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._random, dtype=torch.float64).to(like)
@@ -299,7 +303,8 @@ def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
 def _same(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
-    return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(a.dtype).eps ** 0.5)
+    # Of float32 whatever the dtype: surrogates may compute in it, as snnTorch's do.
+    return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(torch.float32).eps ** 0.5)
 
 
 # ---------------------------------------------------------------------------------------------- what reaches what

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.online import ElementWise, declare_state, init_all_states, states_of, traced
-from memopt_cli.online.neurons import LIF, AdaptiveLIF, LeakyRateReadout
+from memopt_cli.online.neurons import ALIF, LIF, LeakyRateReadout
 from memopt_cli.online.operations import trace_kind
 from tests.online.networks import CLASSES, HIDDEN, INPUTS, gradients
 
@@ -86,7 +86,7 @@ class MixedInput(Network):
     def __init__(self) -> None:
         super().__init__()
         self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        self.syn, self.neu, self.out = Synapse(), AdaptiveLIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES)
+        self.syn, self.neu, self.out = Synapse(), ALIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.syn(self.w(torch.cat([x, self.past(self.neu.get_spike())], -1)))))

@@ -3,6 +3,7 @@ on the graph that the algorithms' definition cuts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from memopt_cli.online import ElementWise, OnlineAlgorithm, declare_state, init_all_states, states_of, traced
 from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
 
+DECAY = math.exp(-1 / 5)
+"""Of a potential in a step of 1 ms, at a time constant of 5 ms."""
 STEPS, BATCH, INPUTS, HIDDEN, CLASSES = 8, 5, 6, 7, 3
 
 

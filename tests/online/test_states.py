@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -9,11 +10,11 @@ from torch import nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.online import Batching, declare_state, environ, init_all_states, states_of
-from memopt_cli.online.neurons import LIF, AdaptiveLIF
+from memopt_cli.online.neurons import ALIF, LIF
 
 
 def test_states_are_declared_per_sample_and_made_for_a_batch() -> None:
-    net = nn.Sequential(LIF(3), AdaptiveLIF((2, 4)))
+    net = nn.Sequential(LIF(3), ALIF((2, 4)))
     assert list(states_of(net)) == ["0.v", "1.v", "1.a"]
     assert [tuple(s.value.shape) for s in states_of(net).values()] == [(3,), (2, 4), (2, 4)]
     init_all_states(net, batch_size=5)
@@ -62,5 +63,21 @@ def test_environment() -> None:
     environ.set(mode=Batching())
     try:
         assert environ.mode == Batching()
+        environ.set(dt=0.5)
+        assert (environ.mode, environ.dt) == (Batching(), 0.5)
+        assert LIF(3, tau=5.0).decay == math.exp(-0.1)
     finally:
-        environ.set(mode=None)
+        environ.set(mode=None, dt=1.0)
+    assert LIF(3, tau=5.0).decay == math.exp(-0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"dt": 0}, "dt=0"), ({"dt": "1ms"}, "dt="), ({"mode": 1}, "mode=1")]
+)
+def test_what_is_no_setting(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        environ.set(**settings)
+    assert str(raised.value.hint).startswith("give")
+    with pytest.raises(UsageError, match="set mode or dt"):
+        environ.set(DT=1.0)
+    assert (environ.mode, environ.dt) == (None, 1.0)

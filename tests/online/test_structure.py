@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, init_all_states, traced, untraced
-from memopt_cli.online.neurons import LIF, AdaptiveLIF, LeakyRateReadout
+from memopt_cli.online.neurons import ALIF, LIF, LeakyRateReadout
 from memopt_cli.online.structure import Structure, find_structure
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, Layered, Recurrent, lif_net
 
@@ -23,7 +23,7 @@ def reached(found: Structure) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
 
 def test_a_weight_reaches_the_states_of_its_cell() -> None:
     assert reached(structure(lif_net())) == {"syn": [("cell", ("v",))]}
-    net = Recurrent(AdaptiveLIF(HIDDEN), AdaptiveLIF.get_spike)
+    net = Recurrent(ALIF(HIDDEN), ALIF.get_spike)
     assert reached(structure(net)) == {"syn": [("cell", ("v", "a"))]}
 
 

@@ -21,7 +21,6 @@ from memopt_cli.online import (
     untraced,
     vmap_new_states,
 )
-from memopt_cli.online.neurons import DECAY
 from tests.online.compositions import (
     COMPOSITIONS,
     KeptInAnAttribute,
@@ -32,7 +31,7 @@ from tests.online.compositions import (
     cut_graph_gradients,
     weight,
 )
-from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, learn, relative, sequence
+from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, relative, sequence
 
 EXACT = 1e-12
 
@@ -83,7 +82,7 @@ def test_automatic_batching_gives_the_same(net: Network) -> None:
 def test_the_first_gradient_of_es_d_rtrl_is_that_of_d_rtrl(net: Network) -> None:
     inputs, labels = sequence()
     expected = learn(online(net), inputs[:1], labels)
-    algorithm = ES_D_RTRL(net, 0.9, correction="exact", mode=Batching())
+    algorithm = ES_D_RTRL(net, 0.9, mode=Batching())
     init_all_states(net, BATCH)
     algorithm.compile_graph(inputs[0])
     torch.testing.assert_close(learn(algorithm, inputs[:1], labels), expected, rtol=0, atol=EXACT)
@@ -107,7 +106,7 @@ def test_es_d_rtrl_filters_a_synapse_and_its_neuron_together() -> None:
         of_g, of_v = decay * 0.7 * of_g + (1 - decay), decay * (0.7 * of_g + leak * of_v) + (1 - decay)
         expected += (learning * of_v / (1 - decay ** (t + 1))).t() @ e_x
     init_all_states(net, BATCH)
-    algorithm = ES_D_RTRL(net, decay, correction="exact", mode=Batching())
+    algorithm = ES_D_RTRL(net, decay, mode=Batching())
     algorithm.compile_graph(inputs[0])
     found = learn(algorithm, inputs, labels)["w.weight"]
     assert relative({"w": found}, {"w": expected}) <= EXACT
