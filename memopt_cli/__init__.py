@@ -49,6 +49,8 @@ _PUBLIC = {
     "collate_packed": "memopt_cli.batching.sequences",
     "collate_padded": "memopt_cli.batching.sequences",
     "compare_length_strategies": "memopt_cli.batching.length_strategies",
+    "flatten_sequences": "memopt_cli.batching.conventions",
+    "unflatten_sequences": "memopt_cli.batching.conventions",
     "read_batch_shaping": "memopt_cli.batching.config",
     "D_RTRL": "memopt_cli.online",
     "ES_D_RTRL": "memopt_cli.online",

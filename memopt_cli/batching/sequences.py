@@ -6,7 +6,7 @@ Padding costs ``1 - sum(lengths) / (N * max(lengths))`` of the positions; packin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,22 +140,28 @@ def mask_of(lengths: Tensor, steps: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- for a DataLoader
 
 
-def collate_padded(samples: Sequence[Sample]) -> tuple[PaddedSequences, Any]:
-    """Samples ``(sequence, label)`` -> sequences padded with zeros, with their mask, and labels ``(N, …)``."""
-    sequences, labels = _apart(samples)
-    return pad(sequences), labels
+def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
+    """Samples ``(sequence, label)`` -> ``(sequences padded with zeros, with their mask, labels (N, …))``.
+
+    Of samples that are sequences without labels: the sequences alone.
+    """
+    return _collated(samples, pad)
 
 
-def collate_packed(samples: Sequence[Sample]) -> tuple[PackedSequence, Any]:
-    """Samples ``(sequence, label)`` -> a packed sequence and labels ``(N, …)`` in the same order as the samples."""
-    sequences, labels = _apart(samples)
-    return pack(sequences), labels
+def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
+    """Samples ``(sequence, label)`` -> ``(packed sequence, labels (N, …))``, labels in the order of the samples.
+
+    Of samples that are sequences without labels: the packed sequence alone.
+    """
+    return _collated(samples, pack)
 
 
-def collate_nested(samples: Sequence[Sample]) -> tuple[Tensor, Any]:
-    """Samples ``(sequence, label)`` -> a nested (jagged) tensor and labels ``(N, …)``."""
-    sequences, labels = _apart(samples)
-    return nest(sequences), labels
+def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
+    """Samples ``(sequence, label)`` -> ``(nested (jagged) tensor, labels (N, …))``.
+
+    Of samples that are sequences without labels: the nested tensor alone.
+    """
+    return _collated(samples, nest)
 
 
 def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
@@ -172,8 +178,17 @@ def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
     )
 
 
-def _apart(samples: Sequence[Sample]) -> tuple[list[Tensor], Any]:
-    return [sequence for sequence, _ in samples], default_collate([label for _, label in samples])
+def _collated(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Sequence[Tensor]], Any]) -> Any:
+    sequences = [sample for sample in samples if isinstance(sample, Tensor)]
+    if len(sequences) == len(samples):
+        return join(sequences)
+    pairs = [sample for sample in samples if isinstance(sample, tuple | list) and len(sample) == 2]
+    if len(pairs) < len(samples):
+        raise BatchShapeError(
+            "the samples are neither all sequences nor all pairs (sequence, label)",
+            hint="Give (sequence, label) for each, with everything that is no sequence in the label.",
+        )
+    return join([sequence for sequence, _ in pairs]), default_collate([label for _, label in pairs])
 
 
 def _checked(sequences: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -160,6 +160,18 @@ def test_collating_in_a_data_loader() -> None:
         assert sorted(seen) == [1, 1, 2, 3, 4, 5, 6, 9]
 
 
+@pytest.mark.parametrize("collate", [collate_padded, collate_packed, collate_nested])
+def test_samples_without_labels(collate: Callable[[Any], Any]) -> None:
+    sequences = [torch.randn(length, 2) for length in (3, 5)]
+    alone, (beside, labels) = collate(sequences), collate([(x, 1) for x in sequences])
+    assert type(alone) is type(beside)
+    assert labels.tolist() == [1, 1]
+    with pytest.raises(BatchShapeError, match=r"neither all sequences nor all pairs \(sequence, label\)"):
+        collate([sequences[0], (sequences[1], 1)])
+    with pytest.raises(BatchShapeError, match="there are no sequences"):
+        collate([])
+
+
 def test_collated_types() -> None:
     samples = [(torch.zeros(2, 1), {"y": 0}), (torch.zeros(1, 1), {"y": 1})]
     packed, labels = collate_packed(samples)
