@@ -438,11 +438,10 @@ class _Reporter:
         self._progress = progress
         self._best_bytes = start_bytes
         self._tried = 0
-        self._trying = ""
 
     def report(self, text: str) -> None:
-        """Remember what is tried next."""
-        self._trying = text
+        """Tell what is tried next, which takes a while."""
+        self._progress.update(self._tried, None, f"{text} · {format_bytes(self._best_bytes)}")
 
     def watching(self, count: _Count) -> _Count:
         """The same counter, with its answers told to the progress."""
@@ -454,8 +453,8 @@ class _Reporter:
             self._tried += 1
             peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
             shown = format_bytes(peak) if peak is not None else "cannot run"
-            line = f"{self._trying} · {format_bytes(self._best_bytes)} → {shown}"
-            self._progress.update(self._tried, None, line)
+            tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
+            self._progress.update(self._tried, None, f"{tried} · {format_bytes(self._best_bytes)} → {shown}")
             self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
             return found
 

@@ -67,6 +67,8 @@ class Planner:
         self._now = self._plain
         self._level = 1
         self._limits = self._bounds()
+        self._forbidden: set[str] = set()
+        """Modules that make a step fail as segments."""
         self._descended: set[tuple[int, float]] = set()
         """Levels whose least peak was looked for, at most so slow."""
 
@@ -166,9 +168,16 @@ class Planner:
         if level >= CHUNKS and self._headed is None:
             self._headed = self._with_heads()
         self._now = (self._headed if level >= CHUNKS else None) or self._plain
-        allowed = allowed_at(level, self._options, self._tree, self._limits)
-        known = self._now.questions.known if level >= CHUNKS else {}
-        self._now.proposals.allow(replace(allowed, chunks=known))
+        self._allow()
+
+    def _allow(self) -> None:
+        allowed = allowed_at(self._level, self._options, self._tree, self._limits)
+        known = self._now.questions.known if self._level >= CHUNKS else {}
+
+        def is_target(path: str) -> bool:
+            return path not in self._forbidden and allowed.targets(path)
+
+        self._now.proposals.allow(replace(allowed, targets=is_target, chunks=known))
 
     def _with_heads(self) -> _Ground | None:
         """The step recorded with the heads through their losses that lower the peak, if there are any.
@@ -292,7 +301,9 @@ class Planner:
             plan = self._least_plan(most_slowdown)
             if plan is None:
                 break
-            self._count(plan)
+            forbidden = len(self._forbidden)
+            if self._count(plan) is None and len(self._forbidden) > forbidden:
+                continue
             peak_bytes = self._now.proposals.predict(plan).allocated_peak_bytes
             in_vain = 0 if peak_bytes < (1 - _WORTH_LOWERING) * lowest else in_vain + 1
             lowest = min(lowest, peak_bytes)
@@ -362,7 +373,25 @@ class Planner:
             raise TimeIsUp
 
     def _count(self, plan: Plan) -> Priced | None:
-        return self._dry_runs.count(plan, self._now.proposals)
+        """A plan that cannot run forbids the segment that it cannot run with, if there is one."""
+        found = self._dry_runs.count(plan, self._now.proposals)
+        if found is None and (segment := self._failing(plan)):
+            self._forbidden.add(segment.path)
+            self._allow()
+        return found
+
+    def _failing(self, plan: Plan) -> SegmentPlan | None:
+        """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
+
+        def fails(segments: Sequence[SegmentPlan]) -> bool:
+            part = Plan(level=plan.level, segments=(*segments, *self._now.proposals.heads))
+            return self._dry_runs.count(part, self._now.proposals) is None
+
+        suspects = [segment for segment in plan.segments if not segment.through_loss]
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
+            suspects = half if fails(half) else suspects[len(half) :]
+        return suspects[0] if suspects and fails(suspects) else None
 
     def _learn(self, plan: Plan) -> bool:
         return self._level >= CHUNKS and self._limits.cuts != 0 and self._now.questions.learn(plan)

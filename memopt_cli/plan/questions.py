@@ -56,7 +56,6 @@ class DryRuns:
         """A plan with its peak; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
         plan = _by_means(plan)
         if plan not in self._found:
-            self._probes.report(f"segments: {len(plan.segments)}")
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise TimeIsUp
@@ -175,7 +174,7 @@ class ChunkQuestions:
         self._proposals.allow_chunks(chunks)
 
     def _ask(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"chunk {path}")
+        self._probes.report(f"trying {path} in chunks")
         self.questions += 1
         rule = self._probes.chunking(path)
         return None if isinstance(rule, Refused) else rule

@@ -19,7 +19,7 @@ from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.search import Solver, Way, spent_by
-from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SegmentPlan
+from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan
 from sample_models import gpt
 from tests.plan.subjects import (
     SUBJECTS,
@@ -511,6 +511,22 @@ def test_plans_that_cannot_run_are_no_answers() -> None:
         assert "blocks.1" not in [s.path for s in priced.plan.segments]
     assert plans.failures
     assert all("blocks.1" in [s.path for s in plan.segments] for plan in plans.failures)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_plan_that_cannot_run_does_not_end_a_level(level: int) -> None:
+    subject = SUBJECTS["chain"]()
+    failing = {"blocks.1", "blocks.4"}
+
+    def count(plan: Plan) -> Any:
+        fails = any(s.path in failing for s in plan.segments)
+        return Crashed(reason="killed by SIGSEGV", output_tail="") if fails else subject.count(plan)
+
+    probes = subject.probes(lambda path: rule_along(0))
+    found = subject.planner_asking(replace(probes, count=count), level=level).best(level)
+    modules = tuple(replace(m, refusal="it fails") if m.path in failing else m for m in subject.trace.modules)
+    without = Planner(replace(subject.trace, modules=modules), subject.original, probes, SearchOptions(level=level))
+    assert found.peak_bytes <= NEARLY * without.best(level).peak_bytes
 
 
 def test_level_4_keeps_costly_outputs_where_the_peak_has_room_for_them() -> None:
