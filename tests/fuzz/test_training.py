@@ -68,6 +68,9 @@ ONCE_FAILED = {
     '"segments":[{"path":"linear"}]}],"segments":[{"path":"inner"}]}],"steps":2}',
     "what writes to a parameter in a checkpoint twice": '{"blocks":[{"kind":"checkpointed","inner":[{"kind":"twice",'
     '"inner":[{"kind":"written","segments":[{"path":""}]}]}]}],"segments":[{"path":""}],"packed":true,"steps":2}',
+    "what is not a number, of either sign": '{"blocks":[{"kind":"saved by hooks","inner":[{"kind":"gru both ways"},'
+    '{"kind":"scaled dot product"}],"segments":[{"path":"inner.0-1"}]}],"scenario":{"inputs":"not a number"},'
+    '"steps":2}',
     "a call of what is kept that fails, and is tried again": '{"blocks":[{"kind":"trying","inner":[{"kind":'
     '"transformer layer, norm first"}],"segments":[{"path":"","keep":["aten::native_layer_norm"]}]}],'
     '"scenario":{"dtype":"float64"},"steps":1}',

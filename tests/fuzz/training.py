@@ -190,7 +190,8 @@ def _note(trained: Trained, name: str, value: Any) -> None:
     """Write down copies of tensors, and other values as text."""
     match value:
         case Tensor():
-            trained.tensors[name] = value.detach().clone().to_dense()
+            copy = value.detach().clone().to_dense()  # of what is not a number the sign tells who was added to whom
+            trained.tensors[name] = copy.masked_fill_(copy.isnan(), torch.nan) if copy.is_floating_point() else copy
             trained.others[f"{name} needs a gradient"] = str(value.requires_grad)
         case torch.Generator():
             trained.tensors[name] = value.get_state()
