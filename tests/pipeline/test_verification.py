@@ -78,6 +78,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         asked_codecs=(),
         batch_norms=True,
         batch=SIZES["B"],
+        fixed_sizes=False,
         sync_norms=(),
     )
     return Prepared(

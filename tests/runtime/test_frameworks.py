@@ -165,11 +165,13 @@ NOT_IN_CHUNKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "jelly-sliding-psn": (_node("SlidingPSN", k=2), "axis 0: "),
     "jelly-every-membrane-kept": (_membranes_kept, "axis 0: in 2 chunks state"),
     "jelly-dropout": (_dropping, "it draws random numbers"),
-    "snntorch-recurrent": (_hidden("RLeaky", beta=0.9, linear_features=FEATURES), "dtype, but got Float and Double"),
 }
-"""They look ahead, keep the whole sequence, mix it, or cannot be tried in float64; with part of the reason given."""
+"""They look ahead, keep the whole sequence or mix it; with part of the reason given."""
 
-ALL = IN_CHUNKS | {name: make for name, (make, _) in NOT_IN_CHUNKS.items()}
+RECURRENT = _hidden("RLeaky", beta=0.9, linear_features=FEATURES)
+"""Makes tensors of float32 by itself, whatever it is given."""
+
+ALL = IN_CHUNKS | {"snntorch-recurrent": RECURRENT} | {name: make for name, (make, _) in NOT_IN_CHUNKS.items()}
 
 
 def drawn(dtype: torch.dtype) -> Tensor:
@@ -212,6 +214,10 @@ def test_time_is_not_cut(name: str) -> None:
         assert reason in found.reason
     else:
         assert found.axis == 1  # samples are independent
+
+
+def test_what_makes_tensors_of_float32_is_tried_in_float64_all_the_same() -> None:
+    assert find_rule(RECURRENT(), (drawn(torch.float32),), {}) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
 
 
 def test_a_membrane_that_the_caller_hands_over(judge: Any) -> None:
