@@ -126,7 +126,7 @@ class ModelFacts:
     carried: Plan
     """The plan that the file carries."""
     asked_codecs: tuple[str, ...]
-    """Paths of the modules that name a codec for their inputs (``x_compressor``)."""
+    """Paths of the modules that name a codec, other than none, for their inputs (``x_compressor``)."""
     fixed_sizes: bool
     """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
     batch_norms: bool

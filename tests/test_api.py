@@ -278,6 +278,22 @@ def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     assert gc(net, Block, compress_x=False)["manual_compressor_count"] == 0
 
 
+def unused_codecs(net: nn.Module, said: dict[int, str], **options: Any) -> list[str]:
+    """The notes on codecs asked for, of a step on inputs of which only those of the modules after spikes pack."""
+    for index, name in said.items():
+        net[index].x_compressor = name
+    return [note for note in gc(net, Block, (torch.randn(64, 8),), **options)["notes"] if "x_compressor" in note]
+
+
+def test_a_codec_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
+    (note,) = unused_codecs(spiking(), {1: "BitSpikeCompressor", 4: "BitSpikeCompressor"})
+    assert note.startswith("x_compressor is not used by '4': it does not make all their inputs")
+    assert not unused_codecs(spiking(), {4: "NullSpikeCompressor"})
+    assert not unused_codecs(spiking(), {4: "BitSpikeCompressor"}, compress_x=False)
+    (note,) = unused_codecs(nn.Sequential(*(Block(8) for _ in range(5))), dict.fromkeys(range(5), "BitSpikeCompressor"))
+    assert "by '0', '1', '2' and 2 more: " in note
+
+
 class Forgetful(nn.Module):
     """Has a child that it never calls, and one that cannot be a segment."""
 

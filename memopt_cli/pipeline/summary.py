@@ -10,6 +10,8 @@ from memopt_cli.plan.search import spent_by
 from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, Verification, to_data
 from memopt_cli.units import format_bytes, format_seconds
 
+_NAMED = 3
+"""So many modules are named in a note."""
 _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
 
@@ -20,7 +22,7 @@ class Findings:
 
     resolved: Resolved
     asked_codecs: Sequence[str]
-    """Paths of the modules that name a codec for their inputs."""
+    """Paths of the modules that name a codec, other than none, for their inputs."""
     model_format: str
     device: str
     plan: Plan
@@ -55,7 +57,7 @@ def summarize(found: Findings) -> MemOptSummary:
         allow_expensive_profiling=options.allow_expensive_profiling,
         applied_steps=_steps_of(plan, splits),
         skipped_steps=sorted((*found.skipped, *_not_applied(rows, plan))),
-        notes=found.notes,
+        notes=[*found.notes, *_codecs_left_out(found)],
         gc_wrap_count=outer,
         manual_compressor_count=len(manual),
         bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
@@ -82,6 +84,19 @@ def summarize(found: Findings) -> MemOptSummary:
         verification=found.verification,
         model_format=found.model_format,
     )
+
+
+def _codecs_left_out(found: Findings) -> list[str]:
+    """A note on the segments that do not use the codec that they ask for, if there are any."""
+    plain = [s.path for s in found.plan.segments if s.compressor == "null" and s.path in found.asked_codecs]
+    if not plain or not found.resolved.options.compress_x:
+        return []
+    named = ", ".join(f"'{path or '(root)'}'" for path in plain[:_NAMED])
+    more = f" and {len(plain) - _NAMED} more" if len(plain) > _NAMED else ""
+    return [
+        f"x_compressor is not used by {named}{more}: it does not make all their inputs in this step smaller "
+        "without loss, so they are stored as they are."
+    ]
 
 
 def _measured(rows: list[LevelRow], level: int) -> Measurement | None:

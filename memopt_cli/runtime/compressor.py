@@ -8,6 +8,7 @@ in.  On fake tensors, which have no bits, the claim is taken for granted: a dry 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import sys
 import threading
@@ -256,7 +257,10 @@ class Codec(Protocol):
         """Anything that holds what :meth:`decompress` needs; no state stays on the codec."""
 
     def decompress(self, packed: Any) -> Tensor:
-        """The tensor again: device, dtype and shape as well."""
+        """The tensor again: device, dtype and shape as well.
+
+        One that has a second parameter without a default, as SpikingJelly's codecs have, is given the shape too.
+        """
 
 
 class OwnCompressor(SpikeCompressor):
@@ -266,6 +270,8 @@ class OwnCompressor(SpikeCompressor):
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
+        self._takes_shape: bool | None = None
+        """Whether its ``decompress`` wants the shape; ``None`` until it is called, as nothing is while compiling."""
 
     def compress(self, x: Tensor) -> Packed:
         """As the base class does; what is stored is restored at once and compared, which takes that time."""
@@ -274,7 +280,7 @@ class OwnCompressor(SpikeCompressor):
             return _store_raw(x)
         try:
             payload = self._codec.compress(x)
-            restored = self._codec.decompress(payload)
+            restored = self._restored(payload, x.shape)
         except (DataDependentOutputException, DynamicOutputShapeException):  # a dry run cannot know
             return _store_raw(x)
         if (restored.dtype, restored.shape) != (x.dtype, x.shape) or not same_bits(restored, x):
@@ -286,11 +292,24 @@ class OwnCompressor(SpikeCompressor):
         """The tensor that was stored, equal to the bit, in its strides too."""
         if packed.raw:
             return _load_raw(packed)
-        restored = self._codec.decompress(join_tensors(packed.data, packed.skeleton))
+        restored = self._restored(join_tensors(packed.data, packed.skeleton), packed.shape)
         if restored.stride() == packed.stride:
             return restored
         laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=restored.device)
         return laid_out.copy_(restored)
+
+    def _restored(self, payload: Any, shape: torch.Size) -> Tensor:
+        if self._takes_shape is None:
+            self._takes_shape = _required_arguments(self._codec.decompress) > 1
+        decompress: Callable[..., Tensor] = self._codec.decompress
+        return decompress(payload, shape) if self._takes_shape else decompress(payload)
+
+
+def _required_arguments(function: Callable[..., Any]) -> int:
+    """How many positional arguments it cannot do without."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
 
 
 COMPRESSORS: dict[str, SpikeCompressor] = {

@@ -129,8 +129,8 @@ def asked_compressor(module: nn.Module) -> CompressorName | None:
 
 
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that say by ``x_compressor`` how their inputs are stored."""
-    return tuple(path for path, module in named_parts(model) if getattr(module, "x_compressor", None) is not None)
+    """Paths of the modules that can be segments and ask by ``x_compressor`` for packed inputs."""
+    return tuple(path for path, module in named_parts(model) if asked_compressor(module) not in (None, "null"))
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:

@@ -127,6 +127,32 @@ def test_a_codec_that_loses_the_shape_is_not_used() -> None:
     assert OwnCompressor(Reshaping()).compress(spikes(4, 4)).raw
 
 
+class Flat:
+    """A codec that is told the shape, and given whatever ``compress`` returned: SpikingJelly's signature."""
+
+    def compress(self, s_seq: Tensor) -> Tensor:
+        return s_seq.to(torch.float16).flatten()
+
+    def decompress(self, s_seq: Tensor, shape: torch.Size) -> Tensor:
+        return s_seq.to(torch.float32).reshape(shape)
+
+
+class Named(Flat):
+    """Its second parameter is its own affair."""
+
+    def decompress(self, s_seq: Tensor, shape: tuple[int, ...] = (8, WIDTH)) -> Tensor:
+        return super().decompress(s_seq, torch.Size(shape))
+
+
+@pytest.mark.parametrize("said", [Flat(), Named()], ids=["required", "with a default"])
+def test_a_codec_that_wants_the_shape_is_given_it(said: Any, judge: Any) -> None:
+    codec, x = OwnCompressor(said), spikes(8, WIDTH)
+    packed = codec.compress(x)
+    assert (packed.raw, packed.nbytes) == (False, x.nbytes // 2)
+    assert torch.equal(codec.decompress(packed), x)
+    judge(nn.Sequential(Block(x_compressor=said)), {"0": SegmentConfig(compressor="own")}, x)
+
+
 def test_a_codec_of_the_users_own_is_copied_and_saved_with_the_module() -> None:
     block = Block(x_compressor=Halves())
     install_segment(block, SegmentConfig(compressor="own"))
