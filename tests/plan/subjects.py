@@ -67,8 +67,9 @@ class Steps(nn.Module):
 class Subject:
     """A step on tensors without data, recorded and ready to be counted under plans."""
 
-    def __init__(self, model: nn.Module, *args: Any) -> None:
-        step = Step(model=model, args=args, kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(), loss=None, optimizer=None)
+        self.real = step
         self.fake = FakeStep(step)
         self._counted: dict[Plan, Counted] = {}
         self.trace: StepTrace = self.fake.record(batch=1)
