@@ -171,7 +171,7 @@ class _Builder:
         own.forward_bytes = self._forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
-        own.packing_s = packing_s(self._trace, held)
+        own.packing_s = packing_s(self._trace, held, len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in call.outputs)

@@ -35,6 +35,8 @@ _PACKING_BYTES_PER_S = 1e9
 """Where it was not measured: of the order of two copies of the tensor."""
 OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
+_PACKING_OPS = 10
+"""Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
 KEEP_OP_S = 8e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 _STATISTICS_FORWARDS = 3
@@ -44,9 +46,9 @@ _FLOPS_PER_S = 5e10
 """Where no operator was timed: only ratios of the times count then."""
 
 
-def packing_s(trace: StepTrace, nbytes: int) -> float:
-    """Seconds that it takes to pack tensors of so many bytes, check included, and to unpack them."""
-    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S)
+def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
+    """Seconds that it takes to pack so many tensors of so many bytes together, checks included, and to unpack them."""
+    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_OPS * OP_S
 
 
 def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
@@ -167,16 +169,16 @@ class CostModel:
             module=op.module,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
-            + packing_s(self.trace, replay.packed_away_bytes),
+            + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away)),
         )
 
     def _added_s(self, block: _Block) -> float:
         forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
         saved_s = sum(self.recompute_s[op] for op in block.kept if op < block.stop)
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
+        packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
-        overhead = overhead_s(block.segment, forward_s=forward_s, ops=ops) + packing_s(self.trace, packed_bytes)
-        return forward_s - saved_s + overhead
+        return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops) + packing
 
     def _blocks(self, plan: Plan) -> list[_Block]:
         """Outer ones first, in the order of their forward."""
@@ -280,8 +282,8 @@ class _Replay:
 
     def __init__(self, original: _Original, blocks: Sequence[_Block], packed: bool) -> None:
         self.blocks = blocks
-        self.packed_away_bytes = 0
-        """Of what was saved outside of segments, the bytes before packing."""
+        self.packed_away: list[int] = []
+        """Of every storage that is packed outside of segments, the bytes before packing."""
         self._packed = packed
         self._original = original
         self._trace = trace = original.trace
@@ -399,7 +401,7 @@ class _Replay:
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Packed when the first operator saves it; whole again for an instant where backward uses it."""
-        self.packed_away_bytes += storage.nbytes
+        self.packed_away.append(storage.nbytes)
         start, end = self._place[min(savers)], self._release(storage, savers)
         self._live(start, end, storage.packed_bytes)
         if 0 < end <= self._length:
