@@ -153,7 +153,7 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
         told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {told}",
-            hint=f"Check what was recorded, or: {_record_anew(request)}",
+            hint=f"Check what was recorded, or record anew what is to be checked.\n{_record_anew(request)}",
         )
 
 
