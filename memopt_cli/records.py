@@ -117,6 +117,8 @@ class ModelFacts:
 
     format: str
     """As of :class:`LoadedModel`."""
+    class_name: str
+    """Of the model itself."""
     sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
 from memopt_cli.units import format_bytes, format_seconds
@@ -111,6 +112,8 @@ def _places(found: Comparison) -> Iterator[str]:
 
 
 def _circumstances(found: Comparison) -> Iterator[str]:
+    if Path(found.before.model).name != Path(found.after.model).name:
+        yield f"another file than before: {found.before.model} → {found.after.model}"
     if found.surroundings:
         yield f"measured elsewhere than before: {_listed(found.surroundings)}"
     if not found.exceeded:
