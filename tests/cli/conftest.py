@@ -21,7 +21,7 @@ from memopt_cli.records import (
     OptimizeResult,
 )
 
-NAMED = ("model.pt", "w.pt", "train.py", "l.py", "p.plan.yaml", "p.yaml", "x.npz", "x.pt", "f.py", "evil.py")
+NAMED = ("model.pt", "w.pt", "train.py", "l.py", "p.plan.yaml", "p.yaml", "x.npz", "x.pt", "f.py", "x.py", "evil.py")
 """Files, which exist."""
 
 
