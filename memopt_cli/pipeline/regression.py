@@ -156,7 +156,8 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
         raise BaselineError(
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
-            hint=_record_anew(request),
+            hint="Keep one baseline for each model, and name it with --baseline FILE: "
+            f"memopt baseline {shlex.quote(location)} … -o FILE",
         )
 
 
