@@ -101,8 +101,8 @@ def _installed(module: nn.Module, name: str, config: SegmentConfig) -> nn.Module
     try:
         install_segment(module, replace(config, path=name))
     except ValueError as reason:
-        raise PlanError(
-            f"module '{name}' cannot be a segment: {reason}",
-            hint=f"Change the entry of '{name}' in the plan, or remove it.",
-        ) from reason
+        hint = f"Change the entry of '{name}' in the plan, or remove it."
+        if segment_of(module) is not None:
+            hint = "Take off the plan that the model has: memopt_cli.remove_plan(model)."
+        raise PlanError(f"module '{name}' cannot be a segment: {reason}", hint=hint) from reason
     return module

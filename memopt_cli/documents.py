@@ -126,8 +126,11 @@ def is_below(path: str, folder: Path) -> bool:
         return False
 
 
-def read_yaml(path: Path) -> Any:
-    """The plain values of a YAML file; raises :class:`UsageError` if it cannot be read or is no YAML."""
+def read_yaml(path: Path, hint: str = "") -> Any:
+    """The plain values of a YAML file.
+
+    Raises :class:`UsageError` if it cannot be read or is no YAML, with ``hint``: what file is wanted.
+    """
     try:
         text = read_bytes(path, _MOST_YAML_BYTES)
         if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MOST_YAML_VALUES:
@@ -140,16 +143,16 @@ def read_yaml(path: Path) -> Any:
     except (
         Exception
     ) as err:  # PyYAML's constructors raise whatever int(), datetime() and dict() raise; deep nesting too
-        raise UsageError(f"{path} is not valid YAML: {printable(_one_line(err))}") from err
+        raise UsageError(f"{path} is not valid YAML: {printable(_one_line(err))}", hint=hint) from err
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:
     """The same for a file whose content is keys and values; an empty file has no keys."""
-    data = read_yaml(path)
+    data = read_yaml(path, hint)
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{path} must hold keys and values (key: value), not {shortened(data)}")
+        raise UsageError(f"{path} must hold keys and values (key: value), not {shortened(data)}", hint=hint)
     return data
 
 

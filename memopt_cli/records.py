@@ -11,7 +11,7 @@ import statistics
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
@@ -117,6 +117,8 @@ class ModelFacts:
 
     format: str
     """As of :class:`LoadedModel`."""
+    class_name: str
+    """Of the model itself."""
     sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
@@ -1698,9 +1700,7 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
     known = {f.name: f for f in fields(cls)}
-    for key in data:
-        if key not in known and key != "kind":
-            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
+    refuse_unknown((key for key in data if key != "kind"), known, where)
     hints = _hints_of(cls)
     values = {}
     for name, f in known.items():
@@ -1712,6 +1712,13 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
         return cls(**values)
     except UsageError as err:
         raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
+
+
+def refuse_unknown(keys: Iterable[Any], known: Collection[str], where: str) -> None:
+    """Raise :class:`UsageError` for the first key that is not among the known ones, which it lists."""
+    for key in keys:
+        if key not in known:
+            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
 
 
 def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -85,6 +85,16 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
             )
 
 
+def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` that names every symbol in the shapes that has no size."""
+    symbols = [size for tensor in tensors for size in tensor.shape if isinstance(size, str)]
+    if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
+        flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
+        raise UsageError(
+            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example {flags}"
+        )
+
+
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     """``["B=8", "S=128"]`` -> the size of each dimension.
 

@@ -115,6 +115,12 @@ def check_finite(output: Any) -> None:
             )
 
 
+_FORWARD_HINT = (
+    "Give inputs that the model accepts, one for each argument of forward; on the command line: "
+    "-i SHAPE[@dtype][=values]."
+)
+
+
 def run_checked(step: Step) -> Any:
     """One forward and backward with every failure of the model's own code explained.
 
@@ -161,9 +167,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "bad_alloc" in text)
-
-
-_FORWARD_HINT = "Give inputs the model accepts: -i SHAPE[@dtype][=values], once per argument of forward."
 
 
 @dataclass(slots=True)
@@ -237,7 +240,7 @@ def _expected(module: nn.Module, inputs: Any) -> str:
     takes = _taken_shape(module)
     first = next(iter(tensors_of(inputs)), None)
     if isinstance(module, nn.Embedding):
-        return f"; it takes integers, as in -i 8x128@int64=0..{module.num_embeddings}"
+        return f"; it takes integers below {module.num_embeddings} (@int64=0..{module.num_embeddings})"
     if not takes or first is None:
         return ""
     missing = takes[0] == "N" and first.dim() == len(takes) - 1

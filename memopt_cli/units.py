@@ -27,6 +27,11 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match.group(1)) * factor)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def exact_bytes(size: int) -> str:
     """Bytes -> the shortest text that :func:`parse_bytes` reads back exactly, e.g. ``"24GiB"`` or ``"1000B"``."""
     power = max(p for p in range(len(_BINARY)) if size % 1024**p == 0) if size else 0

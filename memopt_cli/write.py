@@ -24,6 +24,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     StepMemory,
     from_data,
+    refuse_unknown,
     to_data,
 )
 from memopt_cli.spec_text import check_spec, parse_factory
@@ -227,19 +228,21 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
     the wrong type, or was written by a later memopt.
     """
-    data = read_mapping(Path(path))
+    data = read_mapping(Path(path), _PLAN)
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UsageError(
-            f"{path} is not a plan: its schema_version is {shortened(version)}", hint="Give a *.plan.yaml of memopt."
-        )
+        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN)
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    of_plan = {f.name for f in fields(Plan)}
+    of_plan = [f.name for f in fields(Plan)]
+    refuse_unknown(data, [*_HEADER_KEYS, *of_plan], str(path))
     header = _read_header({key: data[key] for key in data if key not in of_plan}, str(path))
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+_PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
@@ -282,7 +285,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
-_HEADER_KEYS = {f.name for f in fields(FileHeader)}
+_HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
 def _summarized(summary: MemOptSummary) -> StepMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
         apply_plan(model, plan("0", "1"))
     assert segment_of(model[1]) is not None
     assert segment_of(model[0]) is None
+
+
+@pytest.mark.parametrize("second", [plan("0"), Plan(level=1, packed=True)])
+def test_a_plan_over_another_is_told_how_to_take_that_off(second: Plan) -> None:
+    model = apply_plan(net(), replace(plan("0"), packed=True))
+    with pytest.raises(PlanError, match="it is a segment already") as caught:
+        apply_plan(model, second)
+    assert "memopt_cli.remove_plan(model)" in caught.value.hint
+    apply_plan(remove_plan(model), second)
 
 
 def test_a_module_of_two_names_is_one_module() -> None:

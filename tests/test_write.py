@@ -402,6 +402,14 @@ def test_a_wrong_plan_says_where(old: str, new: str, said: str, tmp_path: Path) 
     assert "\n" not in caught.value.message
 
 
+def test_a_key_that_no_plan_has_is_told_with_all_that_it_may_have(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(f"{PLAN_TEXT}extra: 1\n")
+    with pytest.raises(UsageError, match="unknown key 'extra'") as caught:
+        read_plan(tmp_path / "p.yaml")
+    keys = caught.value.hint.removeprefix("Known keys: ").removesuffix(".").split(", ")
+    assert keys == [field.name for record in (FileHeader, Plan) for field in fields(record)]
+
+
 def test_a_missing_plan(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_plan(tmp_path / "none.yaml")

@@ -10,7 +10,7 @@ the two nearest runs after more.  Where no dry run is possible, ``predicted`` is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.records import (
@@ -338,7 +338,7 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
     known: dict[int, float] = {}
     low, high, aim = 0, _LARGEST, bound
     number, gap = start, math.inf
-    while high - low > max(1, low // 100) and len(known) < _MOST_DRY_RUNS:
+    while high - low > _within_reach(low) and len(known) < _MOST_DRY_RUNS:
         known[number] = value(number)
         if known[number] <= bound:
             low = number
@@ -346,22 +346,47 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> 
             high = number
             if known[number] <= (1 + _STRAIGHT) * bound:
                 aim = (1 - _STRAIGHT) * bound
-        if _is_settled(known, low, high, bound):
-            break
+        if _is_settled(known, low, bound):
+            return low
         is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
         number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
 
 
-def _is_settled(known: dict[int, float], low: int, high: int, bound: float) -> bool:
-    """The line from ``low`` to ``high`` is beyond the bound right after ``low``, and a third number lies on it."""
-    others = sorted((n for n in known if n not in (low, high)), key=lambda n: abs(n - low))
-    if not others or low not in known or not math.isfinite(known.get(high, math.inf)):
+def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
+    """``low`` is on the line through the two known numbers nearest to it, which is beyond the bound right after it."""
+    others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
+    if low not in known or len(others) < 2:
         return False
-    intercept, slope = fit_line([(n, known[n]) for n in (low, high)])
-    is_on_line = abs(intercept + slope * others[0] - known[others[0]]) <= _STRAIGHT * bound
-    return is_on_line and intercept + slope * (low + 1) > (1 + _STRAIGHT) * bound
+    intercept, slope = fit_line([(n, known[n]) for n in others])
+    is_on_line = abs(intercept + slope * low - known[low]) <= _STRAIGHT * bound
+    return is_on_line and known[low] + slope * _within_reach(low) > (1 + _STRAIGHT) * bound
+
+
+def _within_reach(number: int) -> int:
+    """How much larger a number may be that passes for the same: 1 %."""
+    return max(1, number // 100)
+
+
+def between(known: Mapping[int, float], number: int) -> float | None:
+    """The value at a number between known ones that are on one line; ``None`` where it is not known.
+
+    Of values that rise as a few lines joined, the steepest last, there is no other line between three on one.
+    """
+    below = sorted((n for n in known if n < number), reverse=True)[:2]
+    above = sorted(n for n in known if n > number)[:2]
+    if not below or not above or len(below) + len(above) < 3:
+        return None
+    if not all(math.isfinite(known[n]) for n in (*below, *above)):
+        return None
+    left, right = below[0], above[0]
+    slope = (known[right] - known[left]) / (right - left)
+    outer = [(known[left] - known[n]) / (left - n) for n in below[1:]]
+    outer += [(known[n] - known[right]) / (n - right) for n in above[1:]]
+    if any(abs(other - slope) <= _STRAIGHT * abs(slope) for other in outer):
+        return known[left] + slope * (number - left)
+    return None
 
 
 def _meeting(known: dict[int, float], bound: float) -> int:

@@ -130,12 +130,13 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
     Raises :class:`UsageError` for a file that cannot be read, lacks the section, or holds an unknown key or a value
     of the wrong type or range.
     """
-    data = read_mapping(Path(path))
+    hint = "Write batch_shaping: and options below it."
+    data = read_mapping(Path(path), hint)
     for key in data:
         if key != "batch_shaping" and key not in _BESIDE:
             raise UsageError(f"{path}: unknown key '{key}'", hint="Options belong below batch_shaping:.")
     if "batch_shaping" not in data:
-        raise UsageError(f"{path} has no batch_shaping: section", hint="Write batch_shaping: and options below it.")
+        raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
     return parse_batch_shaping(data["batch_shaping"])
 
 

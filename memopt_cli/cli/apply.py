@@ -21,7 +21,10 @@ from memopt_cli.report.text import TextReport
 def apply(
     context: typer.Context,
     model: options.Model,
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A *.plan.yaml file.", show_default=False)],
+    plan: Annotated[
+        str,
+        typer.Argument(metavar="PLAN", callback=options.check_file, help="A *.plan.yaml file.", show_default=False),
+    ],
     *,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare a step, and what follows it, with the original's first.")

@@ -45,7 +45,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
         return None
     if path is None and not file.is_file():
         raise UsageError(f"{file} in this folder is no regular file", hint="Remove it, or name another with --config.")
-    data = read_mapping(file)
+    data = read_mapping(file, "Write flags and their values, as in level: 4.")
     unsafe = sorted(_RUNS_CODE & data.keys()) if path is None else []
     if unsafe:
         raise UnsafeFileError(

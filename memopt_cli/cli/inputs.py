@@ -10,7 +10,7 @@ import typer
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
 from memopt_cli.records import InputSpec, TensorSpec
-from memopt_cli.spec_text import check_sizes, format_tensor, parse_dims, parse_tensor, require_used
+from memopt_cli.spec_text import check_sizes, parse_dims, parse_tensor, require_sizes, require_used
 
 
 def input_spec(
@@ -59,9 +59,7 @@ def _check(tensors: Sequence[TensorSpec], dims: dict[str, int]) -> None:
             raise UsageError(f"the input '{name}' is given twice")
     for tensor in tensors:
         check_sizes(tensor, dims)
-        for size in tensor.shape:
-            if isinstance(size, str) and size not in dims:
-                raise UsageError(f"input '{format_tensor(tensor)}': {size} has no size", hint=f"Add --dim {size}=8.")
+    require_sizes(tensors, dims)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

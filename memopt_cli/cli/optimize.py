@@ -80,7 +80,6 @@ def optimize(
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
-    files.check()
     request = OptimizeRequest(
         source=model_source(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
@@ -118,18 +117,21 @@ def optimize(
         measure_levels=measure_levels,
         interruptible=True,
     )
+    files.check()
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
     report: Report = JsonReport() if json else TextReport()
+    written: tuple[str, ...] = ()
     try:
         report.optimized(result, sys.stdout)
     finally:  # whatever became of stdout
         if result.steps is not None:
-            with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
-                files.write(lambda: optimize_page(result), result.steps.optimized, progress)
+            with shown_progress(quiet=quiet, verbose=verbose):  # Ctrl-C leaves no part of a file
+                written = files.write(lambda: optimize_page(result), result.steps.optimized)
+    report.written(written, sys.stdout)
     if result.ended_by is not None:
         raise result.ended_by
     if result.summary.verification and not result.summary.verification.passed:

@@ -96,7 +96,24 @@ def _check_function(text: str | None) -> str | None:
     """``file.py:function``, not yet opened."""
     if text is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", text):
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
+    if text is not None:
+        check_file(text.rpartition(":")[0])
     return text
+
+
+def check_file(path: str | None) -> str | None:
+    """Callback of a flag that names a file to read, which is not yet opened."""
+    if path is not None and not os.path.exists(path):
+        raise typer.BadParameter(f"there is no file '{path}'")
+    return path
+
+
+def _check_code(paths: list[str]) -> list[str]:
+    for path in paths:
+        check_file(path)
+        if not os.path.isdir(path) and not path.endswith(".py"):
+            raise typer.BadParameter(f"'{path}' is neither a folder nor a Python file")
+    return paths
 
 
 _INPUT, _STEP, _TRUST, _OUTPUT = "The inputs", "The training step", "Loading", "Output"
@@ -138,7 +155,11 @@ Dims = Annotated[
 InputData = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", rich_help_panel=_INPUT, show_default=False, help="A .pt, .npz or .safetensors file of inputs."
+        metavar="FILE",
+        callback=check_file,
+        rich_help_panel=_INPUT,
+        show_default=False,
+        help="A .pt, .npz or .safetensors file of inputs.",
     ),
 ]
 InputScript = Annotated[
@@ -178,6 +199,7 @@ RunUnder = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE",
+        callback=check_file,
         rich_help_panel=_STEP,
         show_default="the one that the file carries, if any",
         help="Run the step under this plan.",
@@ -262,6 +284,7 @@ CodePath = Annotated[
     list[str],
     typer.Option(
         metavar="PATH",
+        callback=_check_code,
         default_factory=list,
         show_default=False,
         rich_help_panel=_TRUST,
@@ -270,7 +293,13 @@ CodePath = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(metavar="FILE", rich_help_panel=_TRUST, show_default=False, help="A state dict that fills the model."),
+    typer.Option(
+        metavar="FILE",
+        callback=check_file,
+        rich_help_panel=_TRUST,
+        show_default=False,
+        help="A state dict that fills the model.",
+    ),
 ]
 
 Config = Annotated[

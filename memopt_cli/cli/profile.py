@@ -29,7 +29,14 @@ def profile(
     input_data: options.InputData = None,
     input_script: options.InputScript = None,
     plan: Annotated[
-        str | None, typer.Option("--plan", metavar="FILE", show_default=False, help="Profile the step under this plan.")
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            callback=options.check_file,
+            show_default=False,
+            help="Profile the step under this plan.",
+        ),
     ] = None,
     fake: Annotated[
         bool, typer.Option("--fake", help="Estimate on tensors without data: for a step larger than this machine.")
@@ -73,6 +80,7 @@ def profile(
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         found = pipeline.profile(request, progress=progress, ask=ask)
-        files.write(lambda: profile_page(found), found.trace, progress)
+        written = files.write(lambda: profile_page(found), found.trace)
     report: Report = JsonReport() if json else TextReport()
     report.profiled(found, sys.stdout)
+    report.written(written, sys.stdout)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.progress import Progress
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
@@ -59,12 +58,11 @@ class ReportFiles:
         if self.html is not None:
             require_plotly()
 
-    def write(self, page: Callable[[], str], trace: StepTrace, progress: Progress) -> None:
-        """Both or none; ``trace`` is the step of the snapshot."""
+    def write(self, page: Callable[[], str], trace: StepTrace) -> tuple[str, ...]:
+        """Both or none; returns their paths.  ``trace`` is the step of the snapshot."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
             contents[Path(self.html)] = content(page().encode(errors="backslashreplace"))
         if self.snapshot is not None:
             contents[Path(self.snapshot)] = content(snapshot_bytes(trace))
-        for path in write_all(contents, force=self.force):
-            progress.note(f"wrote {path}")
+        return write_all(contents, force=self.force)

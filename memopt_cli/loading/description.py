@@ -97,7 +97,9 @@ def _pickle(file: ModelFile) -> _Found:
     if contents.modules:
         what = "container of a module" if wrapped else "module"
     else:
-        what = "state dict" if contents.tensors else "something else"
+        what = "something else"
+        if contents.tensors:
+            what = "tensor" if contents.tensors[0].name == "" else "state dict"
     return _Found(
         format=f"pickled {what} ({pickled.form})",
         contents=contents,

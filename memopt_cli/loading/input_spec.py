@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import shlex
@@ -19,7 +20,7 @@ from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.records import InputSpec, ModelSource, TensorSpec
+from memopt_cli.records import InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.spec_text import (
     check_spec,
     format_tensor,
@@ -29,6 +30,7 @@ from memopt_cli.spec_text import (
     parse_shape,
     parse_tensor,
     parse_values,
+    require_sizes,
     require_used,
 )
 
@@ -84,12 +86,9 @@ def find_spec(
             require_used([name for name in given.dims if name not in given.optional_dims], spec.tensors, spec.source)
             spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)
     spec = _without_unused(spec)
-    unbound = sorted({s for t in spec.tensors for s in t.shape if isinstance(s, str)} - spec.dims.keys())
-    if unbound:
-        sizes = " ".join(f"--dim {symbol}=8" for symbol in unbound)
-        raise UsageError(
-            f"the inputs have dimensions without a size: {', '.join(unbound)}", hint=f"Add for example {sizes}"
-        )
+    if spec.script is not None:
+        _script_call(spec.script, spec.dims)
+    require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # a model file carries inputs, and its layers tell of some
     return spec
 
@@ -100,7 +99,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
     Raises :class:`UsageError` that names the file for a key that is unknown or missing and for a value that is wrong.
     """
     path = Path(path)
-    data = read_yaml(path)
+    data = read_yaml(path, "Write for example inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
     try:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
@@ -132,9 +131,7 @@ def _read_tensor(item: Any) -> TensorSpec:
 def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
     if not isinstance(data, dict):
         raise UsageError(f"{where} must be a mapping with the keys {', '.join(known)}")
-    for key in data:
-        if key not in known:
-            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
+    refuse_unknown(data, known, where)
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:
@@ -277,6 +274,21 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
 
 
 def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
+    call = _script_call(script, dims)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return call()
+        except Exception as err:  # the user's code may raise anything
+            raise UsageError(f"--input-script {script} failed: {first_line(err)}") from err
+
+
+def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
+    """The script's function with the sizes that it takes.
+
+    Raises :class:`UsageError` if there is no such function, it takes a size that is not given, or one that is given is
+    none of its arguments.
+    """
     function = user_function(script, "--input-script")
     known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
@@ -296,12 +308,7 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
             hint=f"Leave --dim {min(unused)} away, or add the argument.",
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            return function(**arguments)
-        except Exception as err:  # the user's code may raise anything
-            raise UsageError(f"--input-script {script} failed: {first_line(err)}") from err
+    return functools.partial(function, **arguments)
 
 
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
@@ -329,7 +336,11 @@ def batch_of(spec: InputSpec) -> int:
             f"{spec.data_file} holds no tensor with a batch: its first one has no dimensions, or there is none",
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
-    raise UsageError("the batch size of the inputs is not known", hint="Add for example --dim B=8")
+    hint = _SCRIPT_BATCH if spec.script is not None else "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
+    raise UsageError("the batch size of the inputs is not known", hint=hint)
+
+
+_SCRIPT_BATCH = "Let the function of the script take an argument batch, and add for example --dim B=8."
 
 
 def check_batch(spec: InputSpec, batch: int) -> None:
@@ -361,7 +372,7 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     if BATCH in spec.dims:
         return replace(spec, dims={**spec.dims, BATCH: batch})
     if not spec.tensors:
-        raise UsageError(f"{spec.script} is given no batch size", hint="Add for example --dim B=8")
+        raise UsageError(f"{spec.script} is given no batch size", hint=_SCRIPT_BATCH)
     old = spec.tensors[0].shape[:1]
     return replace(
         spec,

@@ -10,6 +10,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError
 from memopt_cli.records import InputSpec, Trust
+from memopt_cli.units import counted
 
 TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
@@ -58,6 +59,6 @@ class Format(Protocol):
 def no_model(path: str, tensors: int) -> FileFormatError:
     """The error for a file of weights alone; ``tensors``: how many there are."""
     return FileFormatError(
-        f"{path} holds {tensors} tensor{'s' * (tensors != 1)} but no model",
+        f"{path} holds {counted(tensors, 'tensor')} but no model",
         hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
     )

@@ -23,7 +23,9 @@ class UserCode:
         self._paths = tuple(Path(path).resolve() for path in paths)
         for path in self._paths:
             if not path.is_dir() and path.suffix != ".py":
-                raise UsageError(f"--code-path {path} is neither a folder nor a Python file")
+                raise UsageError(
+                    f"--code-path {path} is neither a folder nor a Python file", hint="Give a .py file or its folder."
+                )
             if not path.exists():
                 raise UsageError(f"--code-path {path} does not exist", hint="Check the path.")
             make_importable(path if path.is_dir() else path.parent)

@@ -48,6 +48,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         remove_plan(apply_plan(model, job.plan))
     return ModelFacts(
         format=loaded.format,
+        class_name=type(model).__name__,
         sha256=loaded.sha256,
         notes=loaded.notes,
         spec=spec,

@@ -19,9 +19,9 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
 
     Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
     """
+    header, plan = read_plan(request.plan_path)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
-    header, plan = read_plan(request.plan_path)
     if request.verify and request.spec is None:  # those of the step that it was made for
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     if request.verify:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import BatchSearch, Limits
+from memopt_cli.batching.advice import BatchSearch, Limits, between
 from memopt_cli.errors import UsageError
 from memopt_cli.loading.input_spec import check_batch
 from memopt_cli.measure.runner import Session
@@ -58,6 +58,8 @@ class BatchProbes:
     """Copies of the model that take a step as one."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Tensor peaks of one copy so far, by batch."""
+    interpolated: dict[int, float] = field(default_factory=dict)
+    """The same of batches between dry runs that are on one line."""
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """A search around ``batch``, by dry runs where the model can be run without data."""
@@ -71,12 +73,20 @@ class BatchProbes:
         )
 
     def predict(self, batch: int) -> float:
-        """The tensor peak in bytes by a dry run, taken once; infinite where that fails."""
+        """The tensor peak in bytes by a dry run, or by those around it that tell as much; infinite where that fails."""
+        return self.replicas * self._predicted_of_one(batch)
+
+    def _predicted_of_one(self, batch: int) -> float:
+        if batch in self.interpolated:
+            return self.interpolated[batch]
         if batch not in self.dry_runs:
+            known = between(self.dry_runs, batch)
+            if known is not None:
+                return self.interpolated.setdefault(batch, known)
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
             counted = self.session().count(self.plan, fake=True, batch=batch, dims=self.dims)
             self.dry_runs[batch] = counted.tensor_peak_bytes if isinstance(counted, Counted) else math.inf
-        return self.replicas * self.dry_runs[batch]
+        return self.dry_runs[batch]
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""

@@ -71,7 +71,7 @@ class GoalSearch:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
                 f"with {format_bytes(tried[-1])} too",
-                hint="Lower --budget, or take a smaller batch (--dim B=…).\n"
+                hint="Lower --budget, or take a smaller batch (-i, or --dim B=… where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         least_bytes = min(measured) if measured else (least or self.planner.least(self.level)).peak_bytes
@@ -113,7 +113,7 @@ class GoalSearch:
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
         return NothingFitsError(
             f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
-            hint="Raise --budget or --level, or take a smaller batch (--dim B=…).",
+            hint="Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B).",
         )
 
 

@@ -452,13 +452,19 @@ class _Reporter:
                 return found
             self._tried += 1
             peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
-            shown = format_bytes(peak) if peak is not None else "cannot run"
             tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{tried} · {format_bytes(self._best_bytes)} → {shown}")
+            self._progress.update(self._tried, None, f"{tried} · {self._compared(peak)}")
             self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
             return found
 
         return counted
+
+    def _compared(self, peak_bytes: int | None) -> str:
+        """A peak beside the least so far; an arrow to a new least."""
+        if peak_bytes is None:
+            return "cannot run"
+        least, shown = format_bytes(self._best_bytes), format_bytes(peak_bytes)
+        return f"{least} → {shown}" if peak_bytes < self._best_bytes else f"{shown}, the least is {least}"
 
 
 def _has_chunks(row: LevelRow) -> bool:

@@ -68,6 +68,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     settings = _settings(request, before.conditions.settings)
     opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    _require_same_model(request, before, prepared)
     now = replace(before, header=file_header(prepared), conditions=_conditions(prepared))
     _require_alike(request, before, now)
     memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
@@ -147,13 +148,26 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
 
 
+def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
+    """A model may change, and so may its class or its file; one that shares neither with the baseline's is another."""
+    location, class_name = request.source.location, prepared.facts.class_name
+    root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
+    if root != class_name and Path(location).name != Path(before.header.model).name:
+        raise BaselineError(
+            f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
+            f"{location} holds {class_name}",
+            hint="Keep one baseline for each model, and name it with --baseline FILE: "
+            f"memopt baseline {shlex.quote(location)} … -o FILE",
+        )
+
+
 def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:
     unlike = differences(terms(before), terms(now))
     if unlike:
         told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {told}",
-            hint=f"Check what was recorded, or: {_record_anew(request)}",
+            hint=f"Check what was recorded, or record anew what is to be checked.\n{_record_anew(request)}",
         )
 
 

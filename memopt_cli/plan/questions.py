@@ -174,7 +174,7 @@ class ChunkQuestions:
         self._proposals.allow_chunks(chunks)
 
     def _ask(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"trying {path} in chunks")
+        self._probes.report(f"trying {path or '(root)'} in chunks")
         self.questions += 1
         rule = self._probes.chunking(path)
         return None if isinstance(rule, Refused) else rule

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import counted, format_bytes, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
 _MODULES = 10
@@ -39,7 +40,7 @@ def reasons(found: Comparison) -> Iterator[str]:
     plan = {"dropped": found.plan.dropped, "added": found.plan.added, "changed": found.plan.changed}
     for what, paths in plan.items():
         if paths:
-            yield f"plan: {_counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
+            yield f"plan: {counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
     if found.plan.packing != "same":
         yield f"plan: packing of what is saved {found.plan.packing}"
     yield from _resized(found)
@@ -48,7 +49,7 @@ def reasons(found: Comparison) -> Iterator[str]:
         yield f"new among the largest tensors kept for backward: {_saved(saved)}"
     for rename in found.renames:
         names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
-        yield f"renamed: {names} ({_counted(rename.modules, 'module')}), which takes no memory"
+        yield f"renamed: {names} ({counted(rename.modules, 'module')}), which takes no memory"
     yield from _circumstances(found)
 
 
@@ -111,6 +112,8 @@ def _places(found: Comparison) -> Iterator[str]:
 
 
 def _circumstances(found: Comparison) -> Iterator[str]:
+    if Path(found.before.model).name != Path(found.after.model).name:
+        yield f"another file than before: {found.before.model} → {found.after.model}"
     if found.surroundings:
         yield f"measured elsewhere than before: {_listed(found.surroundings)}"
     if not found.exceeded:
@@ -141,10 +144,6 @@ def _listed(differences: Sequence[Difference]) -> str:
 
 def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 # ---------------------------------------------------------------------------------------------- amounts

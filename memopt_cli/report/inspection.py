@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
-from memopt_cli.units import format_bytes
+from memopt_cli.units import counted, format_bytes
 
 _SHOWN = 12
 """Groups of tied tensors that are listed."""
@@ -53,7 +53,8 @@ def remarks(found: Inspection) -> Iterator[str]:
         buffers = f", buffers {format_bytes(found.buffer_bytes)}" if found.buffer_bytes else ""
         yield f"{found.parameters:,} parameters, {format_bytes(found.parameter_bytes)}{buffers}"
     else:
-        yield f"{len(found.tensors)} tensors, {found.parameters:,} items, {format_bytes(found.parameter_bytes)}"
+        number = counted(len(found.tensors), "tensor")
+        yield f"{number}, {found.parameters:,} items, {format_bytes(found.parameter_bytes)}"
     dtypes = Counter(tensor.dtype for tensor in found.tensors)
     if dtypes:
         yield "dtypes: " + ", ".join(f"{dtype} ({count})" for dtype, count in dtypes.most_common())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from memopt_cli.records import (
@@ -39,6 +40,9 @@ class Report(Protocol):
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         """``memopt apply`` is done."""
+
+    def written(self, files: Sequence[str], stream: TextIO) -> None:
+        """Reports to look at are on the disk, at these paths."""
 
 
 class ComparisonReport(Protocol):

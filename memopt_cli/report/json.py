@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TextIO
 
 from memopt_cli.documents import json_text
@@ -49,3 +50,6 @@ class JsonReport:
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         stream.write(json_text(to_data(result)))
+
+    def written(self, files: Sequence[str], stream: TextIO) -> None:
+        """Nothing: there is one document, and the paths are those that were asked for."""

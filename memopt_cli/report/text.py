@@ -153,6 +153,10 @@ class TextReport:
             _print(console, _verification(result.verification))
         _written(console, result.files)
 
+    def written(self, files: Sequence[str], stream: TextIO) -> None:
+        for file in files:
+            _print(_console(stream), f"wrote {file}")
+
 
 def _written(console: Console, files: Sequence[str]) -> None:
     for file in files:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.batching import capacity
-from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits, fit_line, largest_root
+from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits, between, fit_line, largest_root
 from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.errors import MeasurementError
 from memopt_cli.records import (
@@ -312,6 +312,56 @@ def test_dry_runs_are_taken_where_they_tell_something() -> None:
     assert machine.asked == [1, 6, 3, 2]
     assert dry == [4, 8, 6, 1]  # 7 lies beyond on their line; what is run for its speed alone is compared with nothing
     assert (found.recommended_batch, found.intercept_bytes) == (6, pytest.approx(515))
+
+
+def test_a_straight_peak_takes_three_dry_runs() -> None:
+    asked: list[int] = []
+
+    def value(batch: int) -> float:
+        asked.append(batch)
+        return line(batch)
+
+    assert largest_root(value, 30_000_530, start=32) == 1_000_000
+    assert asked == [32, 64, 1_000_000]
+
+
+def test_what_lies_between_three_on_a_line_is_known() -> None:
+    known = {32: 3700.0, 64: 6900.0, 1000: 100_500.0}
+    assert between(known, 500) == 50_500.0
+    assert between(known, 33) == 3800.0
+
+
+@pytest.mark.parametrize(
+    ("known", "number"),
+    [
+        ({32: 3700.0, 64: 6900.0, 1000: 100_500.0}, 1001),
+        ({32: 3700.0, 64: 6900.0, 1000: 100_500.0}, 31),
+        ({32: 3700.0, 1000: 100_500.0}, 500),
+        ({32: 3700.0, 64: 6900.0, 1000: 103_000.0}, 500),
+        ({32: 3700.0, 64: 6900.0, 1000: math.inf}, 500),
+        ({32: math.inf, 64: math.inf, 1000: math.inf}, 500),
+    ],
+)
+def test_what_lies_beyond_a_line_or_around_a_bend_is_not(known: dict[int, float], number: int) -> None:
+    assert between(known, number) is None
+
+
+@given(
+    st.floats(0, 1e9), st.floats(1, 1e3), st.floats(0, 10), st.integers(0, 100_000), st.lists(st.integers(1, 100_000))
+)
+def test_between_known_numbers_little_is_lost(
+    base: float, slope: float, curve: float, at: int, batches: list[int]
+) -> None:
+    def value(n: int) -> float:
+        return base + slope * n + curve * slope * max(0, n - at)
+
+    known: dict[int, float] = {}
+    for batch in batches:
+        found = between(known, batch)
+        if found is None:
+            known[batch] = value(batch)
+        else:
+            assert value(batch) == pytest.approx(found, rel=0.005)
 
 
 def test_a_bend_above_the_answer_is_looked_at() -> None:

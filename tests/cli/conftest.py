@@ -21,6 +21,9 @@ from memopt_cli.records import (
     OptimizeResult,
 )
 
+NAMED = ("model.pt", "w.pt", "train.py", "l.py", "p.plan.yaml", "p.yaml", "x.npz", "x.pt", "f.py", "x.py", "evil.py")
+"""Files, which exist."""
+
 
 def a_result() -> OptimizeResult:
     header = FileHeader(
@@ -60,14 +63,15 @@ class FakePipeline:
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
-    """The stand-in; the test runs in an empty folder that holds a ``model.pt``."""
+    """The stand-in; the test runs in a folder that holds a ``model.pt`` and what else is named on command lines."""
     fake = FakePipeline()
     module = ModuleType("memopt_cli.pipeline")
     module.optimize, module.apply = fake.optimize, fake.apply  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "memopt_cli.pipeline", module)
     monkeypatch.setitem(vars(memopt_cli), "pipeline", module)
     monkeypatch.chdir(tmp_path)
-    Path("model.pt").write_bytes(b"not read by the command line")
+    for name in NAMED:
+        Path(name).write_bytes(b"not read by the command line")
     return fake
 
 

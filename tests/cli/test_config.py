@@ -89,6 +89,7 @@ def test_a_found_file_names_no_file_elsewhere(
 @pytest.mark.parametrize("where", ["w.pt", "in/w.pt", "./w.pt", "in/../w.pt", "inner"])
 def test_a_found_file_names_files_beside_it(where: str, pipeline: Any) -> None:
     os.mkdir("in")
+    Path("in/w.pt").touch()
     os.symlink("in/w.pt", "inner")
     Path("memopt.yaml").write_text(f"weights: {where}")
     assert main(["optimize", "model.pt"]) == 0
@@ -97,6 +98,7 @@ def test_a_found_file_names_files_beside_it(where: str, pipeline: Any) -> None:
 
 def test_a_named_file_names_any(pipeline: Any) -> None:
     Path("memopt.yaml").write_text("weights: ../there")
+    Path("../there").touch()
     assert main(["optimize", "model.pt", "--config", "memopt.yaml"]) == 0
     assert pipeline.requests[-1].source.weights == "../there"
 

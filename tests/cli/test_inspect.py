@@ -65,6 +65,20 @@ def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("saved", "what", "counted"),
+    [
+        (torch.zeros(3, 4), "pickled tensor (zip)", "1 tensor, 12 items, 48 B"),
+        ({"weight": torch.zeros(3), "bias": torch.zeros(1)}, "pickled state dict (zip)", "2 tensors, 4 items, 16 B"),
+    ],
+)
+def test_tensors_alone_are_told_as_what_they_are(saved: Any, what: str, counted: str, memopt: Memopt) -> None:
+    torch.save(saved, "saved.pt")
+    lines = memopt("inspect", "saved.pt").out.splitlines()
+    assert lines[0].startswith(f"saved.pt: {what}, ")
+    assert counted in lines
+
+
 def test_a_model_in_a_container_is_told_with_what_to_do(memopt: Memopt) -> None:
     torch.save({"model": Net(), "epoch": 3}, "model.pt")
     found = inspected(memopt)

@@ -117,7 +117,7 @@ def test_a_config_file(requests: list[BatchRequest]) -> None:
         (["--dim", "S=0:64"], "is not NAME=SIZE"),
         (["--dim", "S=1:2", "--dim", "T=1:2"], "two dimensions have a range"),
         (["--dim", "S=1:2", "--dim", "S=8"], "two sizes"),
-        (["-i", "BxS", "--dim", "B=1"], "S has no size"),
+        (["-i", "BxS", "--dim", "B=1"], "without a size: S"),
         (["-i", "4xq"], "4xq"),
         (["--level", "2"], "--level"),
     ],

@@ -44,12 +44,13 @@ def test_both_are_written(recording: Any, capsys: pytest.CaptureFixture[str]) ->
     assert "aten::mm" in Path("r.html").read_text()
     (events,) = pickle.loads(Path("s.pickle").read_bytes())["device_traces"]
     assert events[0]["size"] == 4096
-    assert "wrote r.html\nwrote s.pickle" in capsys.readouterr().err
+    assert capsys.readouterr().out.endswith("\nwrote r.html\nwrote s.pickle\n")
 
 
 def test_no_step_is_recorded_unasked(optimize: Callable[..., Any]) -> None:
+    before = set(Path().iterdir())
     assert not optimize().record_steps
-    assert sorted(path.name for path in Path().iterdir()) == ["model.pt"]
+    assert set(Path().iterdir()) == before
 
 
 @pytest.mark.parametrize("command", ["optimize", "profile"])
@@ -100,9 +101,6 @@ def peak_of(snapshot: Path) -> int:
 
 
 def test_a_path_that_is_no_text(pipeline: Any) -> None:
-    class Silent:
-        def note(self, text: str) -> None: ...
-
     files = ReportFiles(html="r.html", snapshot=None, force=False)
-    files.write(lambda: "mod\udcff.pt", None, Silent())  # type: ignore[arg-type]
+    assert files.write(lambda: "mod\udcff.pt", None) == ("r.html",)  # type: ignore[arg-type]
     assert Path("r.html").read_text() == "mod\\udcff.pt"

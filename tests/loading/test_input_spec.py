@@ -330,6 +330,17 @@ def test_scripts_that_cannot_be_used(tmp_path: Path, function: str, message: str
         made(InputSpec(script="missing.py:make", source=""))
 
 
+@pytest.mark.parametrize(
+    ("function", "message"), [("named", "wants the size of batch"), ("missing", "has no function missing")]
+)
+def test_a_script_is_looked_at_before_its_batch(tmp_path: Path, function: str, message: str) -> None:
+    path = tmp_path / "inputs.py"
+    path.write_text(SCRIPT)
+    given = InputSpec(script=f"{path}:{function}", source="")
+    with pytest.raises(UsageError, match=message):
+        find_spec(ModelSource(location="net.pt"), nn.Linear(3, 3), given)
+
+
 def test_a_size_that_a_script_does_not_take(tmp_path: Path) -> None:
     path = tmp_path / "inputs.py"
     path.write_text(SCRIPT)

@@ -30,6 +30,7 @@ from memopt_cli.records import (
     Rename,
     SegmentPlan,
     StepSettings,
+    Trust,
 )
 from memopt_cli.report.comparison import reasons
 from memopt_cli.spec_text import parse_limit, parse_tensor
@@ -89,7 +90,7 @@ class History:
 
     def check(self, *limits: str, **request: Any) -> Comparison:
         made = CheckRequest(
-            source=ModelSource(location=self.model),
+            source=request.pop("source", ModelSource(location=self.model)),
             baseline_path=self.baseline,
             limits=tuple(map(parse_limit, limits or ("peak:0",))),
             **request,
@@ -288,6 +289,37 @@ def test_another_step_is_not_comparable(
     monkeypatch.setattr(Session, "measure", never)
     with pytest.raises(BaselineError, match=said):
         history.check(**request_)
+
+
+class Other(nn.Sequential):
+    """A model of another class."""
+
+
+def test_a_baseline_of_another_model_is_not_comparable(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    history.record()
+    history.model = str(Path(history.model).with_name("other.pt"))
+    torch.save(Other(nn.Linear(128, 128), nn.Tanh()), history.model)
+    monkeypatch.setattr(Session, "measure", never)
+    with pytest.raises(
+        BaselineError, match=r"another model, Sequential of .*model\.pt; .*other\.pt holds Other"
+    ) as caught:
+        history.check(source=trusted(history))
+    assert "memopt baseline" in caught.value.hint
+
+
+def test_a_model_may_change_its_file_or_its_class(history: History) -> None:
+    history.record()
+    torch.save(Other(OrderedDict(model().named_children())), history.model)
+    assert not history.check(source=trusted(history)).exceeded
+    history.model = str(Path(history.model).with_name("other.pt"))
+    history.commit("as it was")
+    found = history.check()
+    assert not found.exceeded
+    assert any(line.startswith("another file than before: ") for line in reasons(found))
+
+
+def trusted(history: History) -> ModelSource:
+    return ModelSource(location=history.model, trust=Trust(packages=(__name__.partition(".")[0],)))
 
 
 def test_a_backend_that_is_switched_off_is_another(tmp_path: Path) -> None:

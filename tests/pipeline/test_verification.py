@@ -71,6 +71,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
     facts = ModelFacts(
         format="live",
+        class_name=model.__name__,
         sha256=None,
         notes=(),
         spec=spec,
