@@ -49,6 +49,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
     return ModelFacts(
         format=loaded.format,
         sha256=loaded.sha256,
+        weights_sha256=loaded.weights_sha256,
         notes=loaded.notes,
         spec=spec,
         batch=None if spec is None else batch_of(spec),

@@ -27,7 +27,7 @@ from torch import nn
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import SHORT, capture_call, find_rule
-from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.errors import ChangedFileError, MemoptError, StepError, UsageError, first_line
 from memopt_cli.loading import description as inspection
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.input_spec import BATCH, batch_of, make_inputs, with_batch
@@ -43,6 +43,7 @@ from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     DescribeJob,
+    FileChanged,
     FingerprintJob,
     InspectJob,
     Job,
@@ -676,6 +677,9 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
                 worker = worker or Worker(subject)
                 answer = worker.do(job)
             reply = {"kind": "answer", "answer": to_data(answer)}
+        except ChangedFileError as error:
+            changed = FileChanged(message=error.message, hint=error.hint)
+            reply = {"kind": type(changed).__name__, **to_data(changed)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))
         replies.write(json.dumps(reply) + "\n")

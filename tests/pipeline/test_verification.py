@@ -72,6 +72,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
     facts = ModelFacts(
         format="live",
         sha256=None,
+        weights_sha256=None,
         notes=(),
         spec=spec,
         carried=ORIGINAL,
