@@ -59,6 +59,7 @@ from memopt_cli.measure.jobs import (
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.measure.kernels import guard_kernels
 from memopt_cli.measure.wire import Pieces
 from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
@@ -660,6 +661,7 @@ def _description(module: nn.Module) -> str:
 
 def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
     """Read the subject, then jobs, until there are no more; ``unconfined``: why this process could not be confined."""
+    guard_kernels()
     worker: Worker | None = None
     subject = from_data(Subject, json.loads(jobs.readline()))
     for line in jobs:
