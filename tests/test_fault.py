@@ -301,6 +301,20 @@ def test_fault_other_weights_between_two_subprocesses(
     assert (done.code, "error: weights.pt changed while memopt ran\n" in done.err) == (3, True), done.err
 
 
+def test_fault_a_file_that_leads_elsewhere_once_it_was_looked_at(
+    memopt: Memopt, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "inputs.pt"
+    torch.save([torch.zeros(8, 6)], outside)
+    shutil.copy(outside, "inputs.pt")
+    Path("memopt.yaml").write_text("input-data: inputs.pt")
+    os.symlink(outside, "link.pt")
+    assert memopt("profile", "good.pt").code == 0
+    change_at(2, monkeypatch, lambda: os.replace("link.pt", "inputs.pt"))
+    done = memopt("profile", "good.pt")
+    assert (done.code, f"inputs.pt cannot be read: it leads out of {folder}" in done.err) == (2, True), done.err
+
+
 def change_at(number: int, monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Have files changed just before that subprocess of a command begins."""
     sessions = itertools.count(1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
 
-from memopt_cli.documents import printable, printable_data
+from memopt_cli.documents import places, printable, printable_data
 from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure import processes
 from memopt_cli.measure.folder import Folder
@@ -149,6 +149,7 @@ class Session:
             "path": _import_path(self._subject.source),
             "confined_to": self._folder.path if self._folder else None,
             "gpu": self._subject.settings.device != "cpu",
+            "places": places,
         }
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
         os.set_blocking(jobs_fd, False)

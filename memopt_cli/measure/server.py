@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from memopt_cli import documents
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.processes import encoded
 
@@ -214,6 +215,7 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
         sys.path[:] = surroundings["path"]
         importlib.invalidate_caches()
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        documents.places.update(surroundings["places"])
         unconfined = _confine(surroundings["confined_to"], gpu=surroundings["gpu"])
         from memopt_cli.measure.worker import main
 
