@@ -511,6 +511,9 @@ def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
         "a script's tensor larger than its storage",
         Hostile(archive({**linear, "data.pkl": larger}), NO_MODEL, "beyond"),
     )
+    (source,) = (name for name in linear if name.startswith("code/") and name.endswith(".py"))
+    long = {**linear, source: linear[source] + b"    y = input\n" * 300_000}
+    yield "a script of millions of lines", Hostile(archive(long, compressed=True), NO_MODEL, "far more code")
     short = {name: b"" if name == "data/0" else record for name, record in linear.items()}
     yield "a script's storage without its bytes", Hostile(archive(short), NO_MODEL, "storage '0'")
     place = data[:2] + b"Nr\x80\xd1\xf0\x080" + data[2:]
