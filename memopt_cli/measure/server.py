@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from memopt_cli import documents
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.processes import encoded
 
@@ -215,12 +214,11 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
         sys.path[:] = surroundings["path"]
         importlib.invalidate_caches()
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        documents.places.update(surroundings["places"])
         unconfined = _confine(surroundings["confined_to"], gpu=surroundings["gpu"])
         from memopt_cli.measure.worker import main
 
         try:
-            main(jobs, replies, unconfined)
+            main(jobs, replies, unconfined, surroundings["places"])
         except SystemExit as stop:  # of the user's code
             if stop.code is None or isinstance(stop.code, int):
                 return stop.code or 0

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast
 import torch
 from torch import nn
 
-from memopt_cli import trace
+from memopt_cli import documents, trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import SHORT, capture_call, find_rule
 from memopt_cli.errors import ChangedFileError, MemoptError, StepError, UsageError, first_line
@@ -659,8 +659,12 @@ def _description(module: nn.Module) -> str:
 # ---------------------------------------------------------------------------------------------- the wire
 
 
-def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
-    """Read the subject, then jobs, until there are no more; ``unconfined``: why this process could not be confined."""
+def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, str]) -> None:
+    """Read the subject, then jobs, until there are no more.
+
+    ``unconfined``: why this process could not be confined; ``places``: of files, as the parent has them.
+    """
+    documents.places.update(places)
     guard_kernels()
     worker: Worker | None = None
     subject = from_data(Subject, json.loads(jobs.readline()))
