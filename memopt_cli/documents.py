@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -99,6 +101,7 @@ def _open_at_once(path: str, flags: int) -> int:
             raise OSError(errno.EINVAL, _SPECIAL, str(path))
         elif not state.st_size:
             _refuse_content(descriptor, path)
+        _require_place(descriptor, path)
     except BaseException:
         os.close(descriptor)
         raise
@@ -118,12 +121,35 @@ def _refuse_content(descriptor: int, path: str) -> None:
 _SPECIAL: Final = "it is no regular file"
 
 
-def is_below(path: str, folder: Path) -> bool:
-    """Whether a path is relative and, all links followed, leads to what is in a folder or below it."""
+def kept_below(path: str, folder: Path) -> bool:
+    """Whether a path is relative and, all links followed, leads to what is in a folder or below it.
+
+    If so, this process and its subprocesses read it only as long as it does.
+    """
     try:
-        return not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
+        found = not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # no path, or a circle of links
         return False
+    if found:
+        places[os.path.abspath(path)] = str(folder.resolve())
+    return found
+
+
+places: Final[dict[str, str]] = {}
+"""Files -> the folder in which each must be, or below it, whenever it is read: see :func:`kept_below`."""
+
+
+def _require_place(descriptor: int, path: str) -> None:
+    """The system tells where an open file is: what its name led to before, or leads to later, does not matter."""
+    folder = places.get(os.path.abspath(path))
+    if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
+        raise OSError(errno.EPERM, f"it leads out of {folder}", str(path))
+
+
+def _place(descriptor: int) -> str:
+    if sys.platform == "darwin":
+        return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def read_yaml(path: Path, hint: str = "") -> Any:

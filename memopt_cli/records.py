@@ -94,6 +94,11 @@ class ModelSource:
     key: str | None = None
     """Which entry is meant of a file that holds several, as keys joined by dots (``--key``)."""
     trust: Trust = Trust()
+    sha256: str | None = None
+    """Hash of the model file when it was first read: one that has become another is refused.  ``None``: not read yet,
+    or a callable."""
+    weights_sha256: str | None = None
+    """The same of the file of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,8 @@ class LoadedModel:
     """``pickle``, ``torchscript``, ``exported``, ``pretrained`` or ``factory``."""
     sha256: str | None
     """Hash of the model file; ``None`` for a factory."""
+    weights_sha256: str | None = None
+    """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
     """The inputs that the file carries, if it does (``.pt2``)."""
@@ -120,6 +127,7 @@ class ModelFacts:
     class_name: str
     """Of the model itself."""
     sha256: str | None
+    weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
     """The inputs of its step; ``None`` if they were not asked for."""

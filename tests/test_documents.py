@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli import documents
-from memopt_cli.documents import read_bytes, read_json
+from memopt_cli.documents import kept_below, read_bytes, read_json
 from memopt_cli.errors import BaselineError
 from memopt_cli.write import read_measured
 
@@ -46,6 +46,25 @@ def test_a_file_is_opened_before_it_is_looked_at(tmp_path: Path, monkeypatch: py
         patch.setattr(os, "stat", swapped)
         data = read_bytes(path)
     assert data == b"plain"
+
+
+def test_what_is_kept_below_a_folder_is_read_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    monkeypatch.chdir(inside)
+    (tmp_path / "outside").write_text("outside")
+    for name, content in (("file", "inside"), ("other", "inside, too")):
+        Path(name).write_text(content)
+    os.symlink("other", "link")
+    assert not any(kept_below(path, inside) for path in ("../outside", str(tmp_path / "outside"), "file\0"))
+    assert all(kept_below(path, inside) for path in ("file", "link", "missing"))
+    assert (read_bytes("file"), read_bytes("link")) == (b"inside", b"inside, too")
+    for name in ("file", "link", "missing"):
+        Path(name).unlink(missing_ok=True)
+        os.symlink("../outside", name)
+        for path in (name, inside / name):
+            with pytest.raises(PermissionError, match=f"it leads out of {inside}"):
+                read_bytes(path)
 
 
 def test_a_folder_an_empty_file_and_a_pipe(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import resource
 import shutil
@@ -266,6 +267,66 @@ def test_fault_megabytes_printed(command: str, written: set[str], memopt: Memopt
     done = memopt(*command.split(), "--code-path", user_code)
     assert (done.code, done.changed) == (0, written), done.err
     assert "chatter" not in done.out + done.err
+
+
+CHANGED = [
+    # command, which of its subprocesses finds another file, files that were written before
+    ("profile good.pt -i 8x6", 2, set()),
+    ("optimize good.pt -i 8x6 --level 1", 2, set()),
+    ("optimize good.pt -i 8x6 --level 0 --no-recommend-batch", 4, PLAN),
+    ("apply good.pt p.yaml", 2, set()),
+    ("apply good.pt p.yaml --verify -i 8x6", 3, set()),
+    ("check good.pt --baseline 8x6.json", 2, set()),
+    ("recommend-batch good.pt -i 8x6", 2, set()),
+]
+
+
+@pytest.mark.parametrize(("command", "number", "written"), CHANGED)
+def test_fault_another_file_between_two_subprocesses(
+    command: str, number: int, written: set[str], memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_at(number, monkeypatch, lambda: os.replace("fine.pt", "good.pt"))
+    done = memopt(*command.split())
+    assert (done.code, done.changed) == (3, {"good.pt", "fine.pt", *written}), done.err
+    assert "error: good.pt changed while memopt ran\n" in done.err
+
+
+def test_fault_other_weights_between_two_subprocesses(
+    memopt: Memopt, folder: Path, user_code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("weights.pt", "others.pt"):
+        torch.save({f"layer.{key}": tensor for key, tensor in nn.Linear(3, 4).state_dict().items()}, name)
+    change_at(2, monkeypatch, lambda: os.replace("others.pt", "weights.pt"))
+    done = memopt(*"profile faulty:Fine --weights weights.pt -i 2x3 --code-path".split(), user_code)
+    assert (done.code, "error: weights.pt changed while memopt ran\n" in done.err) == (3, True), done.err
+
+
+def test_fault_a_file_that_leads_elsewhere_once_it_was_looked_at(
+    memopt: Memopt, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "inputs.pt"
+    torch.save([torch.zeros(8, 6)], outside)
+    shutil.copy(outside, "inputs.pt")
+    Path("memopt.yaml").write_text("input-data: inputs.pt")
+    os.symlink(outside, "link.pt")
+    assert memopt("profile", "good.pt").code == 0
+    change_at(2, monkeypatch, lambda: os.replace("link.pt", "inputs.pt"))
+    done = memopt("profile", "good.pt")
+    assert (done.code, f"inputs.pt cannot be read: it leads out of {folder}" in done.err) == (2, True), done.err
+
+
+def change_at(number: int, monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Have files changed just before that subprocess of a command begins."""
+    sessions = itertools.count(1)
+
+    class Late(Session):
+        def __enter__(self) -> Late:
+            if next(sessions) == number:
+                change()
+            super().__enter__()
+            return self
+
+    monkeypatch.setattr(prepare, "Session", Late)
 
 
 class Attended(LocalSession):

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from memopt_cli.documents import is_below, printable, read_mapping
+from memopt_cli.documents import kept_below, printable, read_mapping
 from memopt_cli.errors import UnsafeFileError, UsageError, shortened
 
 DEFAULT_PATH = Path("memopt.yaml")
@@ -63,7 +63,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
     for key, parameter in _flags(context.command).items():
-        if key in data and parameter.metavar == "FILE" and not is_below(str(data[key]), file.parent):
+        if key in data and parameter.metavar == "FILE" and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
                 hint=f"If the file is yours, say --config {file}.",

@@ -10,7 +10,7 @@ from typing import Final
 from torch import nn
 
 from memopt_cli.documents import read_bytes
-from memopt_cli.errors import UnsafeFileError, UsageError
+from memopt_cli.errors import ChangedFileError, UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
@@ -33,8 +33,9 @@ _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(),
 def load_model(source: ModelSource) -> LoadedModel:
     """Load a model onto the CPU, as ``source`` says; for code that it names, the current folder is importable.
 
-    Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file that holds no model
-    and :class:`UnsafeFileError` for one that wants what is not allowed.
+    Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file that holds no model,
+    :class:`UnsafeFileError` for one that wants what is not allowed, and :class:`ChangedFileError` for one that is not
+    what ``source`` says it was.
     """
     notes = ("Loaded without any check of its code (--trust-pickle).",) if source.trust.pickle else ()
     if is_factory(source.location):
@@ -43,17 +44,20 @@ def load_model(source: ModelSource) -> LoadedModel:
         loaded, kind, sha256, notes = Loaded(module=build(source.location)), "factory", None, ()
     elif Path(source.location).is_dir():
         (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
+        _require_same(source.location, sha256, source.sha256)
     else:
-        file = read_file(source.location, source.key if source.weights is None else None)
+        file, sha256 = _read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
-        sha256 = hashlib.sha256(file.data).hexdigest()
+    weights_sha256 = None
     if source.weights is not None:
-        notes = (*notes, *fill(loaded.module, read_file(source.weights, source.key)))
+        file, weights_sha256 = _read_same(source.weights, source.key, source.weights_sha256)
+        notes = (*notes, *fill(loaded.module, file))
     return LoadedModel(
         module=loaded.module,
         source=source,
         format=kind,
         sha256=sha256,
+        weights_sha256=weights_sha256,
         notes=(*notes, *loaded.notes),
         example_spec=loaded.example_spec,
     )
@@ -75,6 +79,19 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
             raise
         hint = f"If you trust where it came from: load(path, trust={as_python(together((trust, err.remedy)))})"
         raise UnsafeFileError(err.message, hint=hint) from err
+
+
+def _read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
+    """A file and its hash, which is the ``known`` one if there is one."""
+    file = read_file(path, key)
+    sha256 = hashlib.sha256(file.data).hexdigest()
+    _require_same(path, sha256, known)
+    return file, sha256
+
+
+def _require_same(path: str, found: str, known: str | None) -> None:
+    if known not in (None, found):
+        raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")
 
 
 def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:

@@ -249,11 +249,24 @@ def _read_data(path: str) -> Any:
     except OSError as err:
         raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
     made = reader(data, path)
+    if isinstance(made, Mapping | list | tuple):
+        _require_few(len(made), path)
     if any(tensor.is_meta for tensor in _tensors_in(made)):
         raise FileFormatError(
             f"{path} holds a tensor of the meta device, which has no data", hint="Save it again with tensors that have."
         )
     return made
+
+
+def _require_few(count: int, path: str) -> None:
+    if count > _MOST_ARGUMENTS:
+        raise FileFormatError(
+            f"{path} holds {count} inputs, and no forward takes more than {_MOST_ARGUMENTS}",
+            hint="Save the arguments of forward in it, as a list or a dict of tensors.",
+        )
+
+
+_MOST_ARGUMENTS = 1000
 
 
 def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
@@ -266,7 +279,10 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
     check_archive(data, path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            _require_few(len(arrays.files), path)
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except FileFormatError:
+        raise
     except Exception as err:  # a damaged archive can make NumPy raise anything
         raise FileFormatError(
             f"{path} is no .npz file of plain arrays: {first_line(err)}", hint="Save it with numpy.savez(path, x=...)."

@@ -73,8 +73,9 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     digest = hashlib.sha256()
     tempfile.gettempdir()  # it tries by writing, and is asked for on import
     with _offline(), watched(location, _IN_CODE):
-        model = _with_adapter(folder, digest) if (folder / ADAPTER_SETTINGS).is_file() else _model(folder, digest)
-    return Loaded(module=model.train()), digest.hexdigest()
+        is_adapter = (folder / ADAPTER_SETTINGS).is_file()
+        model, notes = _with_adapter(folder, digest) if is_adapter else (_model(folder, digest), ())
+    return Loaded(module=model.train(), notes=notes), digest.hexdigest()
 
 
 @contextmanager
@@ -176,7 +177,8 @@ def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
             raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)
 
 
-def _with_adapter(folder: Path, digest: Any) -> nn.Module:
+def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """An adapter on its base, which may be in any folder of this machine: a note says in which."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
     bases = [named, os.path.join(folder, named)] if isinstance(named, str) else []
@@ -195,7 +197,7 @@ def _with_adapter(folder: Path, digest: Any) -> nn.Module:
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
     peft = _library("peft", folder)
     with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
-        return _adapted(peft, model, settings, adapter)
+        return _adapted(peft, model, settings, adapter), (f"The adapter is put on the base in {base.resolve()}.",)
 
 
 def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:

@@ -21,6 +21,9 @@ _DEEPEST: Final = 400
 """Objects within objects: PyTorch takes them apart by recursion."""
 _MOST_ITEMS: Final = 4_000_000
 """Values in one object, each counted as often as it is met: it becomes as many in Python."""
+_LEAST_CODE, _EXPANSION, _MOST_CODE = 1 << 18, 8, 4 << 20
+"""Bytes of source code that any archive may have, and for each of its bytes, which is what compression saves, and at
+most: a byte of code takes 300 of memory."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
 """Pickles whose tensors are made when the archive is loaded; those of the inputs it was traced with have no data."""
 _NAMES: Final = re.compile(
@@ -61,7 +64,10 @@ def check_script_archive(data: bytes, path: str) -> None:
     if missing := [record for record in _NEEDED if record not in archive.sizes]:
         raise ValueError(f"it has no record {missing[0]}")
     kinds = {record: kind_of(record) for record in archive.sizes}
-    trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in kinds if kinds[name] == "code"})
+    code = [name for name in kinds if kinds[name] == "code"]
+    if sum(archive.sizes[name] for name in code) > min(_LEAST_CODE + _EXPANSION * len(data), _MOST_CODE):
+        raise ValueError("it has far more code than a model of its size does")
+    trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in code})
     if capitals := [name for name in trees if not name.startswith("code/") or not name.endswith(".py")]:
         raise UnsafeScript(f"a record named {capitals[0]}, which memopt does not know")
     objects, scan = ScriptObjects(trees), PickleScan(size=len(data))

@@ -77,6 +77,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileChanged:
+    """The answer to a job that loads the model, where a file is not what the subject says: it ends the command."""
+
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """A recorded step, and how it was recorded."""
 

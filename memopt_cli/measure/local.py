@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memopt_cli.equality import generators_kept
-from memopt_cli.errors import MemoptError
+from memopt_cli.errors import ChangedFileError, MemoptError
 from memopt_cli.loading import read_file
 from memopt_cli.loading.description import describe as describe_file
 from memopt_cli.measure import model_file
@@ -56,6 +56,8 @@ class LocalSession(Session):
             try:
                 model_file.save(self._subject, SaveJob(plan=plan), file)
                 return Saved(size_bytes=file.tell())
+            except ChangedFileError:
+                raise
             except MemoptError as error:
                 return failure_of(error)
 
@@ -68,6 +70,8 @@ class LocalSession(Session):
                     return _over_the_wire(model_file.describe(self._subject, job), answer)
                 self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build)
                 return _over_the_wire(self._worker.do(_over_the_wire(job, type(job))), answer)
+            except ChangedFileError:
+                raise
             except Exception as error:  # the user's code runs here: every failure is an answer
                 return failure_of(error)
 

@@ -50,6 +50,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         format=loaded.format,
         class_name=type(model).__name__,
         sha256=loaded.sha256,
+        weights_sha256=loaded.weights_sha256,
         notes=loaded.notes,
         spec=spec,
         batch=None if spec is None else batch_of(spec),

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
 
-from memopt_cli.documents import printable, printable_data
+from memopt_cli.documents import places, printable, printable_data
+from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure import processes
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import (
@@ -28,6 +29,7 @@ from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     DescribeJob,
+    FileChanged,
     FingerprintJob,
     InspectJob,
     Job,
@@ -70,7 +72,9 @@ from memopt_cli.spec_text import is_factory
 
 Answer = TypeVar("Answer")
 
-_FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed)}
+_FAILURES: dict[str, type[Failure | FileChanged]] = {
+    kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed, FileChanged)
+}
 _EXIT_CODES = range(1, 7)
 """Of what fails in a subprocess, as ``errors.py`` has them."""
 _TAIL_BYTES = 4000
@@ -104,10 +108,10 @@ def _import_path(source: ModelSource) -> list[str]:
     return [entry for entry in sys.path if Path(entry).resolve() != here]  # an empty entry is the current folder
 
 
-def _read(line: bytes, answer: type[Answer]) -> Answer | Failure:
+def _read(line: bytes, answer: type[Answer]) -> Answer | Failure | FileChanged:
     """What a subprocess answered.  Raises anything where that cannot be."""
     reply = printable_data(reply_in(line))
-    kind: type[Failure] | None = _FAILURES.get(reply["kind"])
+    kind = _FAILURES.get(reply["kind"])
     found = from_data(kind, reply) if kind else from_data(answer, reply["answer"])
     match found:
         case StepFailed(exit_code=code) if code not in _EXIT_CODES:
@@ -125,7 +129,10 @@ def _signal_name(number: int) -> str:
 
 
 class Session:
-    """One profiling subprocess; a context manager that leaves no process behind."""
+    """One profiling subprocess; a context manager that leaves no process behind.
+
+    Every job raises :class:`ChangedFileError` if a file of the model is not what the subject says.
+    """
 
     def __init__(self, subject: Subject, timeout_s: float) -> None:
         self._subject = subject
@@ -142,6 +149,7 @@ class Session:
             "path": _import_path(self._subject.source),
             "confined_to": self._folder.path if self._folder else None,
             "gpu": self._subject.settings.device != "cpu",
+            "places": places,
         }
         (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
         os.set_blocking(jobs_fd, False)
@@ -313,9 +321,12 @@ class Session:
             if failure is not None:
                 return failure
         try:
-            return _read(self._take(end + 1), answer)
+            found = _read(self._take(end + 1), answer)
         except Exception:  # it may be made up, and a reader of what is made up may raise anything
             return self._nonsense()
+        if isinstance(found, FileChanged):
+            raise ChangedFileError(found.message, hint=found.hint)
+        return found
 
     def _nonsense(self) -> Crashed:
         self._end()

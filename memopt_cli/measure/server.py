@@ -218,7 +218,7 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
         from memopt_cli.measure.worker import main
 
         try:
-            main(jobs, replies, unconfined)
+            main(jobs, replies, unconfined, surroundings["places"])
         except SystemExit as stop:  # of the user's code
             if stop.code is None or isinstance(stop.code, int):
                 return stop.code or 0

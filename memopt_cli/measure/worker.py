@@ -24,10 +24,10 @@ from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast
 import torch
 from torch import nn
 
-from memopt_cli import trace
+from memopt_cli import documents, trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
 from memopt_cli.chunking import SHORT, capture_call, find_rule
-from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.errors import ChangedFileError, MemoptError, StepError, UsageError, first_line
 from memopt_cli.loading import description as inspection
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.input_spec import BATCH, batch_of, make_inputs, with_batch
@@ -43,6 +43,7 @@ from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     DescribeJob,
+    FileChanged,
     FingerprintJob,
     InspectJob,
     Job,
@@ -58,6 +59,7 @@ from memopt_cli.measure.jobs import (
     TraceJob,
     VerifyJob,
 )
+from memopt_cli.measure.kernels import guard_kernels
 from memopt_cli.measure.wire import Pieces
 from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
@@ -657,8 +659,13 @@ def _description(module: nn.Module) -> str:
 # ---------------------------------------------------------------------------------------------- the wire
 
 
-def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
-    """Read the subject, then jobs, until there are no more; ``unconfined``: why this process could not be confined."""
+def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, str]) -> None:
+    """Read the subject, then jobs, until there are no more.
+
+    ``unconfined``: why this process could not be confined; ``places``: of files, as the parent has them.
+    """
+    documents.places.update(places)
+    guard_kernels()
     worker: Worker | None = None
     subject = from_data(Subject, json.loads(jobs.readline()))
     for line in jobs:
@@ -676,6 +683,9 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
                 worker = worker or Worker(subject)
                 answer = worker.do(job)
             reply = {"kind": "answer", "answer": to_data(answer)}
+        except ChangedFileError as error:
+            changed = FileChanged(message=error.message, hint=error.hint)
+            reply = {"kind": type(changed).__name__, **to_data(changed)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))
         replies.write(json.dumps(reply) + "\n")

@@ -27,7 +27,9 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     if request.verify:
         source, verification = _verified(request, plan, progress, ask)
     else:
-        source, _ = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
+        source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
+        for note in facts.notes:
+            progress.note(note)
         verification = None
     files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
     return ApplyResult(files=files, verification=verification)

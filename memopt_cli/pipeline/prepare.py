@@ -155,12 +155,14 @@ def open_model(
 ) -> tuple[ModelSource, ModelFacts]:
     """What a subprocess that loads the model tells of it, and the source with what the user vouched for when asked.
 
+    Whoever loads it from there later finds the same files, or a :class:`ChangedFileError`.
+
     Raises :class:`MemoptError`.
     """
     with Session(Subject(source=source, data=data), timeout_s) as session:
         found = session.describe(job)
     if isinstance(found, ModelFacts):
-        return source, found
+        return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
         names = tuple(wanted.name for wanted in found.wanted)
         vouched = replace(source.trust, globals=(*source.trust.globals, *names))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memopt_cli.documents import is_below
+from memopt_cli.documents import kept_below
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import Traced
 from memopt_cli.pipeline.failures import raise_failure
@@ -98,7 +98,7 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
         missing["--input-script"] = spec.script
     if missing:
         raise _unsafe(request, "code", missing)
-    if spec.data_file and not described and not is_below(spec.data_file, Path(request.baseline_path).parent):
+    if spec.data_file and not described and not kept_below(spec.data_file, Path(request.baseline_path).parent):
         raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
 
 

@@ -32,6 +32,7 @@ import torch
 from spikingjelly.activation_based.neuron.flexsn import FlexSN
 from torch import Tensor, nn
 from torch.ao.quantization.fx.graph_module import ObservedGraphModule
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.utils import prune
 from transformers import BertConfig, BertModel
 
@@ -164,27 +165,44 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
 # ---------------------------------------------------------------------------------------------- objects
 
 
-def _misfits() -> dict[str, nn.Module]:
+def _misfits() -> Iterator[tuple[str, nn.Module]]:
     """Layers whose kernels would read beyond weights that are smaller than the settings say."""
     hooked = nn.utils.weight_norm(nn.Linear(3, 200))
-    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 9))
-    recurrent, shared = nn.LSTM(3, 64), nn.GRU(3, 4)
     hooked._parameters["weight_g"] = nn.Parameter(torch.ones(1, 1))
+    yield "weight norm", hooked
+    late = nn.utils.weight_norm(nn.Linear(3, 200))
+    late._parameters["weight_g"] = nn.Parameter(torch.ones(1, 1))
+    late._backward_pre_hooks, late._forward_pre_hooks = late._forward_pre_hooks, collections.OrderedDict()
+    yield "weight norm in backward", late
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 9))
     parametrized.parametrizations.weight._parameters["original0"] = nn.Parameter(torch.ones(1, 1))
+    yield "parametrized weight norm", parametrized.parametrizations.weight
+    recurrent, shared = nn.LSTM(3, 64), nn.GRU(3, 4)
     recurrent._parameters["weight_hh_l0"] = nn.Parameter(torch.ones(1, 64))
+    yield "an LSTM", recurrent
     shared._flat_weights_names = shared._flat_weights_names[::-1]
+    yield "a GRU", shared
     pruned, normed = nn.LSTM(3, 8), nn.utils.weight_norm(nn.LSTM(3, 8), "weight_ih_l0")
     prune.identity(pruned, "weight_hh_l0")
     pruned.weight_hh_l0_orig, pruned.weight_hh_l0_mask = nn.Parameter(torch.zeros(1, 1)), torch.ones(1, 1)
+    yield "a pruned LSTM", pruned
     normed.weight_ih_l0_v = normed.weight_ih_l0_g = nn.Parameter(torch.zeros(1, 1))
-    return {
-        "weight norm": hooked,
-        "parametrized weight norm": parametrized,
-        "an LSTM": recurrent,
-        "a GRU": shared,
-        "a pruned LSTM": pruned,
-        "weight norm of an LSTM": normed,
-    }
+    yield "weight norm of an LSTM", normed
+
+
+def _resized() -> Iterator[tuple[str, nn.Module]]:
+    """Recurrent layers that a hook would make larger than their weights, before a forward or a backward."""
+    hook = prune.Identity()
+    hook._tensor_name = "hidden_size"
+    for register in ("_forward_pre_hooks", "_backward_pre_hooks"):
+        for name, held in {
+            "pruned": hook,
+            "pruned by a hook in a hook": Created(_WrappedHook, state={"hook": hook, "with_module": False}),
+        }.items():
+            layer = nn.LSTM(3, 8)
+            layer.hidden_size_orig, layer.hidden_size_mask = torch.tensor(4096), torch.tensor(1)
+            getattr(layer, register)[0] = held
+            yield f"a setting {name}, in {register}", layer
 
 
 _ARRAY = np.ones(1).__reduce_ex__(5)[0]
@@ -197,6 +215,18 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.state.Generators")
     run = Created(_Run, state={"hook": True, "start": generators})
     yield "a hook of the runtime", _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.container._Run")
+
+    for name, layer in _misfits():
+        yield name, _of(layer, "its settings", NO_MODEL)
+    for attribute, value, says in (("mode", "GRU", "a mode or sizes that are none"), ("num_layers", 0, "0 layers")):
+        layer = nn.LSTM(3, 8)
+        setattr(layer, attribute, value)
+        yield f"an LSTM of another {attribute}", _of(layer, says, NO_MODEL if attribute == "mode" else REFUSED)
+    heads = nn.MultiheadAttention(4, 2)
+    heads.num_heads = 0
+    yield "attention without heads", _of(heads, "has 0 heads", NO_MODEL)
+    for name, layer in _resized():
+        yield name, _of(layer, "a hook of LSTM", NO_MODEL)
 
     yield "a __setstate__ among attributes", _of(_linear(__setstate__=nn.functional.gelu), "__setstate__")
     yield "a method among attributes", _of(_linear(forward=nn.functional.gelu), "forward")
@@ -481,6 +511,9 @@ def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
         "a script's tensor larger than its storage",
         Hostile(archive({**linear, "data.pkl": larger}), NO_MODEL, "beyond"),
     )
+    (source,) = (name for name in linear if name.startswith("code/") and name.endswith(".py"))
+    long = {**linear, source: linear[source] + b"    y = input\n" * 300_000}
+    yield "a script of millions of lines", Hostile(archive(long, compressed=True), NO_MODEL, "far more code")
     short = {name: b"" if name == "data/0" else record for name, record in linear.items()}
     yield "a script's storage without its bytes", Hostile(archive(short), NO_MODEL, "storage '0'")
     place = data[:2] + b"Nr\x80\xd1\xf0\x080" + data[2:]

@@ -81,6 +81,12 @@ HARMLESS_TO_READ = {
     "attention without heads",
     "a pruned LSTM",
     "weight norm of an LSTM",
+    "weight norm in backward",
+    *(
+        f"a setting {name}, in {register}"
+        for name in ("pruned", "pruned by a hook in a hook")
+        for register in ("_forward_pre_hooks", "_backward_pre_hooks")
+    ),
     "a GRU",
     "an array of forty dimensions",
     "an array of nothing, far too wide",

@@ -214,6 +214,14 @@ def test_data_files(tmp_path: Path) -> None:
     assert batch_of(InputSpec(data_file=str(tmp_path / "list.pt"), source="")) == 3
 
 
+@pytest.mark.parametrize("ending", ["pt", "npz"])
+def test_data_files_of_more_inputs_than_any_model_takes(ending: str, tmp_path: Path) -> None:
+    path, held = str(tmp_path / f"many.{ending}"), {f"x{i}": torch.ones(1) for i in range(1001)}
+    torch.save(held, path) if ending == "pt" else np.savez(path, **held)
+    with pytest.raises(FileFormatError, match=r"many\.\w+ holds 1001 inputs"):
+        made(InputSpec(data_file=path, source="--input-data"))
+
+
 def test_data_files_without_data(tmp_path: Path) -> None:
     torch.save([torch.ones(2, device="meta")], tmp_path / "meta.pt")
     with pytest.raises(FileFormatError, match=r"holds a tensor of the meta device, which has no data"):

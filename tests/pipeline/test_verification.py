@@ -73,6 +73,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         format="live",
         class_name=model.__name__,
         sha256=None,
+        weights_sha256=None,
         notes=(),
         spec=spec,
         carried=ORIGINAL,

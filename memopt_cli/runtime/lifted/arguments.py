@@ -39,20 +39,45 @@ def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..
     is_empty = operator._schema.name in _EMPTY
     if check is None and not codes and not is_empty:
         return operator
-    names = [argument.name for argument in operator._schema.arguments]
-    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    bind = _binder(operator)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        given = bind(args, kwargs)
         for position, kind in codes:
-            if not is_code(given[names[position]], kind):
-                raise ArgumentError(f"{operator} was given {given[names[position]]!r} as its {names[position]}")
-        if check is not None and not check(given):
-            raise ArgumentError(f"{operator} was given arguments that do not fit each other: {_shapes(given)}")
+            name = operator._schema.arguments[position].name
+            if not is_code(given[name], kind):
+                raise ArgumentError(f"{operator} was given {given[name]!r} as its {name}")
+        _require(check, operator, given)
         result = operator(*args, **kwargs)
         return result.zero_() if is_empty else result
 
     return call
+
+
+def guarded(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """PyTorch's own function of an operator behind the same check.
+
+    What is returned raises :class:`ArgumentError`.
+    """
+    check, bind = _check_of(operator._schema), _binder(operator)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _require(check, operator, bind(args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _binder(operator: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
+    names = [argument.name for argument in operator._schema.arguments]
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _require(check: Check | None, operator: torch._ops.OpOverload, given: Arguments) -> None:
+    if check is not None and not check(given):
+        raise ArgumentError(f"{operator} was given arguments that do not fit each other: {_shapes(given)}")
 
 
 def is_checked(schema: Any) -> bool:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries
 from memopt_cli.loading.pickles.nodes import Built, entries_of
 from memopt_cli.runtime.lifted.arguments import fits_weight_norm
+
+HOOKS: Final = (
+    *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""The dicts in which a module has its hooks."""
 
 
 def check_layers_asked(kind: type, node: Built) -> str:
@@ -29,16 +39,34 @@ def check_weights(module: nn.Module) -> None:
         _check_recurrent(module)
     if isinstance(module, nn.MultiheadAttention):
         _check_heads(module)
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm):
-            name = hook.name
-            _check_norm(getattr(module, f"{name}_v", None), getattr(module, f"{name}_g", None), hook.dim, module)
+    for register in HOOKS:
+        for hook in vars(module).get(register, {}).values():
+            _check_hook(module, hook)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         for norm in module:
             if isinstance(norm, _WeightNorm):
                 _check_norm(getattr(module, "original1", None), getattr(module, "original0", None), norm.dim, module)
 
 
+def _check_hook(module: nn.Module, hook: Any) -> None:
+    """What a hook of PyTorch's puts a tensor in the place of must be one, and no setting of the layer."""
+    inner = hook
+    while isinstance(inner, _WrappedHook):
+        inner = vars(inner).get("hook")
+    if not isinstance(inner, _SETTING):
+        return
+    name = vars(inner).get("_tensor_name" if isinstance(inner, BasePruningMethod) else "name")
+    if inner is not hook or not isinstance(name, str):
+        raise Broken(f"a hook of {type(module).__name__} sets what nobody can tell")
+    replaced = vars(module).get(name, inspect.getattr_static(type(module), name, None))
+    if not (replaced is None or isinstance(replaced, Tensor)):
+        raise Broken(f"a hook of {type(module).__name__} makes a tensor of its {name}")
+    if isinstance(inner, WeightNorm):
+        _check_norm(getattr(module, f"{name}_v", None), getattr(module, f"{name}_g", None), inner.dim, module)
+
+
+_SETTING: Final = (WeightNorm, SpectralNorm, BasePruningMethod)
+"""Hooks that set an attribute of their module."""
 _MODES: Final = {nn.LSTM: ("LSTM",), nn.GRU: ("GRU",), nn.RNN: ("RNN_TANH", "RNN_RELU")}
 
 

@@ -31,7 +31,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     shadowing,
     within,
 )
-from memopt_cli.loading.pickles.kinds.layers import check_layers_asked, check_weights
+from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
 from memopt_cli.loading.pickles.nodes import Built
 from memopt_cli.records import Trust
 from memopt_cli.runtime.runs import Run
@@ -372,19 +372,7 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     RUNS_KEY: _RUNS,
     SEGMENT_KEY: _refuse_segment,
     "_is_full_backward_hook": _check_flag,
-    **dict.fromkeys(
-        (
-            "_backward_hooks",
-            "_backward_pre_hooks",
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_state_dict_hooks",
-            "_state_dict_pre_hooks",
-            "_load_state_dict_pre_hooks",
-            "_load_state_dict_post_hooks",
-        ),
-        _HOOKED,
-    ),
+    **dict.fromkeys(HOOKS, _HOOKED),
     **dict.fromkeys(
         ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"), _FLAGS
     ),
