@@ -163,6 +163,8 @@ class Allowed:
 
     targets: Callable[[str], bool] = lambda path: True
     """Which modules may be segments, among those that can."""
+    chunkable: Callable[[str], bool] = lambda path: True
+    """Which of them may be asked whether they can run in chunks."""
     nested: bool = True
     """Whether segments may lie in others."""
     compress: bool = True
