@@ -177,7 +177,7 @@ class ChunkQuestions:
         self._proposals.allow_chunks(chunks)
 
     def _ask(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"trying {path} in chunks")
+        self._probes.report(f"trying {path or 'the model'} in chunks")
         self.questions += 1
         rule = self._probes.chunking(path)
         return None if isinstance(rule, Refused) else rule
@@ -192,14 +192,17 @@ class ChunkQuestions:
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
-        If nothing of that saves by chunks, whether it may run in them or not: what it lies in, from within.
+        The model itself comes last: a trial of it takes longest.  If nothing of that saves by chunks, whether it may run
+        in them or not, or all is called several times, of which each holds its share: what it lies in, from within.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
-        usable = {b.path: b for b in self._proposals.root if b.path and not b.refusal and self.is_cuttable(b.path)}
+        usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
         inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
-        largest = sorted(inside, key=lambda b: -b.kept_bytes)
+        largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
         outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
-        yield from [block for block in largest or outwards if block.path not in self._asked]
+        is_called_once = any(self._proposals.modules[b.path].calls == 1 for b in largest)
+        around = dict.fromkeys([*largest, *([] if is_called_once else outwards)])
+        yield from [block for block in around if block.path not in self._asked]
 
 
 def saves_by_chunks(module: ModuleTrace) -> bool:

@@ -459,7 +459,8 @@ class Solver:
         return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
 
     def _is_target(self, block: Block) -> bool:
-        return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
+        may_help = bool(block.path) or "" in self._allowed.chunks  # a recomputation of all at once saves nothing
+        return may_help and not block.refusal and self._allowed.targets(block.path)
 
 
 _Pair = tuple[int, float, Way, Way]
