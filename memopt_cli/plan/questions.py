@@ -192,8 +192,8 @@ class ChunkQuestions:
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
-        The model itself comes last: a trial of it takes longest.  If nothing of that saves by chunks, whether it may run
-        in them or not, or all is called several times, of which each holds its share: what it lies in, from within.
+        The model itself comes last: a trial of it takes longest.  If nothing of that saves by chunks, whether it may
+        run in them or not, or all is called several times, of which each holds its share: what it lies in, from within.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
