@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,7 +19,14 @@ from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.pipeline.live_model import FORMAT, detached_copy, listed_modules, observed_modules, prepared_model
+from memopt_cli.pipeline.live_model import (
+    FORMAT,
+    detached_copy,
+    inputs_of,
+    listed_modules,
+    observed_modules,
+    prepared_model,
+)
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -43,6 +50,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime import named_parts, segment_of
+from memopt_cli.runtime.state import name_of
 from memopt_cli.trace import codec_paths
 
 _GUESS_LIMIT_S = 60.0
@@ -81,6 +89,10 @@ def memory_optimization(
     max_gc_wrapped_modules: int | None = None,
     gc_target_budget_ratio: float | None = None,
     return_summary: bool = False,
+    *,
+    example_forward: Callable[[nn.Module], object] | None = None,
+    split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    can_chunk: Callable[[nn.Module], bool] | None = None,
 ) -> nn.Module | tuple[nn.Module, MemOptSummary]:
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
@@ -111,6 +123,13 @@ def memory_optimization(
         See :mod:`memopt_cli.plan.policy`.
     return_summary:
         Return ``(net, summary)``.
+    example_forward:
+        Called with a copy of ``net``, in place of ``dummy_input``: its first call of the model gives the inputs.
+    split_fn:
+        Called with each module that may be a segment: the modules within, none of them in another, that may be
+        segments in its place from level 2 on, and so on with those; without it all may that lie in it.
+    can_chunk:
+        Whether a module may run in chunks, if it is found that it can.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
     :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
@@ -118,10 +137,19 @@ def memory_optimization(
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
     started = time.monotonic()
+    if example_forward is not None:
+        if dummy_input is not None:
+            raise OptionError(
+                "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
+            )
+        dummy_input = inputs_of(net, example_forward)
     unsaid = level is None and profile is None and prefer is None
+    instances = _instances(net, instance)
     request = SearchRequest(
         level=0 if unsaid else level,
-        modules=_instances(net, instance),
+        modules=instances,
+        parts=_parts(net, instances, split_fn) if split_fn is not None else None,
+        chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
         compress_x=compress_x,
         temporal_split_factor=temporal_split_factor,
         max_split_rounds=max_split_rounds,
@@ -340,6 +368,39 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
                 f"instance holds {kind!r}, which is no class", hint="Give a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
+
+
+def _parts(
+    net: nn.Module, instances: Sequence[str], split_fn: Callable[[nn.Module], Sequence[nn.Module]]
+) -> tuple[str, ...]:
+    """Paths of what ``split_fn`` makes of the modules at ``instances``, and of what it makes of that."""
+    found: dict[str, None] = {}
+    pending = list(instances)
+    while pending:
+        path = pending.pop()
+        module = net.get_submodule(path)
+        paths = {inner: name for name, inner in module.named_modules(prefix=path) if inner is not module}
+        split = list(split_fn(module))
+        for part in split:
+            if part not in paths:
+                raise OptionError(
+                    f"split_fn of '{path or '(root)'}' returned {name_of(part)}, which does not lie in it",
+                    hint="Return modules that the given one contains, or none.",
+                )
+            if any(part is not other and part in other.modules() for other in split):
+                raise OptionError(
+                    f"split_fn of '{path or '(root)'}' returned '{paths[part]}' and a module that contains it",
+                    hint="Return modules of which none lies in another; each is split in its turn.",
+                )
+        pending += [paths[part] for part in split if paths[part] not in found]
+        found.update(dict.fromkeys(paths[part] for part in split))
+    return tuple(found)
+
+
+def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]) -> tuple[str, ...]:
+    """Paths of the modules, and of those in them, for which ``can_chunk`` holds."""
+    candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
+    return tuple(path for path, module in candidates.items() if can_chunk(module))
 
 
 def _take_off(net: nn.Module) -> list[str]:

@@ -869,6 +869,8 @@ class SearchRequest:
     level: int | None = None
     targets: tuple[str, ...] = ()
     modules: tuple[str, ...] | None = None
+    parts: tuple[str, ...] | None = None
+    chunkable: tuple[str, ...] | None = None
     compress_x: bool | None = None
     temporal_split_factor: int = 2
     max_split_rounds: int | None = None
@@ -895,6 +897,10 @@ class SearchOptions:
     """``--target``: class names or path globs; empty: memopt chooses, unless there are ``modules``."""
     modules: tuple[str, ...] | None = None
     """Paths of the only modules that may become segments."""
+    parts: tuple[str, ...] | None = None
+    """Paths of the only ones, of what lies in those, that may from level 2 on; ``None``: all."""
+    chunkable: tuple[str, ...] | None = None
+    """Paths of the only modules that may run in chunks; ``None``: all that can."""
     compress_x: bool = True
     temporal_split_factor: int = 2
     """How many chunks a temporal split makes of one."""

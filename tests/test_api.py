@@ -89,7 +89,7 @@ def summary_of(*arguments: Any, **options: Any) -> MemOptSummary:
 MEMORY_OPTIMIZATION = """net instance dummy_input=None compress_x=None level=None verbose=False temporal_split_factor=2
 max_split_rounds=None max_candidates_per_round=None warmup_in_main_process=None warmup_in_profile_workers=None
 prefer=None profile=None allow_expensive_profiling=None checkpoint_budget=None max_gc_wrapped_modules=None
-gc_target_budget_ratio=None return_summary=False"""
+gc_target_budget_ratio=None return_summary=False example_forward=None split_fn=None can_chunk=None"""
 APPLY_GC = """net instance dummy_input=None compress_x=True device='cuda' checkpoint_budget=None
 max_gc_wrapped_modules=None gc_target_budget_ratio=None return_summary=False"""
 SUMMARY = """profile checkpoint_budget prefer device requested_level applied_level compress_x allow_expensive_profiling
@@ -527,6 +527,95 @@ def test_keyword_inputs() -> None:
 
     summary = summary_of(Keyword(), Block, {"x": X}, level=1)
     assert summary.gc_candidate_count == 1
+
+
+class ByName(nn.Module):
+    """Takes an argument by position and one by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = blocks()
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.inner(x) * scale
+
+
+@pytest.mark.usefixtures("in_process")
+def test_inputs_may_come_from_an_example_of_a_call() -> None:
+    seen = []
+
+    def example(model: nn.Module) -> Tensor:
+        seen.append(model)
+        return model(X, scale=2.0).sum()
+
+    net = ByName()
+    summary = summary_of(net, Block, level=1, example_forward=example)
+    assert summary.gc_selected_modules
+    assert segments(net) == [f"inner.{path}" for path in segments(net.inner)]
+    assert seen[0] is not net
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"example_forward": lambda net: net(X), "dummy_input": (X,)}, "both dummy_input and example_forward"),
+        ({"example_forward": lambda net: net[0](X)}, "did not call the model"),
+        ({"example_forward": lambda net: net(X, X, x=X)}, "with 2 positional arguments and others by name"),
+        ({"dummy_input": (X,), "split_fn": lambda module: [nn.Tanh()]}, "returned Tanh, which does not lie in it"),
+        ({"dummy_input": (X,), "split_fn": lambda module: [module]}, "returned Block, which does not lie in it"),
+    ],
+)
+def test_an_example_or_a_split_that_makes_no_sense(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OptionError, match=reason) as raised:
+        memory_optimization(blocks(), Block, level=2, **options)
+    assert raised.value.hint
+
+
+class Pair(nn.Module):
+    """Two blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Sequential(Block(64), Block(64)), nn.Sequential(Block(64), Block(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.right(self.left(x))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_only_what_a_split_names_lies_in_segments() -> None:
+    net = nn.Sequential(Pair(), Pair())
+    named = []
+
+    def split(module: nn.Module) -> list[nn.Module]:
+        named.append(type(module).__name__)
+        return [module.right] if isinstance(module, Pair) else []
+
+    memory_optimization(net, Pair, (X,), level=2, split_fn=split)
+    assert sorted(named) == ["Pair", "Pair", "Sequential", "Sequential"]
+    assert segments(net)
+    assert set(segments(net)) <= {"0", "1", "0.right", "1.right"}
+
+
+def test_of_modules_within_another_a_split_names_one() -> None:
+    with pytest.raises(OptionError, match=r"returned 'left\.0' and a module that contains it"):
+        memory_optimization(
+            Pair(), Pair, (X,), level=2, split_fn=lambda m: [m.left, m.left[0]] if type(m) is Pair else []
+        )
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("may", [True, False])
+def test_only_what_may_runs_in_chunks(may: bool) -> None:
+    net, asked = blocks(), set()
+
+    def can_chunk(module: nn.Module) -> bool:
+        asked.add(type(module).__name__)
+        return may and isinstance(module, Block)
+
+    summary = summary_of(net, Block, (X,), level=3, can_chunk=can_chunk)
+    assert asked == {"Block", "Linear"}
+    assert bool(summary.tcgc_container_count) == may
 
 
 @pytest.mark.usefixtures("in_process")

@@ -51,6 +51,36 @@ def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
     return swapped if order == "b g" else swapped.flatten(0, 1)
 
 
+def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None = None) -> Tensor:
+    """A caller's tensor as (image·model, …), the model fastest, as batch modules take it.
+
+    ``batch``: how many models; in the order ``(g b)`` the shape does not tell.  Raises :class:`UsageError`.
+    """
+    check_order(data_order)
+    if data_order == "(b g)":
+        return tensor
+    if batch is None:
+        if data_order == "(g b)" or tensor.dim() < 2:
+            raise UsageError(
+                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not tell how many models "
+                "are in it",
+                hint="Say it: merge_batch(tensor, data_order, batch=…).",
+            )
+        batch = tensor.shape[data_order == "b g"]
+    return in_order(models_first(tensor, batch, data_order), "(b g)")
+
+
+def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Tensor:
+    """The inverse of :func:`merge_batch`.  Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``."""
+    check_order(data_order)
+    return in_order(models_first(tensor, batch, "(b g)"), data_order)
+
+
+def inner_batch_size(tensor: Tensor, batch: int) -> int:
+    """How many images each of ``batch`` models has in a merged tensor.  Raises :class:`UsageError` as above."""
+    return models_first(tensor, batch, "(b g)").shape[1]
+
+
 def check_order(order: str) -> None:
     """Raises :class:`UsageError` for an order that is none of :data:`DataOrder`."""
     if order not in get_args(DataOrder):

@@ -12,7 +12,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.layout import DataOrder, check_order, in_order, models_first
 from memopt_cli.model_batching.routes.interface import Route, RouteName
 from memopt_cli.model_batching.selection import RouteTrial, select
-from memopt_cli.model_batching.stacked import StateDict, load_stacked, stack_model, unstack
+from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
 
@@ -23,7 +23,8 @@ class BatchModule(nn.Module):
     """``batch`` copies of ``model``, independent of one another, trained as one model.
 
     Every parameter and buffer is (batch, …); ``models`` holds them under the model's own names.  The copies start with
-    the weights of ``model``, which is left alone; :meth:`load_state_dicts` gives each its own.  Inputs and outputs are
+    the weights of ``model``; :meth:`load_state_dicts` gives each its own.  ``model`` is left alone; ``inplace``: it
+    shares the tensors of the first copy from then on, and takes no memory of its own.  Inputs and outputs are
     (models, images, …), or as ``data_order`` says.
 
     Three routes can run them: ``fused`` kernels over a traced graph, ``vmap`` and the per-model ``loop``.  A route is
@@ -48,6 +49,7 @@ class BatchModule(nn.Module):
         self,
         model: nn.Module,
         batch: int = 1,
+        inplace: bool = False,
         *,
         route: Literal["auto", "fused", "vmap", "loop"] = "auto",
         example_inputs: tuple[Any, ...] | None = None,
@@ -60,6 +62,8 @@ class BatchModule(nn.Module):
             raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
         self.batch = batch
         self.models = stack_model(model, batch)
+        if inplace:
+            share_first(self.models, model)
         self._wanted = route
         self._check = check
         self._routes: dict[_Mode, Route] = {}
@@ -76,18 +80,27 @@ class BatchModule(nn.Module):
         return tuple(self._trials)
 
     def forward(
-        self, *args: Any, data_order: DataOrder = "g b", output_order: DataOrder | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        data_order: DataOrder = "g b",
+        output_order: DataOrder | None = None,
+        merge: bool = True,
+        split: bool = True,
+        **kwargs: Any,
     ) -> Any:
         """The outputs of all models; tensors go in in ``data_order`` and come out in ``output_order``, or in the same.
 
-        What is no tensor is passed to every model as it is.  An output of one value per model is (models,).
+        What is no tensor is passed to every model as it is.  An output of one value per model is (models,).  As in
+        torchmb, ``merge=False`` says that tensors are given merged already, in the order ``(b g)``, and ``split=False``
+        leaves those that are returned so.
         """
-        check_order(output_order or data_order)
+        output_order = output_order or data_order if split else "(b g)"
+        data_order = data_order if merge else "(b g)"
+        check_order(output_order)
         args, kwargs = map_leaves(lambda leaf: self._models_first(leaf, data_order), (args, kwargs))
         route = self._routes.get(self._mode()) or self._select(args, kwargs)
         output = route(args, kwargs)
-        order = output_order or data_order
-        return map_leaves(lambda leaf: in_order(leaf, order) if isinstance(leaf, Tensor) else leaf, output)
+        return map_leaves(lambda leaf: in_order(leaf, output_order) if isinstance(leaf, Tensor) else leaf, output)
 
     def choose_again(self) -> None:
         """Try the routes anew with the next inputs: after attributes of modules changed, a dropout's rate, say."""

@@ -60,6 +60,14 @@ def stack_model(model: nn.Module, models: int) -> nn.Module:
     return replace_modules(_copied(model, stacked), model, models)
 
 
+def share_first(tree: nn.Module, model: nn.Module) -> None:
+    """Make the tensors of ``model`` those of the first model of a stacked one."""
+    shared = shared_names(tree)
+    stacked = {slot.name: slot.tensor.detach() for slot in slots_of(tree)}
+    for slot in slots_of(model):
+        slot.tensor.data = stacked[slot.name] if slot.name in shared else stacked[slot.name][0]
+
+
 def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
     """Put registered batch modules in place of the modules of ``tree`` that they stand for."""
     for path, original in list(model.named_modules()):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -62,6 +63,46 @@ def prepared_model(
             notes=notes,
             open_session=functools.partial(LocalSession, build=build) if handed.obstacle else None,
         )
+
+
+class _Called(Exception):
+    """The model is about to run, and its inputs are known."""
+
+
+def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> tuple[Any, ...] | Mapping[str, Any]:
+    """What the model is called with first when ``example_forward`` runs on a copy of it, which then ends.
+
+    Raises :class:`OptionError` if it does not call the model, or with more than names or positions can tell.
+    """
+    copied = detached_copy(model)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise _Called
+
+    copied.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    with undisturbed(), contextlib.suppress(_Called):
+        example_forward(copied)
+    if not calls:
+        raise OptionError(
+            "example_forward did not call the model that it was given",
+            hint="Let it run the whole model once: example_forward=lambda model: model(x).",
+        )
+    args, kwargs = calls[0]
+    return {**_by_name(model, args), **kwargs} if kwargs else args
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of ``forward`` as keyword arguments."""
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise OptionError(
+            f"example_forward calls the model with {len(args)} positional arguments and others by name, "
+            f"and its forward names {len(names)}",
+            hint="Give all by position, or all by name.",
+        )
+    return dict(zip(names, args, strict=False))
 
 
 def detached_copy(model: nn.Module) -> nn.Module:

@@ -24,10 +24,12 @@ def allowed_at(level: int, options: SearchOptions, tree: ModuleTree, limits: Lim
     def is_target(path: str) -> bool:
         if chosen is None or path in chosen:
             return True
-        return level >= NESTED and any(is_within(path, other) for other in chosen)
+        is_part = options.parts is None or path in options.parts
+        return level >= NESTED and is_part and any(is_within(path, other) for other in chosen)
 
     return Allowed(
         targets=is_target,
+        chunkable=lambda path: options.chunkable is None or path in options.chunkable,
         nested=level >= NESTED,
         compress=options.compress_x,
         chunk_factor=options.temporal_split_factor,

@@ -159,7 +159,7 @@ class ChunkQuestions:
         for path, module in self._proposals.modules.items():
             lengths = module.input_shape[:2]
             length = max(lengths, default=0)
-            if path not in self._asked and length > 1 and saves_by_chunks(module):
+            if path not in self._asked and length > 1 and self._may_save(module):
                 hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
         return hopeful
 
@@ -167,7 +167,10 @@ class ChunkQuestions:
         """Whether chunks of a module may be in a plan, and would save something."""
         proposals = self._proposals
         may_be = proposals.allowed.targets(path) and not any(nested(path, head.path) for head in proposals.heads)
-        return may_be and saves_by_chunks(proposals.modules[path])
+        return may_be and self._may_save(proposals.modules[path])
+
+    def _may_save(self, module: ModuleTrace) -> bool:
+        return self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
 
     def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         self.known = chunks
@@ -184,19 +187,22 @@ class ChunkQuestions:
         modules = self._proposals.modules
         kind = modules[path].class_name
         alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)
-        return [path, *(m.path for m in alike if m.path != path and saves_by_chunks(m))]
+        return [path, *(m.path for m in alike if m.path != path and self._may_save(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
         """The segment that runs at the peak, or else the module, and what is in it, largest first; each module once.
 
-        If nothing of that saves by chunks, whether it may run in them or not: what it lies in, from within.
+        The model itself comes last: a trial of it takes longest.  If nothing of that saves by chunks, whether it may
+        run in them or not, or all is called several times, of which each holds its share: what it lies in, from within.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
-        usable = {b.path: b for b in self._proposals.root if b.path and not b.refusal and self.is_cuttable(b.path)}
+        usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
         inside = [b for b in usable.values() if any(is_within(b.path, s) for s in segments)]
-        largest = sorted(inside, key=lambda b: -b.kept_bytes)
+        largest = sorted(inside, key=lambda b: (not b.path, -b.kept_bytes))
         outwards = sorted((b for b in usable.values() if is_within(path, b.path)), key=lambda b: -len(b.path))
-        yield from [block for block in largest or outwards if block.path not in self._asked]
+        is_called_once = any(self._proposals.modules[b.path].calls == 1 for b in largest)
+        around = dict.fromkeys([*largest, *([] if is_called_once else outwards)])
+        yield from [block for block in around if block.path not in self._asked]
 
 
 def saves_by_chunks(module: ModuleTrace) -> bool:

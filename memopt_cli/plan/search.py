@@ -163,6 +163,8 @@ class Allowed:
 
     targets: Callable[[str], bool] = lambda path: True
     """Which modules may be segments, among those that can."""
+    chunkable: Callable[[str], bool] = lambda path: True
+    """Which of them may be asked whether they can run in chunks."""
     nested: bool = True
     """Whether segments may lie in others."""
     compress: bool = True
@@ -457,7 +459,8 @@ class Solver:
         return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
 
     def _is_target(self, block: Block) -> bool:
-        return bool(block.path) and not block.refusal and self._allowed.targets(block.path)
+        may_help = bool(block.path) or "" in self._allowed.chunks  # a recomputation of all at once saves nothing
+        return may_help and not block.refusal and self._allowed.targets(block.path)
 
 
 _Pair = tuple[int, float, Way, Way]

@@ -25,6 +25,7 @@ from memopt_cli.runtime.container import (
     remove_segment,
     segment_of,
 )
+from memopt_cli.runtime.functions import checkpoint, to_gc_function
 from memopt_cli.runtime.runs import Run, add_runs, find_part, group_layers, named_parts, remove_runs
 from memopt_cli.runtime.state import reset_hidden_state, uninitialized
 
@@ -42,6 +43,7 @@ __all__ = [
     "TCGCContainer",
     "Uint8SpikeCompressor",
     "add_runs",
+    "checkpoint",
     "find_part",
     "group_layers",
     "install_segment",
@@ -52,5 +54,6 @@ __all__ = [
     "remove_segment",
     "reset_hidden_state",
     "segment_of",
+    "to_gc_function",
     "uninitialized",
 ]

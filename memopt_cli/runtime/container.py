@@ -16,7 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -47,7 +47,7 @@ from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
-from memopt_cli.runtime.runs import calls_in_turn
+from memopt_cli.runtime.runs import Chain, calls_in_turn
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
@@ -101,11 +101,53 @@ class PackingContainer(_Installed):
 
 
 class GCContainer(_Installed):
-    """Mixin of a module that is a segment; never instantiated by itself."""
+    """Mixin of a module that is a segment.
+
+    ``GCContainer(x_compressor, *modules)``, as in SpikingJelly, is a :class:`~memopt_cli.runtime.runs.Chain` of the
+    modules that is one.  ``x_compressor``: how its input is stored, a codec or the name of its class; ``None``: as it
+    is.
+    """
+
+    def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
+        """Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment."""
+        return _constructed(cls, x_compressor, modules, SegmentConfig())
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Python calls it with what ``__new__`` was given; any other call is meant for the module.
+        if not vars(self).pop(_CONSTRUCTED, False):
+            super().__init__(*args, **kwargs)
 
 
 class TCGCContainer(GCContainer):
-    """Mixin of a segment that runs in chunks along an axis, each chunk checkpointed on its own."""
+    """Mixin of a segment that runs in chunks along an axis, each chunk checkpointed on its own.
+
+    ``TCGCContainer(x_compressor, *modules, n_chunk=4)`` is a :class:`~memopt_cli.runtime.runs.Chain` that is one, along
+    axis 0: ``n_seq_inputs`` leading arguments are cut, ``n_outputs`` leading outputs are concatenated.
+    """
+
+    def __new__(
+        cls, x_compressor: Any, *modules: nn.Module, n_chunk: int = 1, n_seq_inputs: int = 1, n_outputs: int = 1
+    ) -> Any:
+        """Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks."""
+        norms = n_chunk > 1 and any(batch_norms(module) for module in modules)
+        config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
+        return _constructed(cls, x_compressor, modules, config)
+
+
+_CONSTRUCTED = "_memopt_constructed"
+"""Attribute of a segment between the two calls that make it."""
+
+
+def _constructed(
+    cls: type[GCContainer], x_compressor: Any, modules: Sequence[nn.Module], config: SegmentConfig
+) -> nn.Module:
+    chain = Chain(*modules)
+    if x_compressor is not None:
+        vars(chain)["x_compressor"] = x_compressor
+    install_segment(chain, replace(config, compressor=declared_compressor(chain) or "null"))
+    if isinstance(chain, cls):  # in one chunk it is no TCGCContainer
+        vars(chain)[_CONSTRUCTED] = True
+    return chain
 
 
 class LossContainer(_Installed):
@@ -330,6 +372,9 @@ def _segment_class(original: type[nn.Module], mixin: type[_Installed]) -> type[n
         # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.
         return original(*args, **kwargs)
 
+    def represent(self: nn.Module) -> str:
+        return f"{_label(mixin, vars(self)[SEGMENT_KEY])} {original.__repr__(self)}"
+
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         if issubclass(original, LiftedModule):  # its class cannot be found by name
             return restore_segment, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
@@ -344,10 +389,17 @@ def _segment_class(original: type[nn.Module], mixin: type[_Installed]) -> type[n
         "__doc__": original.__doc__,
         "__new__": construct,
         "__reduce_ex__": reduce,
+        "__repr__": represent,
         "_original": original,
         "forward": forward,
     }
     return type(original.__name__, (mixin, original), body)
+
+
+def _label(mixin: type[_Installed], config: SegmentConfig) -> str:
+    """What people see before the module itself: the mixin, and what of the configuration is no default."""
+    chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
+    return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
 
 
 def _twin(module: nn.Module, original: type[nn.Module]) -> nn.Module:
@@ -738,6 +790,8 @@ def _run_again(call: Callable[..., Any], inputs: _Packed, needs_gradient: Sequen
 
 
 def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
+    if getattr(module, "may_use_parameters_of_others", False):
+        return True
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
 
 

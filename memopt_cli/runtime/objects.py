@@ -68,7 +68,7 @@ class Objects:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            pending.extend((inner, True) for inner in _held_fast(value))
+            pending.extend((inner, True) for inner in held_fast(value))
             if isinstance(value, _NO_STATE):
                 continue
             if isinstance(value, Tensor):
@@ -311,7 +311,7 @@ def _is_old(generator: Any) -> bool:
     return hasattr(generator, "get_state")
 
 
-def _held_fast(value: Any) -> Iterator[Any]:
+def held_fast(value: Any) -> Iterator[Any]:
     """What can be reached through it where nothing else can take its place.
 
     Of a tuple its items; of an iterator what it reads; of a callable what it has to hand: the object of a method, what

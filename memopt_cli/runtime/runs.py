@@ -43,6 +43,20 @@ class GroupedSequential(nn.Sequential):
 GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qualified name
 
 
+class Chain(nn.Sequential):
+    """Modules one after the other, as in a Sequential; a tuple that one returns is the arguments of the next.
+
+    Saved models refer to this class: a file format.
+    """
+
+    def forward(self, *inputs: Any) -> Any:
+        """The last module's output."""
+        output: Any = inputs
+        for module in self:
+            output = module(*output) if isinstance(output, tuple) else module(output)
+        return output
+
+
 def group_layers(model: nn.Module) -> None:
     """Divide every flat Sequential into runs of one layer with weights and what follows it, in place.
 
@@ -81,7 +95,7 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
 
 def calls_in_turn(module: nn.Module) -> bool:
     """Whether its forward is a Sequential's, with runs or without, as a segment too."""
-    return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward)
+    return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward, Chain.forward)
 
 
 def find_part(model: nn.Module, path: str) -> nn.Module:

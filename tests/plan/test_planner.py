@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.online import LIF, OverTime
 from memopt_cli.plan.interface import NotTried, is_within
 from memopt_cli.plan.keeping import numbered
 from memopt_cli.plan.levels import level_of
@@ -320,6 +321,22 @@ class Loop(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
+    """Each call holds its share: chunks of one do not help.  The model is asked last, for it takes longest to try."""
+    subject = Subject(OverTime(nn.Sequential(nn.Linear(16, 64), LIF(64), nn.Linear(64, 4))), torch.rand(32, 8, 16))
+    asked = []
+
+    def chunking(path: str) -> ChunkRule | Refused:
+        asked.append(path)
+        return Refused(reason="its state goes from step to step") if path else rule_along(0)
+
+    found = subject.planner(chunking).least(3)
+    assert asked.index("") == len(asked) - 1
+    assert len(asked) > 1
+    assert [(s.path, s.chunks > 1) for s in found.plan.segments] == [("", True)]
+    assert found.peak_bytes < 0.6 * subject.planner().least(3).peak_bytes
 
 
 def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() -> None:

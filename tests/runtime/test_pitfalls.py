@@ -627,11 +627,9 @@ def test_pitfall_40_a_module_without_a_forward_is_refused() -> None:
 
 def test_pitfall_41_the_class_keeps_its_name() -> None:
     block = mlp()
-    text = repr(block)
     install_segment(block, PLAIN)
     assert type(block).__name__ == "Sequential"
     assert type(block).__module__ == nn.Sequential.__module__
-    assert repr(block) == text
 
 
 @pytest.mark.parametrize("wrapped", ["", "transformer.h.0"])

@@ -31,7 +31,8 @@ RESTORE_SEGMENT: Final = Global(f"{RUNTIME}.container", "restore_segment")
 RESTORE_LIFTED: Final = Global(f"{RUNTIME}.lifted.module", "restore_lifted")
 
 _MODULES: Final = frozenset(
-    f"{RUNTIME}.{name}" for name in ("runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
+    f"{RUNTIME}.{name}"
+    for name in ("runs.Chain", "runs.Run", "runs.GroupedSequential", "script.ScriptLeaf", "script.ScriptPart")
 )
 _SETTINGS: Final = {f.name for f in fields(SegmentConfig)}
 

@@ -1,0 +1,156 @@
+"""Functions as segments: what a call saves for backward is not kept but computed again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.compressor import declared_compressor
+from memopt_cli.runtime.container import SegmentConfig, install_segment
+from memopt_cli.runtime.objects import held_fast
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    compressor: Any = None,
+    chunks: int = 1,
+    chunked_args: Sequence[int] = (0,),
+    time_dim: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, run again in backward instead of keeping what it saves.
+
+    The modules that the function is, or is a method of, or refers to by variables around it, are treated as those in a
+    segment: their batch statistics and hidden states advance once.
+
+    Parameters
+    ----------
+    compressor:
+        How tensors among the arguments are stored meanwhile: a codec or the name of its class; ``None``: as they are.
+    chunks:
+        How many pieces the arguments at ``chunked_args`` are cut into along ``time_dim``; the function runs on one
+        after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along it.
+
+    Raises :class:`ValueError` for chunks of what cannot be cut, :class:`TypeError` for an output that cannot be joined.
+    """
+    segment = _segment(function, compressor, chunks=chunks, chunked_args=chunked_args, axis=time_dim)
+    return segment(*segment.chunked_first(args), **kwargs)
+
+
+def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function that runs as :func:`checkpoint` runs ``f_forward``; without that, a decorator that makes one.
+
+    ``x_compressor``: as ``compressor`` there.
+    """
+    if f_forward is None:
+        return functools.partial(to_gc_function, x_compressor)
+    segment = _segment(f_forward, x_compressor)
+
+    @functools.wraps(f_forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return segment(*args, **kwargs)
+
+    return call
+
+
+class FunctionModule(nn.Module):
+    """A function as a module, whose children are the modules that it uses."""
+
+    may_use_parameters_of_others = True
+
+    def __init__(self, function: Callable[..., Any], chunked_args: Sequence[int], axis: int) -> None:
+        super().__init__()
+        for number, module in enumerate(dict.fromkeys(_modules_of(function))):
+            self.add_module(str(number), module)
+        vars(self)["function"] = function
+        self.chunked_args = tuple(chunked_args)
+        self.axis = axis
+
+    def chunked_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments in the order in which :meth:`forward` takes them.
+
+        Raises :class:`ValueError` if those that are to be cut are no tensors of one length.
+        """
+        if not all(0 <= index < len(args) for index in self.chunked_args):
+            raise ValueError(f"chunked_args={self.chunked_args}, and there are {len(args)} positional arguments")
+        cut = [args[index] for index in self.chunked_args]
+        lengths = {t.shape[self.axis] if _has_dimension(t, self.axis) else None for t in cut}
+        if len(lengths) > 1 or None in lengths:
+            given = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in cut)
+            raise ValueError(
+                f"chunked_args={self.chunked_args} must be tensors of one length along time_dim={self.axis}, "
+                f"and are {given}"
+            )
+        return tuple(args[index] for index in self._order(len(args)))
+
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        of = dict(zip(self._order(len(given)), given, strict=True))
+        output = vars(self)["function"](*(of[index] for index in range(len(given))), **kwargs)
+        parts = output if isinstance(output, tuple) else (output,)
+        if self.chunked_args and not all(_has_dimension(part, self.axis) for part in parts):
+            kinds = ", ".join(f"{p.dim()}-D tensor" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+            raise TypeError(
+                "in chunks a function must return a tensor, or a tuple of tensors, with the dimension "
+                f"time_dim={self.axis}, and it returned: {kinds}"
+            )
+        return output
+
+    def _order(self, count: int) -> list[int]:
+        return [*self.chunked_args, *(index for index in range(count) if index not in self.chunked_args)]
+
+
+def _has_dimension(value: Any, axis: int) -> bool:
+    return isinstance(value, Tensor) and -value.dim() <= axis < value.dim()
+
+
+def _segment(
+    function: Callable[..., Any],
+    compressor: Any,
+    *,
+    chunks: int = 1,
+    chunked_args: Sequence[int] = (),
+    axis: int = 0,
+) -> FunctionModule:
+    if len(set(chunked_args)) < len(chunked_args) or (chunks > 1 and not chunked_args):
+        raise ValueError(f"chunked_args={tuple(chunked_args)}: give each argument that is cut once, and one at least")
+    module = FunctionModule(function, chunked_args if chunks > 1 else (), axis)
+    if compressor is not None:
+        module.x_compressor = compressor
+    config = SegmentConfig(
+        compressor=declared_compressor(module) or "null",
+        chunks=chunks,
+        axis=axis,
+        seq_inputs=max(1, len(module.chunked_args)),
+        seq_outputs=sys.maxsize,
+        batch_statistics=chunks > 1 and bool(batch_norms(module)),
+        path=getattr(function, "__qualname__", type(function).__name__),
+    )
+    install_segment(module, config)
+    return module
+
+
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    """The modules that a call of ``function`` may run, as far as it refers to them."""
+    pending, seen = [function], set[int]()
+    while pending:
+        value = pending.pop(0)
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+            continue
+        pending += held_fast(value)
+        attributes = getattr(value, "__dict__", {})
+        pending += [held for held in attributes.values() if isinstance(held, nn.Module)]
+        if isinstance(value, FunctionType):
+            used = (value.__globals__.get(name) for name in value.__code__.co_names)
+            pending += [held for held in used if isinstance(held, nn.Module | FunctionType)]
