@@ -42,7 +42,7 @@ from memopt_cli.runtime.compressor import (
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
-from memopt_cli.runtime.held import Held
+from memopt_cli.runtime.held import Held, held_as_inputs
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
@@ -602,7 +602,8 @@ def _checkpoint_now(
             run.is_nested = True
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
             lent = start.lend()
-            return _recomputed(run, *tensors, *lent)
+            with held_as_inputs():
+                return _recomputed(run, *tensors, *lent)
         if starts is not None:
             needs_gradient = [t.requires_grad for t in tensors]
             # Not with the run, which holds the chunks before it: a cycle would outlive backward.

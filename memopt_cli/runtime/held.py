@@ -52,7 +52,7 @@ class Held:
         if hooks is not None:
             pack, self._unpack = hooks
             for saved in self._saved:
-                if saved.tensor is not None and version_of(saved.tensor) == saved.version:
+                if saved.tensor is not None and not saved.is_input and version_of(saved.tensor) == saved.version:
                     with torch.no_grad():
                         saved.remade = pack(saved.tensor)
                     saved.tensor = None
@@ -76,9 +76,27 @@ class Held:
         return saved.tensor
 
 
+def held_as_inputs() -> saved_tensors_hooks:
+    """Within, what is saved are inputs of a segment: one around that cannot run again keeps them as they are.
+
+    Others' hooks may return what lies otherwise in memory, on which other operators would run.
+    """
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def mark(tensor: Tensor) -> Any:
+        saved = pack(tensor)
+        if isinstance(saved, _Saved):
+            saved.is_input = True
+        return saved
+
+    return saved_tensors_hooks(mark, unpack)
+
+
 @dataclass(slots=True)
 class _Saved:
     tensor: Tensor | None
     version: int
     remade: Any
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
+    is_input: bool = False
+    """Of a segment within."""
