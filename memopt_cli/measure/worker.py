@@ -79,6 +79,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import find_part, group_layers
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
+from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import (
     Step,
@@ -674,7 +675,8 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
                 answer = _send_file(subject, job, replies)
             else:
                 worker = worker or Worker(subject)
-                answer = worker.do(job)
+                with nothing_sampled():
+                    answer = worker.do(job)
             reply = {"kind": "answer", "answer": to_data(answer)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.noise import first_node
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.samples import sample
 
 
 class Held:
@@ -21,7 +22,8 @@ class Held:
     step's peak.  A forward may compute gradients of its own: it finds them here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sampled: bool) -> None:
+        self._is_sampled = is_sampled
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
         self._made = first_node(), first_node()
@@ -37,6 +39,10 @@ class Held:
         An operator that is given a view of what was written in place makes a node for the view behind its own.
         """
         return range(*self._made)
+
+    def samples(self) -> list[list[Any] | None]:
+        """A few elements of each tensor in order; ``None`` of one that was written since, or has none to show."""
+        return [saved.sample if saved.is_as_sampled() else None for saved in self._saved]
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
@@ -61,7 +67,7 @@ class Held:
     def _hold(self, tensor: Tensor) -> _Saved:
         if first_node() != self._made[1]:
             self._made = self._made[1], first_node()
-        saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
+        saved = _Saved(tensor, version_of(tensor), self._pack(tensor), sample(tensor) if self._is_sampled else None)
         self._saved.append(saved)
         return saved
 
@@ -98,5 +104,10 @@ class _Saved:
     version: int
     remade: Any
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
+    sample: list[Any] | None
     is_input: bool = False
     """Of a segment within."""
+
+    def is_as_sampled(self) -> bool:
+        """Whether it was sampled, and has not been written since."""
+        return self.sample is not None and self.tensor is not None and sample(self.tensor) == self.sample
