@@ -11,6 +11,7 @@ import torch
 
 from memopt_cli.records import Plan, SegmentPlan, from_data
 from tests.fuzz.models import Block, Network, drawn_blocks, placed
+from tests.fuzz.outside import OUTSIDE
 from tests.fuzz.plans import drawn_around, drawn_segments, plan_of
 from tests.fuzz.scenarios import PLAIN, Scenario, drawn_scenario
 
@@ -42,6 +43,7 @@ _NOT_REPEATED: Final = frozenset(
         "memory in place",
     }
     | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
+    | OUTSIDE.keys()
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""
 
