@@ -836,7 +836,7 @@ class _Run:
                 held.keep()
         elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
-        self._samples = held.samples() if turn else []
+        self._samples = held.samples(tensors_of((output, handed))) if turn else []
         held.drop()
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.noise import first_node
+from memopt_cli.runtime.noise import first_node, noise_since
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.samples import sample
 
@@ -26,7 +26,8 @@ class Held:
         self._is_sampled = is_sampled
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
-        self._made = first_node(), first_node()
+        self._first = first_node()
+        self._made = self._first, self._first
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
@@ -40,9 +41,15 @@ class Held:
         """
         return range(*self._made)
 
-    def samples(self) -> list[list[Any] | None]:
-        """A few elements of each tensor in order; ``None`` of one that was written since, or has none to show."""
-        return [saved.sample if saved.is_as_sampled() else None for saved in self._saved]
+    def samples(self, outputs: Sequence[Tensor]) -> list[list[Any] | None]:
+        """A few elements of each tensor in order; ``None`` of one that is written later, or has none to show.
+
+        ``outputs``: of the forward.
+        """
+        noise = noise_since(self._first, outputs)
+        samples = (saved.sample if saved.is_as_sampled() else None for saved in self._saved)
+        pairs = zip(self._saved, samples, strict=True)
+        return [None if noise.intersection(saved.nodes) else sample for saved, sample in pairs]
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
@@ -67,7 +74,9 @@ class Held:
     def _hold(self, tensor: Tensor) -> _Saved:
         if first_node() != self._made[1]:
             self._made = self._made[1], first_node()
-        saved = _Saved(tensor, version_of(tensor), self._pack(tensor), sample(tensor) if self._is_sampled else None)
+        saved = _Saved(tensor, version_of(tensor), self._pack(tensor), self.last_nodes)
+        if self._is_sampled:
+            saved.sample = sample(tensor)
         self._saved.append(saved)
         return saved
 
@@ -104,7 +113,9 @@ class _Saved:
     version: int
     remade: Any
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
-    sample: list[Any] | None
+    nodes: range
+    """Numbers of autograd's nodes, among them that of the one that saved it."""
+    sample: list[Any] | None = None
     is_input: bool = False
     """Of a segment within."""
 

@@ -62,8 +62,8 @@ def compared(
             yield
     finally:
         _compared_at[module] = _runs[module]
-        if again.differs is not None:
-            tell(again.differs)
+        if (shape := again.differs()) is not None:
+            tell(shape)
 
 
 class _Again:
@@ -71,16 +71,24 @@ class _Again:
 
     def __init__(self, samples: Sequence[list[Any] | None]) -> None:
         self._samples = iter(samples)
+        self._suspects: list[tuple[list[Any], Tensor]] = []
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.differs: tuple[int, ...] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._look, self._unpack)
 
+    def differs(self) -> tuple[int, ...] | None:
+        """The shape of the first tensor that does."""
+        # Some operators fill a tensor after they have saved it, and its memory may have held the same before.
+        found = (tuple(tensor.shape) for before, tensor in self._suspects if not _agrees(before, tensor))
+        shape = next(found, None)
+        self._suspects.clear()
+        return shape
+
     def _look(self, tensor: Tensor) -> Any:
         before = next(self._samples, None)
-        if before is not None and self.differs is None and not _agree(before, sample(tensor), tensor.dtype):
-            self.differs = tuple(tensor.shape)
+        if before is not None and not _agrees(before, tensor):
+            self._suspects.append((before, tensor))
         return self._pack(tensor)
 
 
@@ -105,11 +113,12 @@ def _has_no_values(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < end
 
 
-def _agree(a: list[Any], b: list[Any] | None, dtype: torch.dtype) -> bool:
-    """Whether they are the same but for rounding: what is kept or found may have come from another kernel."""
-    if b is None or a == b:
+def _agrees(before: list[Any], tensor: Tensor) -> bool:
+    """Whether a tensor is as it was but for rounding: what is kept or found may have come from another kernel."""
+    now, dtype = sample(tensor), tensor.dtype
+    if now is None or now == before:
         return True
-    if not (dtype.is_floating_point or dtype.is_complex) or len(a) != len(b):
+    if not (dtype.is_floating_point or dtype.is_complex) or len(now) != len(before):
         return False
-    leeway = torch.finfo(dtype).eps ** 0.5 * max((abs(x) for x in a if abs(x) < float("inf")), default=0.0)
-    return all(x == y or abs(x - y) <= leeway for x, y in zip(a, b, strict=True))
+    leeway = torch.finfo(dtype).eps ** 0.5 * max((abs(x) for x in before if abs(x) < float("inf")), default=0.0)
+    return all(x == y or abs(x - y) <= leeway for x, y in zip(before, now, strict=True))

@@ -114,6 +114,8 @@ def test_where_all_is_compared_nothing_is_sampled(recwarn: pytest.WarningsRecord
     "layer",
     [
         nn.RReLU(),
+        nn.RReLU().eval(),
+        nn.Sequential(nn.RReLU().eval(), nn.Linear(4, 4)),
         nn.Dropout(),
         nn.BatchNorm1d(4),
         nn.BatchNorm1d(4, track_running_stats=False),
@@ -135,4 +137,33 @@ def test_what_is_saved_before_it_is_written_is_no_difference(layer: nn.Module) -
 def test_values_that_are_no_numbers_are_no_difference(recwarn: pytest.WarningsRecorder) -> None:
     _step(_planned(Reading(lambda: float("nan"))))
     _step(_planned(Reading(lambda: float("inf"))))
+    assert not recwarn.list
+
+
+class Noting(torch.autograd.Function):
+    """Saves a factor for backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return gradient * factor, None
+
+
+class Late(nn.Module):
+    """Saves a tensor and fills it then, as RReLU does; in the first run it happens to hold the same before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.full_like(x, 3.0 if is_recomputing() else 2.0)
+        y: Tensor = Noting.apply(x, factor)
+        factor.data.fill_(2.0)
+        return y.sin()
+
+
+def test_memory_that_held_the_same_before_it_was_written_is_no_difference(recwarn: pytest.WarningsRecorder) -> None:
+    _step(_planned(Late()))
     assert not recwarn.list
