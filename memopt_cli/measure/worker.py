@@ -175,7 +175,8 @@ class Worker:
         }
         self._start.enter()
         try:
-            return actions[type(job)](job)
+            with nothing_sampled():  # fingerprints and verification compare all there is, and time is measured
+                return actions[type(job)](job)
         finally:
             remove_segments(self._model)
             self._reset()
@@ -675,8 +676,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str = "") -> None:
                 answer = _send_file(subject, job, replies)
             else:
                 worker = worker or Worker(subject)
-                with nothing_sampled():
-                    answer = worker.do(job)
+                answer = worker.do(job)
             reply = {"kind": "answer", "answer": to_data(answer)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))
