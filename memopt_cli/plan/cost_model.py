@@ -105,6 +105,8 @@ class _Block:
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends: nothing from there on is kept for backward."""
+    first_saver: int | None = None
+    """The first operator within that autograd saves something for: backward comes to it last."""
     shares: float = 1.0
     """The whole over the longest chunk, that of the blocks around it multiplied in."""
     packed: dict[int, int] = field(default_factory=dict)
@@ -197,6 +199,7 @@ class CostModel:
             block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
+            block.first_saver = _first_saver(self._ends, call)
             block.shares = (block.parent.shares if block.parent else 1.0) / longest_share(
                 segment.chunks, self._length(segment)
             )
@@ -427,7 +430,12 @@ class _Replay:
                 yield held
 
     def _held_until(self, index: int, block: _Block) -> int:
-        """When a recomputation needs its input no more: where it is kept for backward, that is backward's end."""
+        """When a segment lets go of its input: where backward has used all that was saved within.
+
+        The recomputation around another segment gives it away, and chunks are done when their gradients are joined.
+        """
+        if block.parent is None and block.segment.chunks == 1 and block.first_saver is not None:
+            return max(self._end_of(block), self._after(self._original.backward_end[block.first_saver]))
         saved = any(block in _outwards(saver) for saver in self._savers_in(index))
         return self._after(block.call.backward_end) if saved else self._end_of(block)
 
@@ -542,6 +550,11 @@ def recomputed_until(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int:
     """The operator before which a recomputation of the call ends.  ``ends``: :func:`ends_of_recomputation`."""
     last = bisect.bisect_left(ends, (call.end, 0)) - 1
     return max(call.start, ends[last][1]) if last >= 0 else call.start
+
+
+def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
+    first = bisect.bisect_left(ends, (call.start, 0))
+    return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None
 
 
 def _outwards(block: _Block | None) -> tuple[_Block | None, ...]:

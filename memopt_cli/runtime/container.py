@@ -813,7 +813,7 @@ class _Run:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
         turn = is_sampled(self._module)
-        held, before = Held(is_sampled=turn), marks()
+        held, before = Held(self._kept.note_save, is_sampled=turn), marks()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()

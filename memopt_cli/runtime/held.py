@@ -22,8 +22,9 @@ class Held:
     step's peak.  A forward may compute gradients of its own: it finds them here.
     """
 
-    def __init__(self, *, is_sampled: bool) -> None:
-        self._is_sampled = is_sampled
+    def __init__(self, note_save: Callable[[], None], *, is_sampled: bool) -> None:
+        """``note_save`` is called whenever one is saved; ``is_sampled``: a few elements of each are noted."""
+        self._note_save, self._is_sampled = note_save, is_sampled
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
         self._first = first_node()
@@ -72,6 +73,7 @@ class Held:
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
+        self._note_save()
         if first_node() != self._made[1]:
             self._made = self._made[1], first_node()
         saved = _Saved(tensor, version_of(tensor), self._pack(tensor), self.last_nodes)
