@@ -432,12 +432,14 @@ class _Replay:
     def _held_until(self, index: int, block: _Block) -> int:
         """When a segment lets go of its input: where backward has used all that was saved within.
 
-        The recomputation around another segment gives it away, and chunks are done when their gradients are joined.
+        The recomputation around another segment gives it away.  Chunks have let go of it when the pieces of its gradient
+        are joined, at the last instant: see :meth:`_add_chunks`.
         """
         if block.parent is None and block.segment.chunks == 1 and block.first_saver is not None:
             return max(self._end_of(block), self._after(self._original.backward_end[block.first_saver]))
-        saved = any(block in _outwards(saver) for saver in self._savers_in(index))
-        return self._after(block.call.backward_end) if saved else self._end_of(block)
+        if not any(block in _outwards(saver) for saver in self._savers_in(index)):
+            return self._end_of(block)
+        return self._after(block.call.backward_end) - (block.segment.chunks > 1)
 
     def _escapes(self, storage: StorageTrace, savers: dict[_Block | None, list[int]], block: _Block) -> bool:
         outlives = storage.freed is None or storage.freed > block.call.end
