@@ -432,8 +432,8 @@ class _Replay:
     def _held_until(self, index: int, block: _Block) -> int:
         """When a segment lets go of its input: where backward has used all that was saved within.
 
-        The recomputation around another segment gives it away.  Chunks have let go of it when the pieces of its gradient
-        are joined, at the last instant: see :meth:`_add_chunks`.
+        The recomputation around another segment gives it away.  Chunks have let go of it at the last instant, when the
+        pieces of its gradient are joined: see :meth:`_add_chunks`.
         """
         if block.parent is None and block.segment.chunks == 1 and block.first_saver is not None:
             return max(self._end_of(block), self._after(self._original.backward_end[block.first_saver]))
