@@ -417,9 +417,12 @@ class _Replay:
         return self._at(block, freed)
 
     def _release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """When autograd lets go of it: its first user in forward is the last in backward."""
+        """When autograd lets go of it: its first user in forward is the last in backward.
+
+        That is when it died, if nobody else held it longer: what is made again nobody else holds.
+        """
         first = min(savers)
-        if first == min(storage.saved_by):
+        if first == min(storage.saved_by) and storage.died != storage.freed:
             return self._after(storage.died)
         return self._after(self._original.backward_end[first])
 
