@@ -99,8 +99,8 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 
 on_unsafe = "warn"
-"""What a segment does whose forward did what a recomputation cannot repeat: ``warn``, and run plainly from then on; or
-``raise``."""
+"""What a segment does whose forward did what a recomputation cannot repeat, or whose recomputation computes something
+else: ``warn``, and run plainly from then on; or ``raise``."""
 
 
 def __getattr__(name: str) -> Any:

@@ -37,9 +37,6 @@ from memopt_cli.pipeline.live_model import _unreachable_in_main, detached_copy, 
 from memopt_cli.records import Counted, Measurement, Plan, StepSettings, Verification, from_data
 from memopt_cli.runtime import segment_of
 
-FORWARDS: list[None] = []
-"""One entry for each forward of a :class:`Block`, in this process."""
-
 
 class Block(nn.Module):
     def __init__(self, features: int) -> None:
@@ -48,7 +45,6 @@ class Block(nn.Module):
         self.second = nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        FORWARDS.append(None)
         return self.second(torch.relu(self.first(x))).tanh()
 
 
@@ -654,16 +650,22 @@ def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatc
 @pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
 def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memopt_cli.measure.worker._ENOUGH_S", 0.0)  # as many steps as asked for, however short
-    net = blocks(1)
+    net, forwards = blocks(1), list[None]()
+
+    def build() -> nn.Module:
+        model = detached_copy(net)
+        model.register_forward_hook(lambda *_: forwards.append(None))
+        return model
+
     with (
         prepared_model(net, (X,), StepSettings()) as prepared,
-        LocalSession(prepared.subject, 0.0, lambda: detached_copy(net)) as session,
+        LocalSession(prepared.subject, 0.0, build) as session,
     ):
-        FORWARDS.clear()
+        forwards.clear()
         measured = session.measure(Plan(level=0), steps=3, warm_up=warm_up)
     assert isinstance(measured, Measurement)
     assert len(measured.step_times_s) == 3
-    assert len(FORWARDS) == untimed + 3 + 2  # and one for each of the two peaks
+    assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
 
 
 @pytest.mark.usefixtures("in_process")

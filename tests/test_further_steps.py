@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -238,11 +239,9 @@ def test_a_difference_of_an_original_that_does_not_repeat_is_none() -> None:
     class Odd(Net):
         """Never twice the same in eval mode."""
 
-        calls = 0
-
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            Odd.calls += not self.training
-            return super().forward(x, mask) * (1 + 1e-3 * Odd.calls)
+            factor = 1.0 if self.training else 1 + 1e-6 * secrets.randbelow(10**6)
+            return super().forward(x, mask) * factor
 
     found = check(Odd())
     assert found.passed

@@ -81,6 +81,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime import find_part, group_layers
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
+from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import (
     Step,
@@ -176,7 +177,8 @@ class Worker:
         }
         self._start.enter()
         try:
-            return actions[type(job)](job)
+            with nothing_sampled():  # fingerprints and verification compare all there is, and time is measured
+                return actions[type(job)](job)
         finally:
             remove_segments(self._model)
             self._reset()

@@ -105,6 +105,10 @@ class _Block:
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends: nothing from there on is kept for backward."""
+    joined: int = 0
+    """Instant at which chunks join the pieces of the input's gradient."""
+    first_saver: int | None = None
+    """The first operator within that autograd saves something for: backward comes to it last."""
     shares: float = 1.0
     """The whole over the longest chunk, that of the blocks around it multiplied in."""
     packed: dict[int, int] = field(default_factory=dict)
@@ -197,6 +201,7 @@ class CostModel:
             block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
+            block.first_saver = _first_saver(self._ends, call)
             block.shares = (block.parent.shares if block.parent else 1.0) / longest_share(
                 segment.chunks, self._length(segment)
             )
@@ -305,12 +310,23 @@ class _Replay:
     # ------------------------------------------------------------------------------------------ the new order
 
     def _lay_out(self) -> list[int]:
-        """Instant of every original operator; recomputations stand right before the backward they serve."""
+        """Instant of every original operator; recomputations stand right before the backward they serve.
+
+        Chunks join the pieces of their input's gradient at an instant behind it.
+        """
         starting: dict[int, list[_Block]] = defaultdict(list)
+        joining: dict[int, list[_Block]] = defaultdict(list)
         for block in self.blocks:
             starting[block.call.backward_start].append(block)
+            if block.segment.chunks > 1:
+                joining[block.call.backward_end].insert(0, block)
         place, now = [], 0
-        for index in range(len(self._trace.ops)):
+        for index in range(len(self._trace.ops) + 1):
+            for block in joining.get(index, ()):
+                block.joined = now
+                now += 1
+            if index == len(self._trace.ops):
+                break
             for block in starting.get(index, ()):
                 block.offset = now
                 now += block.stop - block.call.start
@@ -414,9 +430,12 @@ class _Replay:
         return self._at(block, freed)
 
     def _release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """When autograd lets go of it: its first user in forward is the last in backward."""
+        """When autograd lets go of it: its first user in forward is the last in backward.
+
+        That is when it died, if nobody else held it longer: what is made again nobody else holds.
+        """
         first = min(savers)
-        if first == min(storage.saved_by):
+        if first == min(storage.saved_by) and storage.died != storage.freed:
             return self._after(storage.died)
         return self._after(self._original.backward_end[first])
 
@@ -427,7 +446,12 @@ class _Replay:
                 yield held
 
     def _held_until(self, index: int, block: _Block) -> int:
-        """When a recomputation needs its input no more: where it is kept for backward, that is backward's end."""
+        """When a segment lets go of its input: where backward has used all that was saved within.
+
+        The recomputation around another segment gives it away.
+        """
+        if block.parent is None and block.first_saver is not None:
+            return max(self._end_of(block), self._after(self._original.backward_end[block.first_saver]))
         saved = any(block in _outwards(saver) for saver in self._savers_in(index))
         return self._after(block.call.backward_end) if saved else self._end_of(block)
 
@@ -447,7 +471,7 @@ class _Replay:
             shares = outer.shares if outer else 1.0
             chunked = [b for b in left if b.segment.chunks > 1]
             if chunked:  # the pieces come first: see :meth:`_add_chunks`
-                whole = self._place[chunked[-1].call.backward_end - 1]
+                whole = chunked[-1].joined
                 self._live(start, whole, int(storage.nbytes / block.shares))
                 start = whole
         self._live(start, self._after(storage.died), int(storage.nbytes / shares))
@@ -489,13 +513,12 @@ class _Replay:
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        last = self._place[backward.stop - 1]
-        self._extra[last] += gradients // share
+        self._extra[block.joined] += gradients // share
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         pieces = gradients - gradients // segment.chunks
         self._live(self._at(block.parent, block.call.start), block.offset, between // share)
-        self._live(block.offset, last, max(in_backward, pieces) // share)
+        self._live(block.offset, block.joined, max(in_backward, pieces) // share)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """The operator that runs at every instant."""
@@ -510,6 +533,9 @@ class _Replay:
         for index, op in enumerate(ops):
             inner = self._inner[index]
             run(self._place[index], op, inner.shares if inner else 1)
+        for block in self.blocks:
+            if block.segment.chunks > 1:
+                running[block.joined] = ops[block.call.backward_end - 1]
         for block in self.blocks:
             for index in range(block.call.start, block.stop):
                 if index in block.kept:
@@ -542,6 +568,11 @@ def recomputed_until(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int:
     """The operator before which a recomputation of the call ends.  ``ends``: :func:`ends_of_recomputation`."""
     last = bisect.bisect_left(ends, (call.end, 0)) - 1
     return max(call.start, ends[last][1]) if last >= 0 else call.start
+
+
+def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
+    first = bisect.bisect_left(ends, (call.start, 0))
+    return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None
 
 
 def _outwards(block: _Block | None) -> tuple[_Block | None, ...]:

@@ -16,6 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -42,12 +43,13 @@ from memopt_cli.runtime.compressor import (
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.found_statistics import FoundStatistics
-from memopt_cli.runtime.held import Held
+from memopt_cli.runtime.held import Held, held_as_inputs
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.runs import Chain, calls_in_turn
+from memopt_cli.runtime.samples import compared, is_sampled
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
 from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
@@ -654,7 +656,8 @@ def _checkpoint_now(
             run.is_nested = True
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
             lent = start.lend()
-            return _recomputed(run, *tensors, *lent)
+            with held_as_inputs():
+                return _recomputed(run, *tensors, *lent)
         if starts is not None:
             needs_gradient = [t.requires_grad for t in tensors]
             # Not with the run, which holds the chunks before it: a cycle would outlive backward.
@@ -848,6 +851,7 @@ class _Run:
         self._statistics = FoundStatistics(module, keep)
         self._began = this_moment()
         self._ends_in_noise = False
+        self._samples: list[list[Any] | None] = []
         self.hooks: Any = None
         """Those around the segment, on what autograd saves."""
         self.is_nested = False
@@ -862,7 +866,8 @@ class _Run:
     def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
-        held, before = Held(), marks()
+        turn = is_sampled(self._module)
+        held, before = Held(self._kept.note_save, is_sampled=turn), marks()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
@@ -885,6 +890,7 @@ class _Run:
                 held.keep()
         elif self.is_nested and getattr(_thread, "inputs", None) is not None:
             _thread.inputs += inputs
+        self._samples = held.samples(tensors_of((output, handed))) if turn else []
         held.drop()
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
@@ -904,7 +910,7 @@ class _Run:
             if self._module not in _overwrites_input:  # a leaf is not to be written
                 given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
-                with _within_segment(), _holding_inputs(), as_of(self._began):
+                with self._compared(), _within_segment(), _holding_inputs(), as_of(self._began):
                     output = self._call(given, replaced)
                 if self._ends_in_noise:
                     save_nothing()
@@ -916,3 +922,13 @@ class _Run:
             raise
         finally:
             _thread.recomputing = outer
+
+    def _compared(self) -> AbstractContextManager[None]:
+        return compared(self._module, self._samples, self._differs) if self._samples else contextlib.nullcontext()
+
+    def _differs(self, shape: tuple[int, ...]) -> None:
+        run_plainly(
+            self._module,
+            "draws or reads something that memopt does not see (a tensor of shape "
+            f"{shape} was another when it ran again, and the gradients of this step are wrong)",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -154,3 +155,6 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
         if isinstance(value, FunctionType):
             used = (value.__globals__.get(name) for name in value.__code__.co_names)
             pending += [held for held in used if isinstance(held, nn.Module | FunctionType)]
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    pending.append(cell.cell_contents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.noise import first_node
+from memopt_cli.runtime.noise import first_node, noise_since
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.samples import sample
 
 
 class Held:
@@ -21,10 +22,13 @@ class Held:
     step's peak.  A forward may compute gradients of its own: it finds them here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_save: Callable[[], None], *, is_sampled: bool) -> None:
+        """``note_save`` is called whenever one is saved; ``is_sampled``: a few elements of each are noted."""
+        self._note_save, self._is_sampled = note_save, is_sampled
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._saved: list[_Saved] = []
-        self._made = first_node(), first_node()
+        self._first = first_node()
+        self._made = self._first, self._first
 
     def holding(self) -> saved_tensors_hooks:
         """Forward runs within, directly in PyTorch's checkpoint."""
@@ -37,6 +41,16 @@ class Held:
         An operator that is given a view of what was written in place makes a node for the view behind its own.
         """
         return range(*self._made)
+
+    def samples(self, outputs: Sequence[Tensor]) -> list[list[Any] | None]:
+        """A few elements of each tensor in order; ``None`` of one that is written later, or has none to show.
+
+        ``outputs``: of the forward.
+        """
+        noise = noise_since(self._first, outputs)
+        samples = (saved.sample if saved.is_as_sampled() else None for saved in self._saved)
+        pairs = zip(self._saved, samples, strict=True)
+        return [None if noise.intersection(saved.nodes) else sample for saved, sample in pairs]
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
@@ -52,16 +66,19 @@ class Held:
         if hooks is not None:
             pack, self._unpack = hooks
             for saved in self._saved:
-                if saved.tensor is not None and version_of(saved.tensor) == saved.version:
+                if saved.tensor is not None and not saved.is_input and version_of(saved.tensor) == saved.version:
                     with torch.no_grad():
                         saved.remade = pack(saved.tensor)
                     saved.tensor = None
         self._saved.clear()
 
     def _hold(self, tensor: Tensor) -> _Saved:
+        self._note_save()
         if first_node() != self._made[1]:
             self._made = self._made[1], first_node()
-        saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
+        saved = _Saved(tensor, version_of(tensor), self._pack(tensor), self.last_nodes)
+        if self._is_sampled:
+            saved.sample = sample(tensor)
         self._saved.append(saved)
         return saved
 
@@ -76,9 +93,34 @@ class Held:
         return saved.tensor
 
 
+def held_as_inputs() -> saved_tensors_hooks:
+    """Within, what is saved are inputs of a segment: one around that cannot run again keeps them as they are.
+
+    Others' hooks may return what lies otherwise in memory, on which other operators would run.
+    """
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def mark(tensor: Tensor) -> Any:
+        saved = pack(tensor)
+        if isinstance(saved, _Saved):
+            saved.is_input = True
+        return saved
+
+    return saved_tensors_hooks(mark, unpack)
+
+
 @dataclass(slots=True)
 class _Saved:
     tensor: Tensor | None
     version: int
     remade: Any
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
+    nodes: range
+    """Numbers of autograd's nodes, among them that of the one that saved it."""
+    sample: list[Any] | None = None
+    is_input: bool = False
+    """Of a segment within."""
+
+    def is_as_sampled(self) -> bool:
+        """Whether it was sampled, and has not been written since."""
+        return self.sample is not None and self.tensor is not None and sample(self.tensor) == self.sample

@@ -49,6 +49,19 @@ def ends_in_noise(outputs: Sequence[Tensor], last: range) -> bool:
     return False
 
 
+def noise_since(first: int, outputs: Sequence[Tensor]) -> frozenset[int]:
+    """The numbers of such operators' nodes from ``first`` on; in eval mode they never fill what they saved."""
+    pending, seen, found = [output.grad_fn for output in outputs], set[Any](), set[int]()
+    while pending:
+        node: Any = pending.pop()
+        if node is not None and node not in seen and node._sequence_nr() >= first:
+            seen.add(node)
+            pending.extend(following for following, _ in node.next_functions)
+            if node.name().startswith(_FILLED_LATER):
+                found.add(node._sequence_nr())
+    return frozenset(found)
+
+
 def save_nothing() -> None:
     """Save a tensor that nobody will ask for."""
     torch.zeros((), requires_grad=True).exp()

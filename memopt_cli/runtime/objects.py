@@ -1,4 +1,4 @@
-"""What forward may move on in objects: attributes, arrays, random generators, iterators, caches.
+"""What forward may move on in objects and variables: attributes, arrays, random generators, iterators, caches.
 
 What a module itself keeps is put back whole (:mod:`memopt_cli.runtime.state`).  Other objects belong to the rest of the
 program as well: they are looked at before forward, and for a recomputation only what differs from then is written.
@@ -7,7 +7,7 @@ program as well: they are looked at before forward, and for a recomputation only
 from __future__ import annotations
 
 import array
-import contextlib
+import contextvars
 import copy
 import enum
 import functools
@@ -18,6 +18,7 @@ import pathlib
 import random
 import re
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.iterators import Iterators, is_iterator, within
+from memopt_cli.runtime.variables import Variables, variables_of
 
 _MOST_PARTS: Final = 1000
 """Objects that are looked at: more are a program, and no state of a module's."""
@@ -37,7 +39,7 @@ _LARGEST_COPY: Final = 1 << 16
 _LARGEST_SUMMED: Final = 1 << 20
 """Bytes of a tensor whose bits are looked at; of a larger one it is only noticed that its version is another."""
 _NO_STATE: Final = (
-    *(nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *(nn.Module, nn.Parameter, type, types.ModuleType, types.BuiltinFunctionType),
     *(types.MethodType, weakref.ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(enum.Enum, io.IOBase, logging.Logger, pathlib.PurePath, re.Pattern),
 )
@@ -57,7 +59,7 @@ class Objects:
 
     def _reach(self, values: Iterable[Any]) -> tuple[list[Any], set[int]]:
         """The iterators among what is reached, and the ``id`` of all that lies where nothing can take its place."""
-        pending, seen = [(value, False) for value in values], set[int]()
+        pending, seen = [(value, False) for value in values][::-1], set[int]()
         iterators, fast = list[Any](), set[int]()
         while pending and len(self._parts) < _MOST_PARTS:
             value, is_fast = pending.pop()
@@ -69,6 +71,7 @@ class Objects:
                 continue
             seen.add(id(value))
             pending.extend((inner, True) for inner in held_fast(value))
+            pending[:0] = [(found, False) for found in _variables_around(value)]
             if isinstance(value, _NO_STATE):
                 continue
             if isinstance(value, Tensor):
@@ -271,6 +274,48 @@ class _Items(_Part):
             self.value.extend(replaced.get(id(value), value) for value in self._held)
 
 
+class _Named(_Part):
+    """Variables of a module, a class or a function."""
+
+    value: Variables
+
+    def _look(self) -> dict[str, Any]:
+        return self.value.look()
+
+    def inner(self) -> Iterable[Any]:
+        yield from self._held.values()
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        there = self._look()
+        for name in there.keys() - self._held.keys():
+            self.value.delete(name)
+        for name, held in self._held.items():
+            value = replaced.get(id(held), held)
+            if name not in there or there[name] is not value:
+                self.value.put(name, value)
+
+
+class _InContext(_Part):
+    """A variable of the context."""
+
+    value: contextvars.ContextVar[Any]
+
+    def _look(self) -> list[Any]:
+        try:
+            return [self.value.get()]
+        except LookupError:  # nobody has set it
+            return []
+
+    def inner(self) -> Iterable[Any]:
+        yield from self._held
+
+    def restore(self, replaced: Mapping[int, Any]) -> None:
+        for held in self._held:
+            value = replaced.get(id(held), held)
+            if self.value.get() is not value:
+                self.value.set(value)
+
+
 class _Array(_Part):
     """An array of NumPy's or Python's, or a bytearray."""
 
@@ -314,28 +359,36 @@ def _is_old(generator: Any) -> bool:
 def held_fast(value: Any) -> Iterator[Any]:
     """What can be reached through it where nothing else can take its place.
 
-    Of a tuple its items; of an iterator what it reads; of a callable what it has to hand: the object of a method, what
-    a partial is given, defaults of a function and the variables around it.
+    Of a tuple its items; of an iterator what it reads; of a callable what it has to hand: a method's function and
+    object, what a partial is given, defaults of a function.
     """
     if isinstance(value, tuple | frozenset):
         yield from value
     elif is_iterator(value):
         yield from within(value)
     elif isinstance(value, _METHODS):
-        yield value.__self__
+        yield from (value.__self__, getattr(value, "__func__", None))
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                yield cell.cell_contents
 
 
 _METHODS: Final = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
+def _variables_around(value: Any) -> tuple[Variables | types.FunctionType, ...]:
+    """What a function reads, or the methods of a class or of an object."""
+    if isinstance(value, types.FunctionType | type):
+        return variables_of(value)
+    return () if isinstance(value, (*_NO_STATE, *_CONTAINERS, Tensor, Variables)) else variables_of(type(value))
+
+
 def _part_of(value: Any) -> _Part | None:
+    if isinstance(value, Variables):
+        return _Named(value)
+    if isinstance(value, contextvars.ContextVar):
+        return _InContext(value)
     if isinstance(value, _CONTAINERS):
         return _Items(value)
     if isinstance(value, random.Random | torch.Generator):
@@ -353,7 +406,12 @@ def _part_of(value: Any) -> _Part | None:
     if home.partition(".")[0] == "torch" and not home.startswith(_STATEFUL):
         return None  # a program of its own, part of which is written by other threads
     has_attributes = hasattr(value, "__dict__") or any(map(_slots_of, type(value).__mro__))
-    return _Attributes(value) if has_attributes else None
+    part = _Attributes(value) if has_attributes else None
+    return None if part is None or any(isinstance(inner, _LOCKS) for inner in part.inner()) else part
+
+
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
+"""An object that holds one is shared with other threads, which write to it at any time."""
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -93,6 +93,8 @@ class KeptOutputs:
             operator, _, call = name.partition("#")
             self._calls[operator].add(int(call or 0))
         self._outputs: dict[Call, _Output] = {}
+        self._needed = 0
+        """How many of them were there when autograd saved something last: no recomputation comes to the others."""
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
         self.changes = ""
         """What runs by another kernel because outputs are kept, a sentence without its subject; empty if nothing."""
@@ -103,6 +105,8 @@ class KeptOutputs:
         with _innermost(self), _Recording(self):
             yield
         self._in_storage.clear()
+        for key in list(self._outputs)[self._needed :]:
+            del self._outputs[key]
         for output in self._outputs.values():
             output.watched = [(tensor, tensor._version) for tensor, _ in output.watched]
 
@@ -111,6 +115,10 @@ class KeptOutputs:
         """A recomputation runs within."""
         with _innermost(self), _Replaying(self):
             yield
+
+    def note_save(self) -> None:
+        """Autograd saves something now."""
+        self._needed = len(self._outputs)
 
     def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
         """Keep what a call has returned."""

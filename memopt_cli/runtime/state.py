@@ -183,6 +183,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         self._attributes = [(vars(m), *_held(vars(m))) for m in modules]
+        self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
         self._children = [(m._modules, dict(m._modules)) for m in modules if isinstance(m._modules, dict)]
 
@@ -206,6 +207,10 @@ class ModuleState:
             (attributes, atoms, {name: _without(value, forgotten) for name, value in held.items()})
             for attributes, atoms, held in self._attributes
         ]
+
+    def kinds(self) -> Iterator[type[nn.Module]]:
+        """The classes of its modules."""
+        yield from self._kinds
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among the attributes."""
@@ -331,7 +336,7 @@ class StartingState:
         self._module = module
         self._settings = Settings()
         self._state = ModuleState(module)
-        self._objects = Objects((*self._state.others(), *others))
+        self._objects = Objects((*self._state.others(), *others, *self._state.kinds()))
         self._parameters = _Parameters(module)
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}

@@ -15,6 +15,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, synchronize
 from memopt_cli.verify.further_steps import Found, Recorded, Resize, follow
@@ -46,7 +47,7 @@ def verify(
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
-    with fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
+    with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
         found = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
         differs: Found | None = None

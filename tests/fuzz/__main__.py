@@ -22,6 +22,9 @@ from tests.fuzz.training import Outcome
 
 Judge = Callable[[Case], Outcome]
 
+_PROGRESS = 1000
+"""Cases between two lines that count how the cases so far have ended."""
+
 
 def main() -> None:
     """One kind of fuzz, by its name."""
@@ -46,15 +49,21 @@ def _run(given: argparse.Namespace) -> int:
     """Returns the number of failures."""
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
-    for name, case in _cases(given):
+    for index, (name, case) in enumerate(_cases(given), 1):
         result = given.judge(case)
         found[result.kind] += 1
         if given.case or result.kind == "refused":
             print(f"{name}: {result.kind} {result.reason}", flush=True)  # noqa: T201
         if result.is_failure:
             print(_report(given, name, case, result), flush=True)  # noqa: T201
-    print(", ".join(f"{count} {kind}" for kind, count in found.most_common()))  # noqa: T201
+        if index % _PROGRESS == 0:
+            print(f"{index} cases: {_counts(found)}", flush=True)  # noqa: T201
+    print(_counts(found))  # noqa: T201
     return found["differs"] + found["fails"]
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
 
 
 def _cases(given: argparse.Namespace) -> Iterator[tuple[str, Case]]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from memopt_cli.records import SegmentPlan
 from tests.fuzz.forwards import FORWARDS
 from tests.fuzz.layers import LAYERS, WIDTH, Kind
+from tests.fuzz.outside import OUTSIDE
 
-KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS
+KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS | OUTSIDE
 """Name of a block -> its kind."""
 
 _MOST_BLOCKS: Final = 4

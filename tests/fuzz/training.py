@@ -50,6 +50,7 @@ class Trained:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     error: BaseException | None = None
 
 
@@ -63,7 +64,8 @@ def outcome(case: Case) -> Outcome:
         return Outcome("refused" if _is_refusal(planned.error) else "fails", told(planned.error))
     differs = _difference(plain, planned, exact=case.is_exact)
     if not differs:
-        return Outcome("same")
+        false = next((text for text in planned.warnings if _WRONG in text), "")
+        return Outcome("differs", f"nothing does, and yet: {false}") if false else Outcome("same")
     again = _trained(case, lambda model: model)
     is_noisy = bool(_difference(plain, again, exact=True)) or _is_rounding(case, plain, planned)
     return Outcome("noisy" if is_noisy else "differs", differs)
@@ -103,12 +105,13 @@ def _difference(plain: Trained, planned: Trained, *, exact: bool) -> str:
 
 def _trained(case: Case, plan: Callable[[nn.Module], nn.Module]) -> Trained:
     trained = Trained()
-    with _one_thread(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _one_thread(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         try:
             _train(plan(build(case)), case, trained)
         except Exception as error:
             trained.error = error
+    trained.warnings = [str(warning.message) for warning in found]
     return trained
 
 
@@ -164,6 +167,8 @@ def _one_thread() -> Iterator[None]:
 _NUDGE: Final = 4 * torch.finfo(torch.float64).eps
 """Change of a parameter, relative: what is not exact is compared in double precision."""
 _NUDGES: Final = 4
+_WRONG: Final = "the gradients of this step are wrong"
+"""In a warning."""
 _LEEWAY: Final = 30
 """So many times the difference by a nudge is one of rounding still: a plan rounds more often than once."""
 _STRUCTURE: Final = frozenset(vars(nn.Module())) - {"training"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -286,13 +287,10 @@ class ByBatch(nn.Module):
 
 
 class EverLonger(ByBatch):
-    """Runs one operator more in every step."""
-
-    steps = 0
+    """Runs another number of operators in every step."""
 
     def forward(self, x: Tensor) -> Tensor:
-        type(self).steps += 1
-        for _ in range(self.steps):
+        for _ in range(1 + time.perf_counter_ns() % 97):
             x = x * self.weight
         return x
 

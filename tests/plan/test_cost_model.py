@@ -54,6 +54,28 @@ def test_chunks_are_close_to_their_dry_run(chunks: int) -> None:
     assert abs(subject.error(segments("blocks.2", "blocks.4", chunks=chunks))) <= 0.05
 
 
+def wide() -> Subject:
+    layers = (nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 8, 3, padding=1), nn.Sigmoid())
+    return Subject(nn.Sequential(nn.Tanh(), nn.Sequential(*layers), nn.ReLU()), torch.randn(4, 8, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        segments("1.1"),  # its input is held until its backward ends, although nothing within saves it
+        segments("1", "1.1"),  # the recomputation around gives the input away
+        segments("1.1", chunks=2),
+        segments("1.2", chunks=2),  # the pieces of the input's gradient are joined when the input is gone
+        segments("2"),  # its output is the model's, and what is made again is not
+        Plan(level=4, segments=(SegmentPlan(path="1", keep=(CONV,)),)),
+        Plan(level=4, segments=(SegmentPlan(path="1.2", keep=(CONV,)),)),  # no recomputation comes to what it keeps
+    ],
+    ids=lambda plan: " and ".join(f"{s.path}{s.chunks}{s.keep}" for s in plan.segments),
+)
+def test_how_long_a_segment_holds_what_it_holds(plan: Plan) -> None:
+    assert abs(wide().error(plan)) <= 0.001
+
+
 @pytest.mark.parametrize("chunks", [2, 8])
 def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]

@@ -186,7 +186,7 @@ def test_what_is_held_and_not_moved_is_no_reason_to_run_plainly(name: str, moved
         ("generator of equals", "the generator alike"),
         ("map", r"an iterator \(map\)"),
         ("loader", r"an iterator \(_SingleProcessDataLoaderIter\)"),
-        ("around a function", r"an iterator \(list_iterator\)"),
+        ("default of a function", r"an iterator \(list_iterator\)"),
     ],
 )
 def test_what_cannot_be_put_back_is_told(name: str, told: str) -> None:

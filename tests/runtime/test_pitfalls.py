@@ -420,11 +420,15 @@ def _pack_two_at_one_address() -> None:
 
 def test_pitfall_20_parameters_are_not_packed() -> None:
     class Taking(nn.Module):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            seen.append(weight.untyped_storage()._cdata)
-            return (x @ weight).tanh()
+        def __init__(self) -> None:
+            super().__init__()
+            self.taken = nn.Identity()
 
-    block, seen = Taking(), []
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return (x @ self.taken(weight)).tanh()
+
+    block, seen = Taking(), list[int]()
+    block.taken.register_forward_hook(lambda *called: seen.append(called[-1].untyped_storage()._cdata))
     install_segment(block, SegmentConfig(compressor="bit"))
     weight = nn.Parameter(torch.eye(4))  # zeros and ones: the codec would take it
     block(torch.ones(3, 4, requires_grad=True), weight).sum().backward()

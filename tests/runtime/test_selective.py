@@ -7,6 +7,7 @@ import copy
 import functools
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.runtime import SegmentConfig, install_segment, segment_of
+from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, segment_of
+from memopt_cli.runtime.selective import KeptOutputs
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
@@ -267,13 +269,31 @@ def test_modified_after_the_segment(bias: bool) -> None:
 def test_a_module_that_takes_another_course() -> None:
     class Fickle(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x[: widths.pop()])
+            return super().forward(x[: 3 - is_recomputing()])
 
-    widths = [2, 3]
     block = Fickle(nn.Linear(4, 4), nn.Tanh())
     install_segment(block, SegmentConfig(keep=(ADDMM,)))
     with pytest.raises(RuntimeError, match="does not compute the same twice"):
         block(ROWS[0]).sum().backward()
+
+
+def test_what_no_recomputation_comes_to_is_not_kept() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    install_segment(block, SegmentConfig(keep=(ADDMM,)))
+    kept: list[KeptOutputs] = []
+    recording = KeptOutputs.recording
+
+    @contextlib.contextmanager
+    def noted(self: KeptOutputs) -> Iterator[None]:
+        kept.append(self)
+        with recording(self):
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeptOutputs, "recording", noted)
+        output = block(ROWS[0])
+    assert [call for one in kept for call in one._outputs] == [(ADDMM, 1)]
+    output.sum().backward()
 
 
 def step_of(model: nn.Module, x: Tensor) -> Step:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
@@ -348,3 +349,34 @@ def test_what_is_kept_after_all_must_not_be_written() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match=r"shape \(2, 4\) needed for backward has been modified by an inplace"):
         output.sum().backward()
+
+
+class Projecting(nn.Module):
+    """The same operator or another, as its input lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+class Turning(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(3, *x.shape).transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Sequential writes")
+def test_the_input_of_a_segment_within_lies_in_memory_as_it_did() -> None:
+    model = nn.Sequential(Teacher(), Turning(), Projecting())
+    plain = copy.deepcopy(model)
+    for part in (model, model[2]):
+        install_segment(part, PLAIN)
+    x = torch.randn(4, 4)
+    for net in (plain, model):
+        with saved_tensors_hooks(lambda t: t.contiguous(), lambda kept: kept):
+            output = net(x)
+        output.sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
