@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import resource
 import shutil
@@ -130,8 +131,13 @@ IN_A_SUBPROCESS = [
     ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller batch"]),
     ("raises", "optimize faulty:Raises -i 2x3", 3, ["rejected its input", "the model's own complaint"]),
     ("is killed", "baseline faulty:Killed -i 2x3", 3, ["the profiling subprocess was killed", "memory"]),
-    ("runs out of memory", "check faulty:Starves --baseline 2x3.json", 3, ["out of memory", "smaller inputs"]),
-    ("sleeps for ever", "check faulty:Sleeps --baseline 2x3.json --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
+    ("runs out of memory", "check faulty:Starves --baseline Starves.json", 3, ["out of memory", "smaller inputs"]),
+    (
+        "sleeps for ever",
+        "check faulty:Sleeps --baseline Sleeps.json --timeout 1",
+        3,
+        ["time limit of 1 s", "--timeout"],
+    ),
     ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["batch 1", "out of memory"]),
     ("sleeps for ever", "recommend-batch faulty:Sleeps -i 2x3 --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
 ]
@@ -232,6 +238,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(prepare, "Session", LocalSession)
         for model, shape in (("good.pt", "8x6"), ("fine.pt", "2x3")):
             assert main(["baseline", f"{folder / model}", "-i", shape, "-o", f"{folder / shape}.json", "-q"]) == 0
+    recorded = json.loads((folder / "2x3.json").read_text())
+    for model in ("Starves", "Sleeps"):  # of a time when they ran
+        (folder / f"{model}.json").write_text(json.dumps(recorded | {"model": f"faulty:{model}"}))
     return folder
 
 

@@ -123,7 +123,10 @@ class Climb:
             asked = 1 + added * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), self.planner.tried
             found = self.planner.best(row.level, asked)
-            if found.slowdown >= (row.predicted_slowdown or self._limit):
+            predicted = row.predicted_slowdown or self._limit
+            if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
+                found = self.planner.best(row.level, math.nextafter(predicted, 0))
+            if found.slowdown >= predicted:
                 break
             tried = row.candidates + self.planner.tried - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.iterators import Iterators, is_iterator, within
@@ -87,8 +88,9 @@ class Objects:
     def settle(self) -> None:
         """Forward has ended: note what it moved that nothing can put back."""
         self._iterators.settle()
-        for noted in self._tensors.values():
-            noted.settle(was_written=noted.was_written())
+        with unset_fake_temporarily():
+            for noted in self._tensors.values():
+                noted.settle(was_written=noted.was_written())
 
     def lost(self) -> str:
         """What forward did to them that nothing can undo, a sentence without its subject; empty if nothing."""
@@ -100,7 +102,9 @@ class Objects:
     def check(self) -> None:
         """Raises :class:`RuntimeError` where forward cannot start again from what was there: it was written since."""
         for noted in self._tensors.values():
-            if noted.is_lost():
+            with unset_fake_temporarily():
+                is_lost = noted.is_lost()
+            if is_lost:
                 raise RuntimeError(
                     f"a tensor of shape {noted.shape} in an object was written in place between forward and backward; "
                     "recomputing with it would be wrong. Give the object a new tensor instead."
@@ -114,8 +118,9 @@ class Objects:
 
     def again(self) -> dict[int, Any]:
         """What takes the place of some objects while forward starts again, by the ``id`` of each."""
-        written = {key: noted.copy.clone() for key, noted in self._tensors.items() if noted.copy is not None}
-        return self._iterators.again() | written
+        with unset_fake_temporarily():  # among them are tensors of the program's own, which have data in a dry run too
+            written = {key: noted.again() for key, noted in self._tensors.items()}
+        return self._iterators.again() | {key: tensor for key, tensor in written.items() if tensor is not None}
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put all of them back; one whose ``id`` is in ``replaced`` as that other object."""
@@ -129,9 +134,11 @@ class _Noted:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self.shape = tuple(tensor.shape)
-        self.copy = tensor.detach().clone() if tensor.nbytes <= _LARGEST_COPY else None
-        self._note(tensor)
+        with unset_fake_temporarily():
+            self.copy = tensor.detach().clone() if tensor.nbytes <= _LARGEST_COPY else None
+            self._note(tensor)
         self._is_lost = False
+        self._is_settled = False
 
     def _note(self, tensor: Tensor | None) -> None:
         self._version = version_of(tensor)
@@ -146,7 +153,13 @@ class _Noted:
         # Sums too, for ``.data`` is written without raising the version.
         return self._version != version_of(tensor) or not _are_equal(self._sums, _sums(tensor))
 
+    def again(self) -> Tensor | None:
+        """What takes its place where forward starts again; ``None`` of one that is what it was then."""
+        needs_copy = self._is_settled or self._tensor() is None or self.was_written()
+        return self.copy.clone() if self.copy is not None and needs_copy else None
+
     def settle(self, *, was_written: bool) -> None:
+        self._is_settled = True
         tensor = self._tensor()
         self._is_lost = was_written and self.copy is None
         if not was_written and self.copy is None:

@@ -43,9 +43,6 @@ class FakeMemory:
         self._highest = 0
 
 
-_DEVICES: list[FakeMemory] = []
-
-
 class Metered(nn.Module):
     """A linear layer that says to a device how large each batch is."""
 
@@ -53,11 +50,10 @@ class Metered(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
         self.norm = nn.BatchNorm1d(outputs)
-        self._device = len(_DEVICES)  # no reference: a trial puts back what lies in objects, and this one is no state
-        _DEVICES.append(memory)
+        # A hook: a trial puts back what forward reaches, and this one is no state.
+        self.register_forward_pre_hook(lambda module, given: memory.step(len(given[0])))
 
     def forward(self, x: Tensor) -> Tensor:
-        _DEVICES[self._device].step(len(x))
         return self.norm(self.linear(x))
 
 
