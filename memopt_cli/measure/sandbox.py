@@ -38,6 +38,8 @@ _NET_FROM, _SCOPES_FROM = 4, 6
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
+_THREADS: Final = "/proc/self/task"
+"""NVIDIA's driver writes the names of its threads there, since 570, and ends with error 304 if it cannot."""
 _CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 """Where libraries write what they compile or look up."""
 
@@ -51,6 +53,8 @@ HINT: Final = (
     "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
     "open no connections and do nothing to other processes. If you trust the model and its code: --no-sandbox."
 )
+_WORDS: Final = ("Permission denied", "OS call failed or operation not supported on this OS")
+"""Of libraries that were refused something; the latter of CUDA."""
 
 
 _confined = False
@@ -91,6 +95,11 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
         _allow(libc, ruleset, folder, rights & ~(_EXECUTE | _MAKE_DEVICES))
         for device in _devices(gpu=gpu):
             _allow(libc, ruleset, str(device), rights & (_WRITE | _TRUNCATE | _IOCTL))
+        if gpu:
+            _allow(libc, ruleset, _THREADS, rights & (_WRITE | _TRUNCATE))
+            os.open(
+                _THREADS, os.O_PATH | os.O_CLOEXEC
+            )  # for good: the kernel could forget a folder that nobody has open
         if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(_RESTRICT, ruleset, ctypes.c_uint32(0)):
             return f"Landlock refused: {os.strerror(ctypes.get_errno())}"
     finally:
@@ -116,7 +125,7 @@ def is_refusal(error: BaseException) -> bool:
     """Whether an exception, or what caused it, may be the wall's."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, PermissionError) or "Permission denied" in str(seen):
+        if isinstance(seen, PermissionError) or any(words in str(seen) for words in _WORDS):
             return not _is_unreadable(seen)
         seen = seen.__cause__ or seen.__context__
     return False

@@ -29,8 +29,6 @@ _NEWEST: Final = 469
 """Of the calls that are known.  The numbers of x32 lie far above."""
 
 _REFUSED: Final = """
-  # sockets: the one call to make a connection with
-    connect 42 203
   # memory, semaphores, queues and secrets that have a key or a name
     shmget 29 194  shmat 30 196  shmctl 31 195  shmdt 67 197  semget 64 190  semop 65 193  semctl 66 191
     semtimedop 220 192  msgget 68 186  msgsnd 69 189  msgrcv 70 188  msgctl 71 187  mq_open 240 180  mq_unlink 241 181
@@ -57,6 +55,8 @@ _REFUSED: Final = """
 """
 """Names, and numbers on x86_64 and aarch64."""
 _MISSING: Final = "clone3 435 435  openat2 437 437"
+_CONNECTING: Final = "connect 42 203"
+"""The one call to make a connection with.  A driver that looks for the Multi-Process Service finds none."""
 _SOCKETS: Final = "socket 41 198  socketpair 53 199"
 _LISTENING: Final = "bind 49 200  listen 50 201"
 _SIGNALS: Final = "kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240"
@@ -158,10 +158,13 @@ def _program(machine: str, rules: Iterable[_Only], *, gpu: bool) -> Iterator[byt
     yield from (_do(_LOAD, _ARCHITECTURE), _do(_EQUAL, _ARCHITECTURES[machine], 1))
     yield _do(_RETURN, _ERROR | errno.EACCES)  # a call of 32-bit code, whose numbers are others
     yield from (_do(_LOAD, _NUMBER), _do(_GREATER, _NEWEST, 0, 1), _do(_RETURN, _ERROR | errno.ENOSYS))
-    for number in _numbers(_MISSING, machine):
-        yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | errno.ENOSYS))
-    for number in _numbers(_REFUSED if gpu else f"{_REFUSED} {_SOCKETS} {_LISTENING}", machine):
-        yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | errno.EACCES))
+    for calls, error in (
+        (_MISSING, errno.ENOSYS),
+        (_CONNECTING, errno.ENOENT if gpu else errno.EACCES),
+        (_REFUSED if gpu else f"{_REFUSED} {_SOCKETS} {_LISTENING}", errno.EACCES),
+    ):
+        for number in _numbers(calls, machine):
+            yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | error))
     for rule in rules:
         for number in _numbers(rule.calls, machine):
             yield from _checked(number, rule)

@@ -260,9 +260,43 @@ def error(act):
 open_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 assert not error(lambda: open_socket.bind(b"\\0memopt-" + str(os.getpid()).encode()))
 assert not error(open_socket.listen)
-assert error(lambda: open_socket.connect("/x")) == errno.EACCES
+assert error(lambda: open_socket.connect("/x")) == errno.ENOENT
 assert error(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) == errno.EACCES
 assert error(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)) == errno.EACCES
+"""
+
+
+@pytest.mark.usefixtures("confined")
+def test_threads_that_a_gpu_driver_names(tmp_path: Path) -> None:
+    python("-c", NAMED_THREADS, str(tmp_path))
+
+
+NAMED_THREADS = """
+import os, sys, threading
+from pathlib import Path
+from memopt_cli.measure import sandbox
+assert not sandbox.confine(sys.argv[1], gpu=True)
+pause, named = threading.Event(), threading.Event()
+
+def name_itself():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("itself")
+    named.set()
+    pause.wait()
+
+thread = threading.Thread(target=name_itself, daemon=True)
+thread.start()
+assert named.wait(60)
+for process in ("self", os.getpid()):
+    name = Path(f"/proc/{process}/task/{thread.native_id}/comm")
+    name.write_text("another")
+    assert name.read_text() == "another\\n"
+for other in ("/proc/self/comm", f"/proc/{os.getppid()}/task/{os.getppid()}/comm"):
+    try:
+        Path(other).write_text("refused")
+    except PermissionError:
+        continue
+    sys.exit(other)
+os._exit(0)
 """
 
 
