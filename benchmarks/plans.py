@@ -6,7 +6,8 @@ Models: gpt, resnet, spiking_vgg, lif_rnn, char_rnn (``make samples``) and spiki
 ``benchmarks/RESULTS.md``, named by the models:
 
 contest    the model as it is, ``checkpoint`` on every block, ``torch.compile`` with an activation memory budget,
-           memopt's levels and budgets; on SpikingJelly's VGG also SpikingJelly's levels.  A few at a time.
+           memopt's levels and budgets, however slow; on SpikingJelly's VGG also SpikingJelly's levels.
+           A few at a time.
 accuracy   five plans a model: the cost model's peak beside the dry run's beside the measured one.
 shortlist  of thousands of plans the six that the cost model likes best, beside the best of a long search.
 budgets    ten budgets a model: the measured peak of the plan, and the fastest plan of a long search; plans are kept.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -156,8 +158,15 @@ def _spent(rows: Sequence[LevelRow]) -> dict[str, float]:
 def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
     """What ``memopt optimize`` finds, level by level or for a budget; the original first."""
     ready = prepared(name)
-    request = OptimizeRequest(source=ready.subject.source, spec=None, goal=goal, dry_run=True, recommend_batch=False)
-    return find_levels(request, resolve(SearchRequest(level=level)), ready, Progress())
+    request = OptimizeRequest(
+        source=ready.subject.source,
+        spec=None,
+        goal=goal,
+        dry_run=True,
+        recommend_batch=False,
+        measure_levels=True,
+    )
+    return find_levels(request, resolve(SearchRequest(level=level, max_slowdown=math.inf)), ready, Progress())
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -141,6 +141,8 @@ class ModelFacts:
     """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
     batch_norms: bool
     """A layer of it normalizes by statistics of the batch."""
+    trainable_bytes: int
+    """Of the parameters that require gradients, as they are stored."""
     sync_norms: tuple[str, ...]
     """Paths of batch norms that need all processes."""
 
@@ -197,6 +199,8 @@ class StepSettings:
     loss: str | None = None
     """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
     optimizer: OptimizerName = "none"
+    accumulates: bool = False
+    """It finds the gradients of earlier micro-batches, and adds to them."""
     seed: int = 0
 
 

@@ -87,6 +87,15 @@ def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Opti
             return None
 
 
+def reset_gradients(step: Step) -> None:
+    """Leave the gradients that the step is to find: none, or zeros where it accumulates."""
+    step.model.zero_grad(set_to_none=True)
+    if step.settings.accumulates:
+        for parameter in step.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def input_dtype(settings: StepSettings) -> torch.dtype | None:
     """The dtype that parameters and floating inputs are cast to; ``None`` leaves them as stored."""
     return _CASTS.get(settings.precision)

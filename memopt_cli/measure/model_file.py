@@ -20,6 +20,7 @@ from memopt_cli.model_batching.stacked import refuse_unsupported
 from memopt_cli.records import LoadedModel, ModelFacts, Plan
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.trace import codec_paths, fake_mode
+from memopt_cli.trace.log import unique_bytes
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
@@ -58,6 +59,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         asked_codecs=codec_paths(model),
         fixed_sizes=_has_fixed_sizes(loaded),
         batch_norms=any(map(_is_batch_norm, model.modules())),
+        trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 

@@ -90,6 +90,7 @@ from memopt_cli.step import (
     make_optimizer,
     module_hooks,
     place,
+    reset_gradients,
     run_checked,
     seed_everything,
     seeds_of_backward,
@@ -591,6 +592,7 @@ class Worker:
 
     def _timed(self, step: Step) -> float:
         self._start.enter()
+        reset_gradients(step)
         seed_everything(self._settings.seed)
         synchronize(self._settings.device)
         started = time.perf_counter()
@@ -609,6 +611,7 @@ class Worker:
 
     def _allocated(self, step: Step) -> Allocated:
         self._start.enter()
+        reset_gradients(step)
         seed_everything(self._settings.seed)
         return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
 

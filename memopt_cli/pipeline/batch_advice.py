@@ -7,7 +7,7 @@ import functools
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, replaceable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
@@ -65,6 +65,7 @@ def advise(
     if not isinstance(advice, BatchAdvice):
         notes.append(f"No batch recommendation: {_why_none(advice)}.")
         return None
+    notes += memory_left_out(prepared)
     return advice
 
 

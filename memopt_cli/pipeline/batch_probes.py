@@ -43,6 +43,14 @@ def check_varied(prepared: Prepared) -> None:
     check_batch(prepared.subject.spec, prepared.batch)
 
 
+def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
+    """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
+    if prepared.subject.settings.optimizer != "none" or not prepared.facts.trainable_bytes:
+        return ()
+    state = format_bytes(2 * prepared.facts.trainable_bytes)
+    return (f"No optimizer is counted: AdamW's state would add {state} (--optimizer adamw counts it).",)
+
+
 @dataclass(slots=True, kw_only=True)
 class BatchProbes:
     """One case (a plan, sizes of the inputs) whose batch is varied."""

@@ -17,7 +17,7 @@ from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
@@ -56,7 +56,8 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    opening = opening_of(request, request.settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
+    settings = replace(request.settings, accumulates=request.global_batch is not None)
+    opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
@@ -65,7 +66,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         request=request,
         prepared=prepared,
         progress=progress,
-        notes=list(prepared.notes),
+        notes=[*prepared.notes, *memory_left_out(prepared)],
         limits=limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of),
         longest=longest,
         most_runs=MOST_PROBES - RUNS * bool(lengths),
@@ -320,6 +321,7 @@ class _Job:
         return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
 
     def _note_accumulation(self, found: Accumulation, main: _Case) -> None:
+        self.notes.append("Every step was run with the gradients of earlier ones in memory, as accumulation does.")
         if found.batch * found.steps != found.global_batch:
             self.notes.append(
                 f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt_cli.records import OpTrace, StepTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
-from memopt_cli.step import Step, is_out_of_memory, seed_everything, synchronize
+from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything, synchronize
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
@@ -72,7 +72,8 @@ class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
-    """Run one step and time its operators, in their order.  Gradients are ``None`` before and after."""
+    """Run one step and time its operators, in their order; afterwards there are no gradients."""
+    reset_gradients(step)
     seed_everything(step.settings.seed)
     with Clock(step.settings.device) as clock:
         step.backward(step.forward())

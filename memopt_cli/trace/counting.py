@@ -6,16 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
-from memopt_cli.step import Step
+from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
 
 
 def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
-    """Run one step under the counter.  Gradients are ``None`` before and after.
+    """Run one step under the counter, from the gradients that it is to find; afterwards they are ``None``.
 
     ``codecs``: what tensors without data are packed in.
     """
+    reset_gradients(step)
     with module_stack(step.model) as running:
         log = StorageLog(running, workspaces)
         with packed_as(log, codecs), active(log, step):

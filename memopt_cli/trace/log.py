@@ -254,6 +254,8 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
     seed_everything(step.settings.seed)
     for name, parameter in step.model.named_parameters():
         log.see(parameter, "parameters", name.rpartition(".")[0])
+        if parameter.grad is not None:
+            log.see(parameter.grad, "gradients", name.rpartition(".")[0])
     for name, buffer in step.model.named_buffers():
         log.see(buffer, "buffers", name.rpartition(".")[0])
     for tensor in tensors_of((step.args, step.kwargs)):

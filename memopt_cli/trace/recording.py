@@ -23,7 +23,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks
+from memopt_cli.step import Step, module_hooks, reset_gradients
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import (
     Codecs,
@@ -50,12 +50,13 @@ def record(
     workspaces: Workspaces | None = None,
     codecs: Codecs | None = None,
 ) -> StepTrace:
-    """Record one step, and leave the model's state as it was.  Gradients are ``None`` before and after.
+    """Record one step from the gradients that it is to find, and leave the model's state as it was, without them.
 
     ``contents``: look into the inputs of every module and into what autograd saves for the codec that holds them
     exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself.
     ``workspaces``: what the kernels were seen to take.  ``codecs``: what tensors without data are packed in.
     """
+    reset_gradients(step)
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # copies take the place of the tensors that are held here
     notes: dict[str, ModuleNotes] = {}

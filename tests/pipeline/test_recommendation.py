@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,27 @@ class TestInProcess:
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
         (note,) = (note for note in found.notes if "batch normalization" in note)
         assert f"those of {found.accumulation.batch} samples" in note
+
+    @pytest.mark.parametrize("optimizer", ["none", "adamw"])
+    def test_micro_batches_fit_beside_the_gradients_of_earlier_ones(self, optimizer: str, tmp_path: Path) -> None:
+        location, settings = saved(tmp_path / "net.pt", deep_net()), StepSettings(optimizer=optimizer)
+        alone = recommended(location, "16x64", memory=MIB, settings=settings)
+        found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
+        assert found.accumulation is not None
+        assert 0 < found.accumulation.batch <= found.batch < alone.batch
+        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, accumulates=True) <= MIB
+        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
+        assert any("gradients of earlier ones" in note for note in found.notes)
+
+    @pytest.mark.parametrize(("optimizer", "said"), [("none", ["130.0 KiB"]), ("adamw", [])])
+    def test_what_an_optimizer_would_add_is_said(self, optimizer: str, said: list[str], tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[0].requires_grad_(False)  # 4 × (64 × 64 + 64) bytes require gradients, AdamW keeps two of each
+        location = saved(tmp_path / "net.pt", nn.Sequential(*(copy.deepcopy(model) for _ in range(4))))
+        found = recommended(location, "16x64", memory=MIB, settings=StepSettings(optimizer=optimizer))
+        notes = [note for note in found.notes if "AdamW" in note]
+        assert len(notes) == len(said)
+        assert all(size in note for size, note in zip(said, notes, strict=True))
 
     def test_without_batch_norm_or_accumulation_there_is_no_such_note(self, tmp_path: Path) -> None:
         plain = saved(tmp_path / "plain.pt", deep_net())

@@ -79,6 +79,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         carried=ORIGINAL,
         asked_codecs=(),
         batch_norms=True,
+        trainable_bytes=0,
         batch=SIZES["B"],
         fixed_sizes=False,
         sync_norms=(),

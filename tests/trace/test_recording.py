@@ -43,6 +43,7 @@ from memopt_cli.trace import (
     with_contents,
     with_seconds,
 )
+from memopt_cli.trace.log import StorageLog, active, module_stack, run_step
 from memopt_cli.workspace import Workspaces
 
 FLOAT = 4
@@ -53,6 +54,27 @@ SMALL = {
     "gpt": {"B": 2, "S": 16},
     "char_rnn": {"T": 4, "B": 3},
 }
+
+
+@pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
+def test_a_step_that_accumulates_is_one_after_another(optimizer: OptimizerName) -> None:
+    """Beside one that finds the gradients which a step has really left."""
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
+    plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
+    count(plain)  # makes the optimizer's state
+    accumulating = replace(plain, settings=replace(plain.settings, accumulates=True))
+    counted = count(accumulating)
+    assert all(p.grad is None for p in net.parameters())
+    plain.backward(plain.forward())
+    with module_stack(net) as running:
+        log = StorageLog(running, None)
+        with active(log, plain):
+            run_step(plain, log)
+    assert counted.tensor_peak_bytes == log.peak_bytes
+    peak_is_in_backward = optimizer != "adamw"
+    assert (log.peak_bytes > count(plain).tensor_peak_bytes) == peak_is_in_backward
+    assert FakeStep(accumulating).count().tensor_peak_bytes == counted.tensor_peak_bytes
+    assert counted.breakdown.gradients_bytes == sum(p.nbytes for p in net.parameters())
 
 
 def step_of(
