@@ -499,6 +499,10 @@ class Measurement:
         """Median step time in seconds."""
         return statistics.median(self.step_times_s)
 
+    def slowdown(self, original: Measurement) -> float:
+        """Median step time over the original's, to the two decimals that are shown and that limits are held to."""
+        return round(self.step_s / original.step_s, 2)
+
     @property
     def step_variation(self) -> float:
         """Interquartile range of the step times over their median; 0 of a single step."""

@@ -17,8 +17,6 @@ from memopt_cli.units import format_bytes
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
 _HARDLY_SLOWER = 1.02
-_TIMING_NOISE = 0.1
-"""A measured step may be so much longer than the limit, or by as much as steps of one plan differ here."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -112,18 +110,16 @@ class Climb:
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
-        asked = self._limit
         for _ in range(_MEASUREMENTS):
             row = self.measured(row)
             slowdown = self._slowdown(row)
-            if slowdown <= self._limit * (1 + self._noise(row)):
+            if slowdown <= self._limit:
                 return row
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
-            added = min(asked, row.predicted_slowdown or self._limit) - 1
-            asked = 1 + added * (self._limit - 1) / (slowdown - 1)
+            predicted = row.predicted_slowdown or self._limit
+            asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
             started, tried = time.monotonic(), self.planner.tried
             found = self.planner.best(row.level, asked)
-            predicted = row.predicted_slowdown or self._limit
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 found = self.planner.best(row.level, math.nextafter(predicted, 0))
             if found.slowdown >= predicted:
@@ -133,17 +129,12 @@ class Climb:
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
 
-    def _noise(self, row: LevelRow) -> float:
-        """By how much steps of one plan differ, of the original or of this one."""
-        outcomes = (found for found in (self.original.outcome, row.outcome) if isinstance(found, Measurement))
-        return max(_TIMING_NOISE, *(found.step_variation for found in outcomes))
-
     def _slowdown(self, row: LevelRow) -> float:
-        """Of the fastest step that was measured, over the original's fastest: what runs beside them slows others."""
+        """As measured and shown; 1 where there is nothing to compare."""
         original = self.original.outcome
         if not isinstance(original, Measurement) or not isinstance(row.outcome, Measurement) or row.plan.is_empty:
             return 1.0
-        return min(row.outcome.step_times_s) / min(original.step_times_s)
+        return row.outcome.slowdown(original)
 
 
 def _peak(row: LevelRow) -> str:

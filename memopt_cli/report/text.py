@@ -198,7 +198,7 @@ def _headline(summary: MemOptSummary) -> str:
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{peak} ({smaller}), {step} ({_ratio(after.step_s, before.step_s)})"
+            return f"{peak} ({smaller}), {step} ({_slowdown(after, before)})"
         case _, Measurement():
             return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
         case _:
@@ -242,7 +242,7 @@ def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
                 format_bytes(found.tensor_peak_bytes),
                 format_bytes(found.activation_peak_bytes),
                 format_seconds(found.step_s),
-                _ratio(found.step_s, original.step_s) if original else "–",
+                _slowdown(found, original) if original else "–",
             )
         case None if predicted is not None:
             share = f"~{100 * predicted / original.allocated_peak_bytes:.0f} %" if original else "–"
@@ -399,6 +399,10 @@ def _batch(advice: BatchAdvice) -> str:
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; by the fit of {len(advice.probes)} runs about {advice.estimated_batch} would fit (an estimate)"
+
+
+def _slowdown(found: Measurement, original: Measurement) -> str:
+    return f"{found.slowdown(original):.2f}×"
 
 
 def _ratio(value: float, base: float) -> str:
