@@ -22,6 +22,8 @@ _LESS_WHERE_MEMORY_RAN_OUT = 4
 """By this part of itself what is asked for becomes less; how much there was is not known."""
 _DOUBT = 0.02
 """A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
+_FAR = 2.0
+"""A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +36,39 @@ class GoalSearch:
     level: int
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
+    original_s: float = math.inf
+    """Step time of the original, as measured."""
     most_slowdown: float = math.inf
     """No plan may be predicted to be slower."""
 
     def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
 
-        Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
+        Where a measurement passes it, the planner is asked for as much less; where a step takes far longer than it was
+        to, for another plan, too.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
         least: Priced | None = None
+        fitting: list[LevelRow] = []
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
             found = self._fast_enough(self.planner.within(self.level, target))
-            if found is None and least is None:
+            if found is None and least is None and not fitting:
                 least = self.planner.least(self.level, self.most_slowdown)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
-            if found is None:
+            if found is None or (fitting and found.slowdown * self.original_s > min(map(_step_s_of, fitting))):
                 break
             self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.plan.segments)}")
             outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
-                return replace(row, outcome=outcome)
+                fitting.append(replace(row, outcome=outcome))
+                if outcome.step_s <= _FAR * found.slowdown * self.original_s:
+                    break
+                target = found.peak_bytes - 1
+                continue
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append(found.peak_bytes)
@@ -67,6 +77,8 @@ class GoalSearch:
                 over = outcome.allocated_peak_bytes - budget_bytes
                 measured.append(outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
+        if fitting:
+            return min(fitting, key=_step_s_of)
         if tried and tried[-1] <= budget_bytes and not measured:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
@@ -86,11 +98,15 @@ class GoalSearch:
             )
         return found
 
+    def thinned(self, found: Sequence[Priced]) -> list[Priced]:
+        """As many of the frontier, from the original to the least peak, as may be run; none is too slow."""
+        return _spread([p for p in found if p.slowdown <= self.most_slowdown], _MEASURED + 1)
+
     def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
-        """From the original to the least peak: what is measured is thinned to as many as may be run."""
+        """The plans, measured; numbered as they were predicted, whatever their measurements say."""
         assert original.outcome is not None
         points: list[ParetoPoint] = []
-        for priced in _spread([p for p in found if p.slowdown <= self.most_slowdown], _MEASURED + 1):
+        for priced in found:
             self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
             points.append(
                 ParetoPoint(
@@ -117,6 +133,11 @@ class GoalSearch:
         )
 
 
+def _step_s_of(row: LevelRow) -> float:
+    assert isinstance(row.outcome, Measurement)
+    return row.outcome.step_s
+
+
 def budget_bytes(budget: Budget, original_bytes: int) -> int:
     """The budget in bytes; a share is one of the original's allocated peak."""
     if budget.nbytes is not None:
@@ -125,13 +146,13 @@ def budget_bytes(budget: Budget, original_bytes: int) -> int:
     return int(original_bytes * budget.share)
 
 
-def picked(points: Sequence[ParetoPoint], number: int) -> ParetoPoint:
-    """The point of that number, from 1.  Raises :class:`UsageError` if there is none."""
-    if not 1 <= number <= len(points):
+def check_pick(number: int, plans: int) -> None:
+    """Raises :class:`UsageError` if the frontier has no plan of that number, from 1."""
+    if not 1 <= number <= plans:
         raise UsageError(
-            f"--pick {number}: plans on the frontier: {len(points)}", hint=f"Pick one from 1 to {len(points)}."
+            f"--pick {number}: plans on the frontier: {plans}",
+            hint=f"Pick one from 1 to {plans}; --frontier alone shows them.",
         )
-    return points[number - 1]
 
 
 def _spread(found: Sequence[Priced], most: int) -> list[Priced]:

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.batch_advice import TRIAL_LOST
 from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
+from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -77,7 +77,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
         summary = find_plan(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
-        raise type(err)("interrupted before a plan was verified; nothing was written") from err
+        why = f": {err}" if str(err) else ""
+        raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
     if request.search.warmup_in_main_process:
         summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
     kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
@@ -253,7 +254,7 @@ class _Job:
         try:
             rows = self._seek(search, original)
         except NothingFitsError as err:
-            raise KeyboardInterrupt from err
+            raise KeyboardInterrupt(err.message) from err
         if self.request.goal == SearchGoal() and applied_row([original, *rows], self.applied).plan.is_empty:
             raise KeyboardInterrupt
         return rows
@@ -268,11 +269,14 @@ class _Job:
             progress=self.progress,
             level=level,
             dry_run=search.traced.has_dry_runs,
+            original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
             most_slowdown=self.request.search.max_slowdown or math.inf,
         )
         rows: list[LevelRow] = []
         self.progress.stage("frontier" if goal.frontier else "budget")
-        found = planner.frontier(level) if goal.frontier else []
+        found = planned.thinned(planner.frontier(level)) if goal.frontier else []
+        if goal.pick is not None:
+            check_pick(goal.pick, len(found))
         if goal.budget is not None:
             peak = _allocated(original) if isinstance(original.outcome, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
@@ -280,7 +284,7 @@ class _Job:
         if goal.frontier:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
-            rows.append(planned.row_of(picked(self.frontier, goal.pick), started))
+            rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
         self._choose(search, rows[-1].plan if rows else Plan(level=level), by_goal=True)
         return rows
 

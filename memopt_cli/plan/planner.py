@@ -34,7 +34,7 @@ _FRONTIER_POINTS = 8
 _WORTH_ASKING = 0.05
 """Share of the original step that chunks must save, if all go well, to be asked for where a plan fits without them."""
 _WORTH_LOWERING = 0.02
-_PATIENCE = 1
+_PATIENCE = 2
 """Of answers on chunks that lower the least peak by less than this share, so many are followed by another question."""
 _REARRANGEMENTS = 4
 """Of the plans that differ by one rearrangement, those that are dry-run."""
@@ -92,16 +92,16 @@ class Planner:
         return self._dry_runs.failures
 
     def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
-        """What the next faster plan on the frontier so far would give, and the next smaller.
+        """What the next faster plan on the frontier so far would give, and the next smaller, by a percent at least.
 
-        Where none so far is smaller, that of the least peak by the sums alone.
+        Where none so far is smaller, that of the least peak by the sums alone.  The original is no plan.
         """
         own = self._dry_runs.known(plan)
         if own is None:
             return None, None
-        frontier = self.frontier_so_far
-        faster = [found for found in frontier if found.slowdown < own.slowdown and found.peak_bytes > own.peak_bytes]
-        smaller = [found for found in frontier if found.peak_bytes < own.peak_bytes]
+        frontier = [found for found in self.frontier_so_far if not found.plan.is_empty]
+        faster = [found for found in frontier if found.slowdown <= 0.99 * own.slowdown]
+        smaller = [found for found in frontier if found.peak_bytes <= 0.99 * own.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:

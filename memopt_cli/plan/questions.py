@@ -12,8 +12,8 @@ from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SegmentPlan
 
-_MOST_QUESTIONS = 12
-"""Modules that are asked for chunks, which takes a real step of each: no more are looked for beyond."""
+_MOST_CLASSES = 12
+"""Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
 
 
 class TimeIsUp(Exception):
@@ -96,10 +96,12 @@ class ChunkQuestions:
     """
 
     def __init__(self, probes: Probes, proposals: Proposals, most: int | None) -> None:
-        """``most``: modules that are asked, at most; ``None``: as many as pay."""
+        """``most``: modules that are asked, at most; ``None``: as many as pay, of so many classes."""
         self._probes = probes
         self._proposals = proposals
-        self._most = _MOST_QUESTIONS if most is None else min(most, _MOST_QUESTIONS)
+        self._most = math.inf if most is None else most
+        self._learned = 0
+        """Questions that were not asked for certainty alone."""
         self._asked: set[str] = set()
         self._certain = {head.path for head in proposals.heads}
         """Modules whose own answer is known."""
@@ -110,7 +112,7 @@ class ChunkQuestions:
     @property
     def may_ask(self) -> bool:
         """Whether more modules may be asked."""
-        return self.questions < self._most
+        return self.questions < self._most and self._learned < _MOST_CLASSES
 
     def learn(self, plan: Plan) -> bool:
         """Ask of a module that stands at the plan's peak; ``False`` if none is left to ask that can."""
@@ -120,6 +122,7 @@ class ChunkQuestions:
         for block in self._around(self._proposals.predict(plan).module, plan):
             alike = self._like(block.path)
             self._asked.update(alike)
+            self._learned += 1
             rule = self._ask(block.path)
             if rule is None:
                 continue  # what is refused of one is taken to be refused of its class
@@ -139,7 +142,7 @@ class ChunkQuestions:
             if segment.path in self._certain:
                 continue
             self._certain.add(segment.path)
-            rule = self._ask(segment.path) if self.may_ask else None
+            rule = self._ask(segment.path) if self.questions < self._most else None
             if rule != self.known[segment.path][0]:
                 others = {path: found for path, found in self.known.items() if path != segment.path}
                 if rule is not None:

@@ -112,7 +112,7 @@ class TextReport:
         console.print(_table(summary))
         _print(console)
         if summary.frontier:
-            console.print(_frontier(summary.frontier))
+            console.print(_frontier(summary))
             _print(console)
         for line in _remarks(summary):
             _print(console, line)
@@ -256,26 +256,43 @@ _PLOT_WIDTH = 40
 """Columns of the plot of step time beside the frontier."""
 
 
-def _frontier(points: Sequence[ParetoPoint]) -> Table:
+def _frontier(summary: MemOptSummary) -> Table:
     """Numbered plans, fastest first, with a plot: down is less memory, to the right is a longer step."""
+    original, beaten = _outcome(summary, 0), _beaten(summary.frontier)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan")
     table.add_column("step time →", no_wrap=True)
-    measured = [point.outcome for point in points if isinstance(point.outcome, Measurement)]
+    measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     longest = max((found.step_s for found in measured), default=0.0)
-    for number, point in enumerate(points, 1):
+    for number, point in enumerate(summary.frontier, 1):
+        if number in beaten:
+            continue
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
-                ratio = _ratio(found.step_s, measured[0].step_s)
+                ratio = _slowdown(found, original) if isinstance(original, Measurement) else "–"
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         predicted = format_bytes(point.predicted_allocated_peak_bytes)
         table.add_row(str(number), cells[0], predicted, cells[1], ratio, _what(point.plan), plot)
     return table
+
+
+def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
+    """Numbers of the plans that need more memory and time, as measured, than another; or more of one, as much else."""
+    costs = {
+        number: (point.outcome.allocated_peak_bytes, point.outcome.step_s)
+        for number, point in enumerate(points, 1)
+        if isinstance(point.outcome, Measurement)
+    }
+    return [
+        number
+        for number, (peak, step) in costs.items()
+        if any(other != (peak, step) and other[0] <= peak and other[1] <= step for other in costs.values())
+    ]
 
 
 def _what(plan: Plan) -> str:
@@ -297,6 +314,9 @@ def _remarks(summary: MemOptSummary) -> Iterator[str]:
         yield "nothing is applied; choose a plan with --pick N or --budget"
     else:
         yield from _of_the_applied_plan(summary)
+    beaten = _beaten(summary.frontier)
+    if beaten:
+        yield f"not shown, as another plan is no slower and no larger: pick {', '.join(map(str, beaten))}"
     yield from _rough_times(summary)
     yield from summary.notes
 

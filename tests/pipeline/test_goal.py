@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
-from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, picked
+from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.plan.interface import Candidate
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
@@ -134,20 +135,38 @@ def test_a_measurement_that_fails_is_not_called_too_large() -> None:
         search.within(750)
 
 
+@pytest.mark.parametrize(("slow", "kept"), [((700,), 600), ((700, 600), 500), ((700, 600, 500, 400, 300), 700)])
+def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, ...], kept: int) -> None:
+    """The fastest of those that were measured is kept: slow ones take the longer, the fewer bytes they hold."""
+
+    def outcome(peak: int) -> Measurement:
+        return measured(peak, 25 - peak / 100 if peak in slow else 1.5)
+
+    search, asked = goal(outcome)
+    row = replace(search, original_s=1.0).within(750)
+    assert row.outcome == outcome(kept)
+    assert row.plan == replace(FakePlanner.plans[(1000 - kept) // 100].plan)
+    assert asked[0] == 700
+    assert len(asked) == min(len(slow) + 1, 5)
+
+
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
     search, asked = goal(measured)
     original = found_row(0, priced(1000), 0, 0.0, dry_run=True)
     original = replace(original, outcome=measured(1000))
-    points = search.frontier(search.planner.frontier(3), original)
+    points = search.frontier(search.thinned(search.planner.frontier(3)), original)
     assert points[0].outcome is original.outcome
     assert len(asked) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300
     peaks = [point.predicted_allocated_peak_bytes for point in points]
     assert peaks == sorted(set(peaks), reverse=True)
-    assert picked(points, 1) is points[0]
-    for number in (0, len(points) + 1):
-        with pytest.raises(UsageError, match=f"plans on the frontier: {len(points)}"):
-            picked(points, number)
+
+
+@pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
+def test_what_is_picked_is_on_the_frontier(number: int, is_there: bool) -> None:
+    expected = contextlib.nullcontext() if is_there else pytest.raises(UsageError, match="plans on the frontier: 7")
+    with expected:
+        check_pick(number, 7)
 
 
 def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
@@ -156,7 +175,7 @@ def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
     with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
         search.within(650)
     original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
-    points = search.frontier(search.planner.frontier(3), original)
+    points = search.frontier(search.thinned(search.planner.frontier(3)), original)
     assert [point.predicted_slowdown for point in points] == [1.0, 1.1, 1.2, 1.3]
 
 

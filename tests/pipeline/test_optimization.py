@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -499,6 +500,16 @@ def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeyp
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SPEC, "--frontier", "--budget", "1KiB")
     assert done.code == 6, done.err
+
+
+def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(deep_net(), "net.pt")
+    monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
+    done = optimize("net.pt", *SPEC, "--pick", "99")
+    assert done.code == 2
+    assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
 
 
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])

@@ -305,6 +305,22 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     assert "inputs are a [guess] from conv1" in text
 
 
+def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats(summary: MemOptSummary) -> None:
+    """Pick 1 could not be run, pick 3 is beaten by pick 4."""
+    outcomes = (OutOfMemory(detail=""), measured(500, 1.2), measured(450, 2.0), measured(400, 1.8))
+    summary.levels = [row(0, measured(600, 1.0))]
+    summary.frontier = [
+        ParetoPoint(plan=Plan(level=4), predicted_allocated_peak_bytes=MIB, predicted_slowdown=1.0, outcome=outcome)
+        for outcome in outcomes
+    ]
+    summary.verification = None
+    lines = shown(TextReport(), result(summary, files=())).splitlines()
+    cells = [line.split() for line in lines if "1.0 MiB" in line]
+    assert [(line[0], line[1]) for line in cells] == [("1", "–"), ("2", "500.0"), ("4", "400.0")]
+    assert [word for line in cells for word in line if word.endswith("×")] == ["1.20×", "1.80×"]
+    assert "not shown, as another plan is no slower and no larger: pick 3" in lines
+
+
 def test_dry_run(summary: MemOptSummary) -> None:
     assert "\nnothing written\n" in shown(TextReport(), result(summary, files=()))
 
