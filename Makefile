@@ -18,7 +18,7 @@ SMALLER_spiking_vgg := --dim T=4 --dim B=1
 COUNT ?= 100000
 SEED ?= 0
 
-.PHONY: demo samples test lint fuzz check-memory baselines bench clean
+.PHONY: demo samples test lint docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -33,6 +33,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
