@@ -14,6 +14,9 @@ SMALLER_gpt := --dim B=1
 SMALLER_resnet := --dim B=1
 SMALLER_spiking_vgg := --dim T=4 --dim B=1
 
+# make test PART=plan: the tests of one part alone.
+PART ?=
+
 # Cases of the fuzz, and which.
 COUNT ?= 100000
 SEED ?= 0
@@ -26,7 +29,7 @@ demo: $(SAMPLES)
 samples: $(SAMPLES)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$(PART)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

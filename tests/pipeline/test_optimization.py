@@ -455,6 +455,8 @@ def optimize(memopt: Memopt, in_process: None) -> Memopt:
 
 
 SPEC = ("-i", "Bx64", "--dim", "B=512")
+SMALL_BATCH = ("-i", "Bx64", "--dim", "B=64")
+"""With fewer numbers of chunks to try: whole searches end soon."""
 
 
 @pytest.mark.parametrize("goal", [("--level", "4"), ("--frontier",), ("--pick", "1")])
@@ -481,7 +483,7 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
 
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     torch.save(deep_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--frontier", "--budget", "60%", "--json")
+    done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "80%", "--json")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     first, *_, last = summary.frontier
@@ -498,7 +500,7 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
 def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(deep_net(), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
-    done = optimize("net.pt", *SPEC, "--frontier", "--budget", "1KiB")
+    done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "1KiB")
     assert done.code == 6, done.err
 
 
@@ -507,7 +509,7 @@ def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
 ) -> None:
     torch.save(deep_net(), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
-    done = optimize("net.pt", *SPEC, "--pick", "99")
+    done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
     assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
 
@@ -593,7 +595,8 @@ def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: py
 @pytest.mark.parametrize("level", range(5))
 def test_levels(level: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none")
+    flags = ("--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none")
+    done = optimize("net.pt", *SMALL_BATCH, *flags)
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert [row.level for row in summary.levels] == list(range(level + 1))
