@@ -121,6 +121,9 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."
             )
+        case ModuleNotFoundError(name=str(name)):
+            hint = f"pip install {name.partition('.')[0]}, or the package that it comes with."
+            return MemoptError(f"{name}, which something here imports, is not installed", hint=hint)
         case _:
             text = " ".join(str(err).split())
             return MemoptError(

@@ -19,7 +19,7 @@ _LONGEST_STEPS = 4
 """The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
 a step of five to ten seconds tells enough, and the answer is not to cost more than the search did."""
 
-TRIAL_LOST = "A trial ended its profiling subprocess; another took over."
+TRIAL_LOST = "A profiling subprocess died in a trial; another took over."
 
 
 def advise(

@@ -163,7 +163,7 @@ class _Job:
 
     def session_lost(self) -> None:
         """A run ended its subprocess."""
-        self.notes.append("A run ended its profiling subprocess; another took over.")
+        self.notes.append("A profiling subprocess died in a run; another took over.")
 
     # ------------------------------------------------------------------------------------------ the cases
 

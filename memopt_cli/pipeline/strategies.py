@@ -109,7 +109,7 @@ class _Job:
 
     def session_lost(self) -> None:
         """A run ended its subprocess."""
-        self.notes.append("A run ended its profiling subprocess; another took over.")
+        self.notes.append("A profiling subprocess died in a run; another took over.")
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""

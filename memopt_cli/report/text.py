@@ -418,7 +418,7 @@ def _batch(advice: BatchAdvice) -> str:
     text = f"batch {advice.recommended_batch} recommended, run within {budget}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
-    return f"{text}; by the fit of {len(advice.probes)} runs about {advice.estimated_batch} would fit (an estimate)"
+    return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"
 
 
 def _slowdown(found: Measurement, original: Measurement) -> str:

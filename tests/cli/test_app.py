@@ -29,6 +29,12 @@ def raising(err: BaseException) -> Any:
         (UnsafeFileError("no"), 4, "error: no\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (ValueError("a\nb"), 3, "error: unexpected ValueError: a b\nhint: Run it again with -v to see where.\n"),
+        (
+            ModuleNotFoundError("No module named 'x.y'", name="x.y"),
+            3,
+            "error: x.y, which something here imports, is not installed\n"
+            "hint: pip install x, or the package that it comes with.\n",
+        ),
         (SystemExit(0), 3, "error: unexpected SystemExit: 0\nhint: Run it again with -v to see where.\n"),
         (BrokenPipeError(32, "Broken pipe"), 141, ""),
     ],

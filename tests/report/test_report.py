@@ -284,7 +284,7 @@ def test_verification_in_words(verification: Verification | None, line: str, sum
 def test_an_untested_batch_is_called_an_estimate(summary: MemOptSummary) -> None:
     summary.advice = replace(ADVICE, estimated_batch=52, limited_by="the time limit of a run")
     text = shown(TextReport(), result(summary))
-    assert "limited by the time limit of a run; by the fit of 3 runs about 52 would fit (an estimate)\n" in text
+    assert "limited by the time limit of a run; a line through 3 runs says that about 52 would fit\n" in text
 
 
 def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
