@@ -153,6 +153,14 @@ def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     assert done.changed == set()
 
 
+def test_a_plan_goes_onto_a_model_that_has_lazy_layers_still(memopt: Memopt, plan: str) -> None:
+    torch.save(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)), "lazy.pt")
+    Path(plan).write_text(Path(plan).read_text().replace("segments: []", "segments: [{path: '0'}]"))
+    done = memopt("apply", "lazy.pt", plan, "--trust-pickle")
+    assert done.code == 0, done.err
+    assert done.changed == {"lazy.memopt.pt"}
+
+
 @pytest.mark.parametrize("run", ["0-9", "1-0", "0-x"])
 def test_a_plan_of_layers_that_are_not_there(run: str, memopt: Memopt, plan: str) -> None:
     Path(plan).write_text(Path(plan).read_text().replace("segments: []", f"segments: [{{path: {run}}}]"))

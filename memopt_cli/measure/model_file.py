@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import StepError, first_line
@@ -59,7 +60,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         asked_codecs=codec_paths(model),
         fixed_sizes=_has_fixed_sizes(loaded),
         batch_norms=any(map(_is_batch_norm, model.modules())),
-        trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad),
+        trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 

@@ -44,31 +44,24 @@ class GoalSearch:
     def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
 
-        Where a measurement passes it, the planner is asked for as much less; where a step takes far longer than it was
-        to, for another plan, too.  Raises :class:`NothingFitsError`.
+        Where a measurement passes it, the planner is asked for as much less.  Raises :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
         least: Priced | None = None
-        fitting: list[LevelRow] = []
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
             found = self._fast_enough(self.planner.within(self.level, target))
-            if found is None and least is None and not fitting:
+            if found is None and least is None:
                 least = self.planner.least(self.level, self.most_slowdown)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
-            if found is None or (fitting and found.slowdown * self.original_s > min(map(_step_s_of, fitting))):
+            if found is None:
                 break
             self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.plan.segments)}")
             outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
-                row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
-                fitting.append(replace(row, outcome=outcome))
-                if outcome.step_s <= _FAR * found.slowdown * self.original_s:
-                    break
-                target = found.peak_bytes - 1
-                continue
+                return self._row(self._or_faster(found, outcome, budget_bytes), started)
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append(found.peak_bytes)
@@ -77,8 +70,6 @@ class GoalSearch:
                 over = outcome.allocated_peak_bytes - budget_bytes
                 measured.append(outcome.allocated_peak_bytes)
             target = min(target, found.peak_bytes) - max(1, over)
-        if fitting:
-            return min(fitting, key=_step_s_of)
         if tried and tried[-1] <= budget_bytes and not measured:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
@@ -88,6 +79,21 @@ class GoalSearch:
             )
         least_bytes = min(measured) if measured else (least or self.planner.least(self.level)).peak_bytes
         raise self._nothing_fits(budget_bytes, least_bytes)
+
+    def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
+        """What fits; or where its step takes far longer than predicted, another that does and is measured faster."""
+        best = found, outcome
+        while outcome.step_s > _FAR * found.slowdown * self.original_s:
+            other = self.planner.within(self.level, found.peak_bytes - 1)
+            if other is None or other.slowdown > min(self.most_slowdown, best[1].step_s / self.original_s):
+                break
+            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(other.plan.segments)}")
+            answer = self.measure(other.plan)
+            if not isinstance(answer, Measurement) or answer.allocated_peak_bytes > budget_bytes:
+                break
+            found, outcome = other, answer
+            best = min(best, (found, outcome), key=lambda measured: measured[1].step_s)
+        return best
 
     def _fast_enough(self, found: Priced | None) -> Priced | None:
         if found is not None and found.slowdown > self.most_slowdown:
@@ -122,8 +128,12 @@ class GoalSearch:
         """A picked plan's line in the summary."""
         found = self.planner.known(point.plan)
         assert found is not None, "it is of the frontier"
+        return self._row((found, point.outcome), started)
+
+    def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
+        found, outcome = measured
         row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
-        return replace(row, outcome=point.outcome)
+        return replace(row, outcome=outcome)
 
     @staticmethod
     def _nothing_fits(budget_bytes: int, least_bytes: int) -> NothingFitsError:
@@ -131,11 +141,6 @@ class GoalSearch:
             f"no plan found takes {format_bytes(budget_bytes)} or less; the least is about {format_bytes(least_bytes)}",
             hint="Raise --budget or --level, or take a smaller batch (-i, or --dim B=… where the shape says B).",
         )
-
-
-def _step_s_of(row: LevelRow) -> float:
-    assert isinstance(row.outcome, Measurement)
-    return row.outcome.step_s
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:

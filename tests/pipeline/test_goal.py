@@ -145,9 +145,22 @@ def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, .
     search, asked = goal(outcome)
     row = replace(search, original_s=1.0).within(750)
     assert row.outcome == outcome(kept)
-    assert row.plan == replace(FakePlanner.plans[(1000 - kept) // 100].plan)
+    assert row.plan == FakePlanner.plans[(1000 - kept) // 100].plan
     assert asked[0] == 700
     assert len(asked) == min(len(slow) + 1, 5)
+
+
+@pytest.mark.parametrize("other", [OutOfMemory(detail=""), TimedOut(limit_s=1.0), measured(800, 1.5)])
+def test_what_fits_is_kept_where_another_does_not_run_or_fit(other: Measurement | Failure) -> None:
+    search, asked = goal(lambda peak: measured(700, 18.0) if peak == 700 else other)
+    assert replace(search, original_s=1.0).within(750).outcome == measured(700, 18.0)
+    assert asked == [700, 600]
+
+
+def test_what_fits_is_kept_where_others_are_too_slow() -> None:
+    search, asked = goal(lambda peak: measured(peak, 18.0))
+    assert replace(search, original_s=1.0, most_slowdown=1.35).within(750).outcome == measured(700, 18.0)
+    assert asked == [700]
 
 
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
