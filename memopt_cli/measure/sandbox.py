@@ -53,7 +53,7 @@ HINT: Final = (
     "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
     "open no connections and do nothing to other processes. If you trust the model and its code: --no-sandbox."
 )
-_WORDS: Final = ("Permission denied", "OS call failed or operation not supported on this OS")
+_REFUSALS: Final = ("Permission denied", "OS call failed or operation not supported on this OS")
 """Of libraries that were refused something; the latter of CUDA."""
 
 
@@ -97,9 +97,8 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
             _allow(libc, ruleset, str(device), rights & (_WRITE | _TRUNCATE | _IOCTL))
         if gpu:
             _allow(libc, ruleset, _THREADS, rights & (_WRITE | _TRUNCATE))
-            os.open(
-                _THREADS, os.O_PATH | os.O_CLOEXEC
-            )  # for good: the kernel could forget a folder that nobody has open
+            # Opened for good: the kernel may forget a folder that nobody has open, and the rule with it.
+            os.open(_THREADS, os.O_PATH | os.O_CLOEXEC)
         if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(_RESTRICT, ruleset, ctypes.c_uint32(0)):
             return f"Landlock refused: {os.strerror(ctypes.get_errno())}"
     finally:
@@ -125,7 +124,7 @@ def is_refusal(error: BaseException) -> bool:
     """Whether an exception, or what caused it, may be the wall's."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, PermissionError) or any(words in str(seen) for words in _WORDS):
+        if isinstance(seen, PermissionError) or any(words in str(seen) for words in _REFUSALS):
             return not _is_unreadable(seen)
         seen = seen.__cause__ or seen.__context__
     return False

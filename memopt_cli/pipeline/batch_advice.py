@@ -7,7 +7,7 @@ import functools
 from memopt_cli.batching.advice import TARGET_SHARE, Limits
 from memopt_cli.batching.capacity import device_capacity
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, replaceable
+from memopt_cli.pipeline.batch_probes import SESSION_LOST, BatchProbes, check_varied, memory_left_out, replaceable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
@@ -18,8 +18,6 @@ _LONGEST_S = (5.0, 10.0)
 _LONGEST_STEPS = 4
 """The step at the answer takes no longer than so many steps as described, within these bounds, if nothing is asked for:
 a step of five to ten seconds tells enough, and the answer is not to cost more than the search did."""
-
-TRIAL_LOST = "A profiling subprocess died in a trial; another took over."
 
 
 def advise(
@@ -47,7 +45,7 @@ def advise(
         )
     limits = _limits(prepared.subject.settings.device, longest_s)
     open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
-    with replaceable(open_session, lambda: notes.append(TRIAL_LOST)) as session:
+    with replaceable(open_session, lambda: notes.append(SESSION_LOST)) as session:
         probes = BatchProbes(session=session, plan=plan, progress=progress)
         search = probes.search(batch, limits)
         search.runs[batch] = BatchProbe(

@@ -16,6 +16,8 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
 
+SESSION_LOST = "A profiling subprocess died; another took over."
+
 
 @contextlib.contextmanager
 def replaceable(open_session: Callable[[], Session], lost: Callable[[], None]) -> Iterator[Callable[[], Session]]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_advice import TRIAL_LOST
-from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.pipeline.batch_probes import SESSION_LOST, replaceable
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
@@ -330,7 +329,7 @@ class _Job:
             yield f"{probes.over}: a longer one may find a better plan"
 
     def _session_lost(self) -> None:
-        self.notes.append(TRIAL_LOST)
+        self.notes.append(SESSION_LOST)
 
     def _probes(self, probes: SearchProbes, original: Candidate) -> Probes:
         """What the search may ask, with its progress shown."""

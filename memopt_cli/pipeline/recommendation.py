@@ -17,7 +17,7 @@ from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, replaceable
+from memopt_cli.pipeline.batch_probes import SESSION_LOST, BatchProbes, check_varied, memory_left_out, replaceable
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
@@ -163,7 +163,7 @@ class _Job:
 
     def session_lost(self) -> None:
         """A run ended its subprocess."""
-        self.notes.append("A profiling subprocess died in a run; another took over.")
+        self.notes.append(SESSION_LOST)
 
     # ------------------------------------------------------------------------------------------ the cases
 

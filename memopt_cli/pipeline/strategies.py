@@ -11,7 +11,7 @@ from memopt_cli.batching.advice import Limits, fit_line
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.pipeline.batch_probes import SESSION_LOST, replaceable
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
@@ -109,7 +109,7 @@ class _Job:
 
     def session_lost(self) -> None:
         """A run ended its subprocess."""
-        self.notes.append("A profiling subprocess died in a run; another took over.")
+        self.notes.append(SESSION_LOST)
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""

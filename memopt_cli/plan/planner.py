@@ -40,6 +40,8 @@ _REARRANGEMENTS = 4
 """Of the plans that differ by one rearrangement, those that are dry-run."""
 _NEARLY = 0.01
 """Of plans whose peaks differ by no more than this share, the fastest is the answer of a level."""
+_TELLING = 0.01
+"""A neighbour is worth naming that is faster, or smaller, by this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class Planner:
         if own is None:
             return None, None
         frontier = [found for found in self.frontier_so_far if not found.plan.is_empty]
-        faster = [found for found in frontier if found.slowdown <= 0.99 * own.slowdown]
-        smaller = [found for found in frontier if found.peak_bytes <= 0.99 * own.peak_bytes]
+        faster = [found for found in frontier if found.slowdown <= (1 - _TELLING) * own.slowdown]
+        smaller = [found for found in frontier if found.peak_bytes <= (1 - _TELLING) * own.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
