@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.backends import cuda, cudnn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -15,6 +16,24 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 def _attribute(holder: Any, name: str) -> _Setting:
     return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
+
+
+class _Cached:
+    """What ``parametrize.cached()`` holds: a forward within computes of the parametrizations only what is not there."""
+
+    def __init__(self) -> None:
+        self.enabled, self.tensors = parametrize._cache_enabled, dict(parametrize._cache)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Cached) and self._key() == other._key()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> Any:
+        return self.enabled, {name: id(tensor) for name, tensor in self.tensors.items()}
+
+    def put(self) -> None:
+        parametrize._cache_enabled, parametrize._cache = self.enabled, dict(self.tensors)
 
 
 # Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
@@ -26,6 +45,7 @@ _SETTINGS: Final[tuple[_Setting, ...]] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_Cached, _Cached.put),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
 )

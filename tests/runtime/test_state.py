@@ -441,3 +441,20 @@ def test_a_script_whose_parameter_is_written_before_backward() -> None:
         segment[1].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"the parameter weight of shape .* was modified in place"):
         output.sum().backward()
+
+
+def test_parametrizations_that_are_cached_in_forward_alone() -> None:
+    """The first call computes the weight, the second finds it; backward runs where nothing is cached."""
+    gradients = []
+    for installs in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
+        if installs:
+            install_segment(model, PLAIN)
+        x = torch.randn(3, 4)
+        with torch.nn.utils.parametrize.cached():
+            output = model(model(x))
+        output.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert not torch.nn.utils.parametrize._cache
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
