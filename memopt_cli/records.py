@@ -16,6 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 from memopt_cli.errors import MemoptError, UsageError, shortened
+from memopt_cli.optimizer_text import parse_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,6 @@ SCHEMA_VERSION = 1
 """Version of every file memopt writes; raised when a field changes its meaning."""
 
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
-OptimizerName = Literal["none", "sgd", "adamw"]
 
 Profile = Literal["safe", "balanced", "memory", "exhaustive"]
 Preference = Literal["speed", "balanced", "memory"]
@@ -44,7 +44,6 @@ SelectionPolicy = Literal[
 ]
 
 PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
-OPTIMIZERS: tuple[str, ...] = typing.get_args(OptimizerName)
 STRATEGIES: tuple[StrategyName, ...] = typing.get_args(StrategyName)
 ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
@@ -198,10 +197,14 @@ class StepSettings:
     """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
     loss: str | None = None
     """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
-    optimizer: OptimizerName = "none"
+    optimizer: str = ""
+    """Whose state counts, as :func:`~memopt_cli.optimizer_text.parse_optimizer` takes it; empty: nobody named one."""
     accumulates: bool = False
     """It finds the gradients of earlier micro-batches, and adds to them."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        parse_optimizer(self.optimizer)
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -1567,7 +1570,7 @@ class CheckRequest:
     device: str | None = None
     precision: Precision | None = None
     loss: str | None = None
-    optimizer: OptimizerName | None = None
+    optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""

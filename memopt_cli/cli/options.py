@@ -12,7 +12,8 @@ import typer
 
 from memopt_cli.cli.config import read_config
 from memopt_cli.errors import UsageError
-from memopt_cli.records import OptimizerName, Precision
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.records import Precision
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
 from memopt_cli.units import parse_bytes, parse_percent
 
@@ -99,6 +100,17 @@ def _check_function(text: str | None) -> str | None:
     if text is not None:
         check_file(text.rpartition(":")[0])
     return text
+
+
+def _check_optimizer(text: str | None) -> str | None:
+    """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
+    if text is None:
+        return None
+    try:
+        choice = parse_optimizer(text)
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+    return _check_function(text) if isinstance(choice, MadeOptimizer) else text
 
 
 def check_file(path: str | None) -> str | None:
@@ -190,9 +202,18 @@ Loss = Annotated[
         "seeded random product with the outputs.",
     ),
 ]
-OPTIMIZER = typer.Option("--optimizer", rich_help_panel=_STEP, help="Whose state counts as memory.")
 SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=_STEP, help="For inputs, dropout and the loss.")
-Optimizer = Annotated[OptimizerName, OPTIMIZER]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE.py:FUNCTION",
+        callback=_check_optimizer,
+        rich_help_panel=_STEP,
+        show_default="none",
+        help="Whose state and temporaries count: adamw, adamw:fused, sgd:foreach …, or a function of the model that "
+        "returns one.",
+    ),
+]
 Seed = Annotated[int, SEED]
 RunUnder = Annotated[
     str | None,
