@@ -31,7 +31,7 @@ def to_data(value: Any) -> Any:
     """A record -> dicts, lists and scalars; a measurement's outcome carries its class name as ``kind``."""
     if is_dataclass(value) and not isinstance(value, type):
         data = {f.name: to_data(getattr(value, f.name)) for f in fields(value)}
-        return {"kind": type(value).__name__, **data} if isinstance(value, _TAGGED) else data
+        return {"kind": type(value).__name__, **data} if type(value) in _TAGGED else data
     if isinstance(value, Mapping):
         return {key: to_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
