@@ -53,6 +53,8 @@ def optimize(
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
     optimizer: options.Optimizer = None,
+    accumulate: options.Accumulate = 1,
+    clip_norm: options.ClipNorm = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
@@ -87,7 +89,15 @@ def optimize(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
+        settings=StepSettings(
+            device=device,
+            precision=precision,
+            loss=loss,
+            optimizer=optimizer or "",
+            micro_batches=accumulate,
+            clip_norm=clip_norm,
+            seed=seed,
+        ),
         search=SearchRequest(
             level=level,
             targets=tuple(target),

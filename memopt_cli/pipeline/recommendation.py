@@ -56,7 +56,9 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    settings = replace(request.settings, accumulates=request.global_batch is not None)
+    settings = request.settings
+    if request.global_batch is not None and settings.micro_batches == 1:
+        settings = replace(settings, micro_batches=2)  # how many there are is what is asked; any takes the same
     opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared)

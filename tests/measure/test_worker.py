@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
@@ -180,7 +180,7 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 ) -> None:
     batches: list[int] = []
 
-    def watched(take: Callable[[], object], device: str, held_bytes: int) -> Allocated:
+    def watched(take: MarkedStep, device: str, held_bytes: int) -> Allocated:
         handle = one._model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
         try:
             return measure_allocated(take, device, held_bytes)

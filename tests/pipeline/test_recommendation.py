@@ -210,8 +210,8 @@ class TestInProcess:
         found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
         assert found.accumulation is not None
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
-        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, accumulates=True) <= MIB
-        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
+        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
+        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
