@@ -361,7 +361,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         seconds: list[float] = []
         planner = Planner(
             trace,
-            Candidate(plan=Plan(level=0), counted=original),
+            Candidate(plan=Plan(), counted=original),
             _dry_runs(fake, original, seconds),
             SearchOptions(level=2),
         )

@@ -100,7 +100,7 @@ def vgg(options: argparse.Namespace) -> None:
         "memopt at the peak of SpikingJelly's level 4": theirs.peak_bytes,
         f"memopt at {_SHARE} of its activation peak": resident + int(_SHARE * (theirs.peak_bytes - resident)),
     }
-    packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(level=1, packed=True)))
+    packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(packed=True)))
     _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets), *_least(SPIKINGJELLY)], options)
 
 

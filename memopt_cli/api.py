@@ -340,7 +340,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
     selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
-    plan = segments_plan(selection, options) if selection else Plan(level=0)
+    plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(left_out(modules, options) if options.level else ())]
     if plan.segments and options.compress_x and not any(m.calls for m in modules):
@@ -352,6 +352,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
             model_format=FORMAT,
             device=device,
             plan=plan,
+            applied_level=1 if selection else 0,
             selection=selection,
             skipped=skipped,
             notes=notes,

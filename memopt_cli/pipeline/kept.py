@@ -121,7 +121,7 @@ class Kept:
                 "No model is written, as asked. In the training script: "
                 f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r})."
             )
-        plan = content(plan_yaml(file_header(self.prepared), self._plan))
+        plan = content(plan_yaml(file_header(self.prepared), self._plan, self.summary.applied_level))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan

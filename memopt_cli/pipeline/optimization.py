@@ -102,6 +102,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             plan=best.plan,
+            applied_level=best.level,
             by_goal=request.goal != SearchGoal(),
             selection=job.selection,
             rows=rows,
@@ -180,18 +181,19 @@ class _Job:
         try:
             with contextlib.ExitStack() as sessions:
                 session = sessions.enter_context(replaceable(self.session, self._session_lost))
-                original = self._measure_in(session(), Plan(level=0))
+                original = self._measure_in(session(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.close()
                     open_session = functools.partial(self.session, "small batch")
                     session = sessions.enter_context(replaceable(open_session, self._session_lost))
-                rows = [_row(Plan(level=0), original, None, 0, started)]
+                rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
                 search = self._start(session, original)
-                rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
+                predicted = search.first if search.traced.has_dry_runs else None
+                rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
@@ -202,8 +204,8 @@ class _Job:
 
     def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
         consequence = "every plan is run to be counted"
-        traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
-        start = session().count(Plan(level=0), fake=traced.has_dry_runs)
+        traced = record_step(session(), Plan(), original, self.notes, consequence=consequence)
+        start = session().count(Plan(), fake=traced.has_dry_runs)
         if not isinstance(start, Counted):
             raise_failure(start, "a step of the model could not be counted: ")
         if not isinstance(original, Measurement):
@@ -211,7 +213,7 @@ class _Job:
                 f"The original does not fit here; its peak of "
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
-        first = Candidate(plan=Plan(level=0), counted=start)
+        first = Candidate(plan=Plan(), counted=start)
         probes = SearchProbes(
             session,
             first,
@@ -284,7 +286,7 @@ class _Job:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
-        self._choose(search, rows[-1].plan if rows else Plan(level=level), by_goal=True)
+        self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
     def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
@@ -349,7 +351,7 @@ class _Job:
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own; every plan once."""
-        known = self.measured.get(replace(plan, level=0))
+        known = self.measured.get(plan)
         if known is not None:
             return known
         with self.session() as session:
@@ -357,9 +359,9 @@ class _Job:
 
     def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         found = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
-        self.measured[replace(plan, level=0)] = found
+        self.measured[plan] = found
         if isinstance(found, Measurement):
-            self.left[replace(plan, level=0)] = session.fingerprint()
+            self.left[plan] = session.fingerprint()
         return found
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
@@ -421,8 +423,8 @@ class _Job:
         return row, found
 
     def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
-        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan(level=0)
-        left = self.left.get(original), self.left.get(replace(plan, level=0))
+        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan()
+        left = self.left.get(original), self.left.get(plan)
         step = self.measured.get(original)
         if isinstance(left[0], Fingerprint) and isinstance(left[1], Fingerprint) and isinstance(step, Measurement):
             steps = MeasuredSteps(original=left[0], planned=left[1], original_s=step.step_s)
@@ -479,15 +481,13 @@ def _allocated(row: LevelRow) -> int:
     return row.outcome.allocated_peak_bytes
 
 
-def _row(
-    plan: Plan, outcome: Measurement | Failure, predicted: Candidate | None, tried: int, started: float
-) -> LevelRow:
+def _original_row(outcome: Measurement | Failure, predicted: Candidate | None, started: float) -> LevelRow:
     return LevelRow(
-        level=plan.level,
-        plan=plan,
+        level=0,
+        plan=Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
         predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        candidates=tried,
+        candidates=0,
         search_s=time.monotonic() - started,
     )

@@ -201,14 +201,14 @@ class Planner:
             heads = _heads(found.plan)
             if not heads:
                 continue
-            trace = self._probes.trace(Plan(level=CHUNKS, segments=heads))
+            trace = self._probes.trace(Plan(segments=heads))
             if not isinstance(trace, StepTrace):
                 self._dry_runs.count(found.plan, self._plain.proposals)
             if isinstance(trace, StepTrace):
                 seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
                 slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
                 proposals = Proposals(trace, self._tick, heads=heads, slowdown=slowdown)
-                for plan in (found.plan, replace(Plan(level=CHUNKS), segments=heads)):
+                for plan in (found.plan, Plan(segments=heads)):
                     self._dry_runs.count(plan, proposals)
                 return self._ground(proposals)
         return None
@@ -386,7 +386,7 @@ class Planner:
         """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
 
         def fails(segments: Sequence[SegmentPlan]) -> bool:
-            part = Plan(level=plan.level, segments=(*segments, *self._now.proposals.heads))
+            part = Plan(segments=(*segments, *self._now.proposals.heads))
             return self._dry_runs.count(part, self._now.proposals) is None
 
         suspects = [segment for segment in plan.segments if not segment.through_loss]

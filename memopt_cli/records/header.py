@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from memopt_cli.records.inputs import InputSpec
 
-SCHEMA_VERSION = 1
-"""Version of every file memopt writes; raised when a field changes its meaning."""
+SCHEMA_VERSION = 2
+"""Version of every file memopt writes; raised when a field changes its meaning.
+
+2: in JSON files plans have no ``level``, and levels have ``repeats`` in place of ``note``; version 1 is read, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,8 @@ class LevelRow:
     candidates: int
     """Plans that were dry-run for this level, beside those for the levels below."""
     search_s: float
-    note: str = ""
+    repeats: int | None = None
+    """The level whose plan it is, where it found no other; ``None``: its plan is its own."""
     predicted_slowdown: float | None = None
     """Step time over that of the original, by the cost model."""
 

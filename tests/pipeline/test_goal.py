@@ -34,7 +34,7 @@ def priced(peak: int) -> Priced:
     counted = Counted(
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
-    return Priced(candidate=Candidate(plan=Plan(level=3, segments=segments), counted=counted), slowdown=2 - peak / 1000)
+    return Priced(candidate=Candidate(plan=Plan(segments=segments), counted=counted), level=1, slowdown=2 - peak / 1000)
 
 
 class FakePlanner:

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 KIB = 1024
 BATCH = 512
-PLAN = Plan(level=1, segments=(SegmentPlan(path="features.0"), SegmentPlan(path="features.1")))
+PLAN = Plan(segments=(SegmentPlan(path="features.0"), SegmentPlan(path="features.1")))
 
 
 def block(width: int) -> nn.Sequential:
@@ -62,7 +62,7 @@ def with_buffer() -> nn.Module:
 COMMITS: dict[str, Callable[[], nn.Module]] = {
     "as it was": model,
     "under a plan": lambda: apply_plan(model(), PLAN),
-    "packed": lambda: apply_plan(model(), Plan(level=1, packed=True)),
+    "packed": lambda: apply_plan(model(), Plan(packed=True)),
     "widened": lambda: model(width=384),
     "buffer": with_buffer,
     "renamed": lambda: model(features="backbone"),

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,14 +77,13 @@ class Subject:
 
     @functools.cached_property
     def original(self) -> Candidate:
-        return Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
+        return Candidate(plan=Plan(), counted=self.count(Plan()))
 
     def dry_run(self, plan: Plan) -> int:
         return self.count(plan).allocated_peak_bytes
 
     def count(self, plan: Plan) -> Counted:
         """What was counted before is answered from memory."""
-        plan = replace(plan, level=0)
         if plan not in self._counted:
             with self._applied(plan):
                 self._counted[plan] = self.fake.count()
@@ -123,9 +121,7 @@ class Subject:
 
 
 def segments(*paths: str, chunks: int = 1, axis: int = 0) -> Plan:
-    return Plan(
-        level=3, segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis, inexact=chunks > 1) for p in paths)
-    )
+    return Plan(segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis, inexact=chunks > 1) for p in paths))
 
 
 def tiny_gpt() -> Subject:
@@ -176,7 +172,7 @@ def carriers() -> Subject:
 
 def carrying(chunks: int, recompute_states: bool) -> Plan:
     every = (SegmentPlan(path=f"blocks.{i}", chunks=chunks, recompute_states=recompute_states) for i in range(4))
-    return Plan(level=3, segments=tuple(every))
+    return Plan(segments=tuple(every))
 
 
 class Leaking(nn.Module):

@@ -241,7 +241,7 @@ def climbed(step: Step, level: int, *targets: str, tried: list[Plan] | None = No
 
     options = SearchOptions(level=level, targets=targets)
     probes = Probes(count=probe, chunking=chunking, report=lambda _: None)
-    original = Candidate(plan=Plan(level=0), counted=probe(Plan(level=0)))
+    original = Candidate(plan=Plan(), counted=probe(Plan()))
     return Planner(record(step, 8, contents=True), original, probes, options).least(level).plan
 
 
