@@ -58,7 +58,7 @@ from memopt_cli.records import (
     Refused,
     SearchGoal,
     SearchOptions,
-    SearchRequest,
+    SearchOverrides,
     StepSettings,
     from_data,
     to_data,
@@ -166,7 +166,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         recommend_batch=False,
         measure_levels=True,
     )
-    return find_levels(request, resolve(SearchRequest(level=level, max_slowdown=math.inf)), ready, Progress())
+    return find_levels(request, resolve(SearchOverrides(level=level, max_slowdown=math.inf)), ready, Progress())
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ from memopt_cli.records import (
     Plan,
     Preference,
     Profile,
-    SearchRequest,
+    SearchOverrides,
     StepFailed,
     StepSettings,
     Verification,
@@ -145,7 +145,7 @@ def memory_optimization(
         dummy_input = inputs_of(net, example_forward)
     unsaid = level is None and profile is None and prefer is None
     instances = _instances(net, instance)
-    request = SearchRequest(
+    request = SearchOverrides(
         level=0 if unsaid else level,
         modules=instances,
         parts=_parts(net, instances, split_fn) if split_fn is not None else None,
@@ -201,7 +201,7 @@ def apply_gc(
     and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    request = SearchRequest(
+    request = SearchOverrides(
         level=1,
         modules=_instances(net, instance),
         compress_x=compress_x,
@@ -269,7 +269,7 @@ def _local_rank(variable: str, devices: int) -> int:
 def _measured(
     net: nn.Module,
     inputs: Inputs,
-    request: SearchRequest,
+    request: SearchOverrides,
     resolved: Resolved,
     settings: StepSettings,
     progress: Progress,

@@ -14,7 +14,7 @@ from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.measure import processes
-from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
+from memopt_cli.records import OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
@@ -86,7 +86,7 @@ def optimize(
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
-        search=SearchRequest(
+        search=SearchOverrides(
             level=level,
             targets=tuple(target),
             compress_x=compress_x,

@@ -78,7 +78,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
-    if request.search.warmup_in_main_process:
+    if request.search.get("warmup_in_main_process"):
         summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
     kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
     return kept.result()
@@ -271,7 +271,7 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.max_slowdown or math.inf,
+            most_slowdown=self.request.search.get("max_slowdown") or math.inf,
         )
         rows: list[LevelRow] = []
         self.progress.stage("frontier" if goal.frontier else "budget")

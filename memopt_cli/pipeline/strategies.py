@@ -28,7 +28,7 @@ from memopt_cli.records import (
     OnlineRule,
     OptimizeRequest,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     StepFailed,
     StrategyComparison,
     StrategyCurve,
@@ -113,7 +113,7 @@ class _Job:
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""
-        search = SearchRequest(level=_SEARCHED_LEVEL)
+        search = SearchOverrides(level=_SEARCHED_LEVEL)
         request = OptimizeRequest(
             source=self.request.source,
             spec=self.prepared.subject.spec,

@@ -75,7 +75,7 @@ from memopt_cli.records.search import (
     Profile,
     SearchGoal,
     SearchOptions,
-    SearchRequest,
+    SearchOverrides,
     SelectionPolicy,
 )
 from memopt_cli.records.settings import OPTIMIZERS, PRECISIONS, OptimizerName, Precision, StepSettings
@@ -167,7 +167,7 @@ __all__ = [
     "SavedTensor",
     "SearchGoal",
     "SearchOptions",
-    "SearchRequest",
+    "SearchOverrides",
     "SegmentPlan",
     "SelectionPolicy",
     "StepFailed",

@@ -48,7 +48,7 @@ from memopt_cli.records import (
     OptimizeRequest,
     OutOfMemory,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     SegmentPlan,
     StepSettings,
     TensorSpec,
@@ -414,7 +414,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
             OptimizeRequest(
                 source=ModelSource(location=str(path)),
                 spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
-                search=SearchRequest(level=1),
+                search=SearchOverrides(level=1),
                 longest_step_s=0.01,
             ),
             progress=Progress(),

@@ -390,14 +390,14 @@ def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
 
 def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path: Path) -> None:
     from memopt_cli.pipeline import optimize
-    from memopt_cli.records import OptimizeRequest, SearchRequest
+    from memopt_cli.records import OptimizeRequest, SearchOverrides
 
     spec = InputSpec(tensors=(parse_tensor(f"{BATCH}x128"),), source="here")
     recorded = history.record()
     made = OptimizeRequest(
         source=ModelSource(location=history.model),
         spec=spec,
-        search=SearchRequest(level=0),
+        search=SearchOverrides(level=0),
         recommend_batch=False,
     )
     optimize(made, progress=Progress(), ask=None)

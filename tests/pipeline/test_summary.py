@@ -16,7 +16,7 @@ from memopt_cli.records import (
     MemOptSummary,
     OutOfMemory,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     SegmentPlan,
 )
 
@@ -68,7 +68,7 @@ def row(level: int, **changes: Any) -> LevelRow:
 
 def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> MemOptSummary:
     plan = next(r.plan for r in rows if r.level == applied)
-    resolved = resolve(SearchRequest(level=rows[-1].level))
+    resolved = resolve(SearchOverrides(level=rows[-1].level))
     return summarize(
         Findings(
             resolved=resolved,
