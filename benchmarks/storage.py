@@ -131,8 +131,8 @@ def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Itera
     if found is None:
         print(f"{label}: nothing found in {seconds:.0f} s", file=sys.stderr)
         return
-    prepare = functools.partial(planned, plan=found.candidate.plan)
-    print(f"{label}: {found.candidate.plan}", file=sys.stderr)
+    prepare = functools.partial(planned, plan=found.plan)
+    print(f"{label}: {found.plan}", file=sys.stderr)
     yield Contestant(label, one.prepared.subject, prepare, search_s=seconds)
 
 

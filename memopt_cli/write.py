@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
 from memopt_cli.errors import BaselineError, UsageError, WriteError, shortened
@@ -286,17 +286,19 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _as_of_today(data: Any) -> Any:
-    """JSON of version 1 without the keys that went with it, on which nothing depended."""
+    """JSON of version 1 by the keys of today; nothing depended on those that are gone."""
     if isinstance(data, list):
         return [_as_of_today(item) for item in data]
     if not isinstance(data, dict):
         return data
-    gone = {key for beside, key in _GONE.items() if beside in data}
-    return {key: _as_of_today(value) for key, value in data.items() if key not in gone}
+    values = {key: _as_of_today(value) for key, value in data.items()}
+    if "segments" in values:  # a plan
+        values.pop("level", None)
+    if "predicted_tensor_peak_bytes" in values:  # a level
+        values.pop("note", None)
+        values = {"dry_runs" if key == "candidates" else key: value for key, value in values.items()}
+    return values
 
-
-_GONE: Final = {"segments": "level", "predicted_tensor_peak_bytes": "note"}
-"""Keys of a plan and of a level -> those that they had beside them in version 1."""
 
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]

@@ -70,7 +70,7 @@ def row(outcome: Measurement | Failure) -> LevelRow:
         outcome=outcome,
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=7,
-        candidates=2,
+        dry_runs=2,
         search_s=1.5,
         repeats=0,
     )

@@ -65,7 +65,7 @@ class Climb:
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
-        return replace(self.original, level=row.level, candidates=row.candidates, search_s=row.search_s)
+        return replace(self.original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s)
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
@@ -85,7 +85,7 @@ class Climb:
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
                 self.skipped.append(
-                    skipped_step(level, segments=len(below.segments), tried=row.candidates, options=self.options)
+                    skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=self.options)
                 )
             below = row.plan
             yield row
@@ -123,7 +123,7 @@ class Climb:
                 found = self.planner.best(row.level, math.nextafter(predicted, 0))
             if found.slowdown >= predicted:
                 break
-            tried = row.candidates + self.planner.tried - tried
+            tried = row.dry_runs + self.planner.tried - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
@@ -143,7 +143,7 @@ def _peak(row: LevelRow) -> str:
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
     """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    counted = found.candidate.counted
+    counted = found.dry_run.counted
     return LevelRow(
         level=level,
         plan=found.plan,
@@ -151,6 +151,6 @@ def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run:
         predicted_tensor_peak_bytes=counted.tensor_peak_bytes if dry_run else None,
         predicted_allocated_peak_bytes=counted.allocated_peak_bytes if dry_run else None,
         predicted_slowdown=found.slowdown,
-        candidates=tried,
+        dry_runs=tried,
         search_s=time.monotonic() - started,
     )

@@ -23,7 +23,7 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost
@@ -142,7 +142,7 @@ class _Search:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
-    first: Candidate
+    first: CountedPlan
     probes: SearchProbes
     planner: Planner
     notes: int
@@ -211,7 +211,7 @@ class _Job:
                 f"The original does not fit here; its peak of "
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
-        first = Candidate(plan=Plan(), counted=start)
+        first = CountedPlan(plan=Plan(), counted=start)
         probes = SearchProbes(
             session,
             first,
@@ -331,7 +331,7 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append(SESSION_LOST)
 
-    def _probes(self, probes: SearchProbes, original: Candidate) -> Probes:
+    def _probes(self, probes: SearchProbes, original: CountedPlan) -> Probes:
         """What the search may ask, with its progress shown."""
         reporter = _Reporter(self.progress, original.peak_bytes)
 
@@ -479,13 +479,13 @@ def _allocated(row: LevelRow) -> int:
     return row.outcome.allocated_peak_bytes
 
 
-def _original_row(outcome: Measurement | Failure, predicted: Candidate | None, started: float) -> LevelRow:
+def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:
     return LevelRow(
         level=0,
         plan=Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
         predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        candidates=0,
+        dry_runs=0,
         search_s=time.monotonic() - started,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memopt_cli.measure.jobs import Traced
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import Candidate, NotTried
+from memopt_cli.plan.interface import CountedPlan, NotTried
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused
 
 
@@ -17,7 +17,7 @@ class SearchProbes:
     def __init__(
         self,
         session: Callable[[], Session],
-        original: Candidate,
+        original: CountedPlan,
         *,
         fake: bool,
         limit_s: float | None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -59,7 +59,7 @@ class Planner:
     Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
     """
 
-    def __init__(self, trace: StepTrace, original: Candidate, probes: Probes, options: SearchOptions) -> None:
+    def __init__(self, trace: StepTrace, original: CountedPlan, probes: Probes, options: SearchOptions) -> None:
         self._tree = ModuleTree(trace)
         self._probes = probes
         self._options = options
@@ -189,15 +189,15 @@ class Planner:
         if self._limits.cuts == 0 or asked_for(self._tree, self._options) is not None:
             return None
 
-        def count(plan: Plan) -> Candidate | None:
+        def count(plan: Plan) -> CountedPlan | None:
             counted = self._probes.count(plan)  # what it takes in time is known when the step is recorded with it
             if isinstance(counted, NotTried):
                 raise TimeIsUp
-            return Candidate(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+            return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
 
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.candidate, self._tree, count)
+            found = with_heads(start.dry_run, self._tree, count)
             heads = _heads(found.plan)
             if not heads:
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SegmentPlan
@@ -24,7 +24,7 @@ class TimeIsUp(Exception):
 class Priced:
     """A plan that was counted by a dry run, and the step time that the cost model gives it."""
 
-    candidate: Candidate
+    dry_run: CountedPlan
     level: int
     """The least that allows all that the plan does."""
     slowdown: float
@@ -33,20 +33,20 @@ class Priced:
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self.candidate.plan
+        return self.dry_run.plan
 
     @property
     def peak_bytes(self) -> int:
         """Allocated peak of the dry run."""
-        return self.candidate.peak_bytes
+        return self.dry_run.peak_bytes
 
 
 class DryRuns:
     """Plans that were counted: what is found for one level or budget may be the answer for another."""
 
-    def __init__(self, probes: Probes, original: Candidate) -> None:
+    def __init__(self, probes: Probes, original: CountedPlan) -> None:
         self._probes = probes
-        first = Priced(candidate=original, level=level_of(original.plan), slowdown=1.0)
+        first = Priced(dry_run=original, level=level_of(original.plan), slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
         """Plans that could not be counted, and why."""
@@ -61,8 +61,8 @@ class DryRuns:
             if isinstance(counted, NotTried):
                 raise TimeIsUp
             if isinstance(counted, Counted):
-                candidate, slowdown = Candidate(plan=plan, counted=counted), proposals.slowdown(plan)
-                self._found[plan] = Priced(candidate=candidate, level=level_of(plan), slowdown=slowdown)
+                dry_run, slowdown = CountedPlan(plan=plan, counted=counted), proposals.slowdown(plan)
+                self._found[plan] = Priced(dry_run=dry_run, level=level_of(plan), slowdown=slowdown)
             else:
                 self._found[plan], self.failures[plan] = None, counted
         return self._found[plan]

@@ -60,7 +60,7 @@ def row(level: int, **changes: Any) -> LevelRow:
         outcome=measured((9 - level) * MIB),
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=None,
-        candidates=1,
+        dry_runs=1,
         search_s=0.0,
     )
     return replace(plain, **changes)

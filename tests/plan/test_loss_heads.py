@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -104,13 +104,13 @@ def test_heads_that_stand_equally_high_go_together(
     monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda tree: heads)
     tried: list[Plan] = []
 
-    def count(plan: Plan) -> Candidate | None:
+    def count(plan: Plan) -> CountedPlan | None:
         tried.append(plan)
         paths = {segment.path for segment in plan.segments}
         share = 2.0 if "worse" in paths else both if len(paths) == 2 else 1.0
         counted = subject.original.counted
         peak_bytes = int(share * counted.allocated_peak_bytes)
-        return Candidate(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
+        return CountedPlan(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
 
     found = with_heads(subject.original, ModuleTree(subject.trace), count)
     assert [segment.path for segment in found.plan.segments] == kept

@@ -167,7 +167,7 @@ def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None
         outcome=outcome,
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=None,
-        candidates=1,
+        dry_runs=1,
         search_s=1.0,
     )
 

@@ -68,7 +68,7 @@ def row(
         outcome=outcome,
         predicted_tensor_peak_bytes=300 * MIB if level else None,
         predicted_allocated_peak_bytes=310 * MIB if level else None,
-        candidates=1,
+        dry_runs=1,
         search_s=1.0,
         repeats=repeats,
     )
