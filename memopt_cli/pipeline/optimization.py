@@ -21,7 +21,7 @@ from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
 from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.planner import Planner
@@ -34,7 +34,6 @@ from memopt_cli.records import (
     Fingerprint,
     LevelRow,
     Measurement,
-    MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
     Outlook,
@@ -74,18 +73,18 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_targets(paths.all(), force=request.force)
     try:
         prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
-        summary = find_plan(request, resolved, prepared, progress)
+        found = find_plan(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
-    kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> MemOptSummary:
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
     """Search, measure and verify; writes nothing.
 
-    The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
+    A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
@@ -93,25 +92,25 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
     rows = job.search()
     best, verification = job.verify(rows) if request.goal.applies else (rows[0], None)
-    summary = summarize(
-        Findings(
-            resolved=resolved,
-            asked_codecs=prepared.facts.asked_codecs,
-            model_format=prepared.facts.format,
-            device=prepared.subject.settings.device,
-            plan=best.plan,
-            applied_level=best.level,
-            by_goal=request.goal != SearchGoal(),
-            selection=job.selection,
-            rows=rows,
-            verification=verification,
-            skipped=job.skipped,
-            notes=job.notes,
-        )
+    return Findings(
+        resolved=resolved,
+        asked_codecs=prepared.facts.asked_codecs,
+        model_format=prepared.facts.format,
+        device=prepared.subject.settings.device,
+        plan=best.plan,
+        applied_level=best.level,
+        by_goal=request.goal != SearchGoal(),
+        selection=job.selection,
+        rows=rows,
+        verification=verification,
+        skipped=job.skipped,
+        notes=job.notes,
+        budget_bytes=job.budget_bytes,
+        frontier=job.frontier,
+        interrupted=job.interrupted,
+        faster=job.faster,
+        smaller=job.smaller,
     )
-    summary.budget_bytes, summary.frontier, summary.interrupted = job.budget_bytes, job.frontier, job.interrupted
-    summary.faster, summary.smaller = job.faster, job.smaller
-    return summary
 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:

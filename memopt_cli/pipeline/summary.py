@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
 from memopt_cli.plan.search import spent_by
-from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, Verification, to_data
+from memopt_cli.records import (
+    BatchAdvice,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    Outlook,
+    ParetoPoint,
+    Plan,
+    Verification,
+    to_data,
+)
 from memopt_cli.units import format_bytes, format_seconds
 
 _NAMED = 3
@@ -18,7 +28,7 @@ _SLOW = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What one optimization found."""
+    """What one optimization found; whoever goes on from here adds to the notes."""
 
     resolved: Resolved
     asked_codecs: Sequence[str]
@@ -37,10 +47,18 @@ class Findings:
     verification: Verification | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    budget_bytes: int | None = None
+    frontier: list[ParetoPoint] = field(default_factory=list)
+    interrupted: bool = False
+    faster: Outlook | None = None
+    smaller: Outlook | None = None
 
 
-def summarize(found: Findings) -> MemOptSummary:
-    """The summary of one optimization; its time and the batch that fits are filled in at the end."""
+def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
+    """The summary of one optimization, as it is shown and written; its counters are those of the plan.
+
+    ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
+    """
     rows, plan, options, selection = found.rows, found.plan, found.resolved.options, found.selection
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
@@ -83,7 +101,14 @@ def summarize(found: Findings) -> MemOptSummary:
         levels=rows,
         plan=plan,
         verification=found.verification,
+        advice=advice,
         model_format=found.model_format,
+        spent_s=spent_s,
+        budget_bytes=found.budget_bytes,
+        frontier=found.frontier,
+        interrupted=found.interrupted,
+        faster=found.faster,
+        smaller=found.smaller,
     )
 
 

@@ -80,7 +80,8 @@ def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> Mem
             selection=None,
             rows=list(rows),
             skipped=list(skipped),
-        )
+        ),
+        spent_s=1.0,
     )
 
 
