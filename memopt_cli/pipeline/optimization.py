@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import Data, Traced
+from memopt_cli.measure.jobs import CountJob, Data, Measured, MeasureJob, Traced, VerifyJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import SESSION_LOST, replaceable
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
@@ -20,10 +18,11 @@ from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
-from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import Candidate, ModuleTree
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost
@@ -44,7 +43,6 @@ from memopt_cli.records import (
     SearchGoal,
     SearchOptions,
     StepFailed,
-    StepTrace,
     Verification,
     describe,
 )
@@ -53,8 +51,6 @@ from memopt_cli.write import check_targets, output_paths
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search for levels ends after so many seconds and so many steps, if it is not said how long it may take."""
-
-_Count = Callable[[Plan], Counted | Failure | NotTried]
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -169,7 +165,7 @@ class _Job:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
-    left: dict[Plan, Fingerprint | Failure] = field(default_factory=dict)
+    left: dict[Plan, Fingerprint] = field(default_factory=dict)
     """By the measured steps."""
 
     def search(self) -> list[LevelRow]:
@@ -178,19 +174,16 @@ class _Job:
         started = time.monotonic()
         search: _Search | None = None
         try:
-            with contextlib.ExitStack() as sessions:
-                session = sessions.enter_context(replaceable(self.session, self._session_lost))
-                original = self._measure_in(session(), Plan(level=0))
+            with Sessions(self.session, self._session_lost, "full size") as sessions:
+                original = self._measure_in(sessions(), Plan(level=0))
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
-                    sessions.close()
-                    open_session = functools.partial(self.session, "small batch")
-                    session = sessions.enter_context(replaceable(open_session, self._session_lost))
+                    sessions.smaller()
                 rows = [_row(Plan(level=0), original, None, 0, started)]
                 if self.options.level == 0:
                     return rows
-                search = self._start(session, original)
+                search = self._start(sessions, original)
                 rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
@@ -200,10 +193,16 @@ class _Job:
         self.notes += self._obstacles(search.probes)
         return rows
 
-    def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
-        consequence = "every plan is run to be counted"
-        traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
-        start = session().count(Plan(level=0), fake=traced.has_dry_runs)
+    def _start(self, sessions: Sessions, original: Measurement | Failure) -> _Search:
+        traced = record_step(
+            sessions(),
+            Plan(level=0),
+            original,
+            self.notes,
+            smaller=sessions.smaller if isinstance(original, Measurement) else None,
+            consequence="every plan is run to be counted",
+        )
+        start = sessions().ask(CountJob(plan=Plan(level=0), fake=traced.has_dry_runs))
         if not isinstance(start, Counted):
             raise_failure(start, "a step of the model could not be counted: ")
         if not isinstance(original, Measurement):
@@ -212,14 +211,11 @@ class _Job:
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
         first = Candidate(plan=Plan(level=0), counted=start)
-        probes = SearchProbes(
-            session,
-            first,
-            fake=traced.has_dry_runs,
-            limit_s=self._search_limit_s(original),
-            allow_inexact=self.options.allow_inexact,
+        probes = SearchProbes(sessions, first, limit_s=self._search_limit_s(original))
+        asked = planner_probes(
+            probes, first, self.progress, fake=traced.has_dry_runs, allow_inexact=self.options.allow_inexact
         )
-        planner = Planner(traced.trace, first, self._probes(probes, first), self.options)
+        planner = Planner(traced.trace, first, asked, self.options)
         return _Search(traced=traced, first=first, probes=probes, planner=planner, notes=len(self.notes))
 
     def _search_limit_s(self, original: Measurement | Failure) -> float | None:
@@ -331,22 +327,6 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append(SESSION_LOST)
 
-    def _probes(self, probes: SearchProbes, original: Candidate) -> Probes:
-        """What the search may ask, with its progress shown."""
-        reporter = _Reporter(self.progress, original.peak_bytes)
-
-        def trace(plan: Plan) -> StepTrace | Failure | NotTried:
-            traced = probes.trace(plan)
-            return traced.trace if isinstance(traced, Traced) else traced
-
-        return Probes(
-            count=reporter.watching(probes.count),
-            chunking=probes.chunking,
-            report=reporter.report,
-            trace=trace,
-            late=probes.late,
-        )
-
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own; every plan once."""
         known = self.measured.get(replace(plan, level=0))
@@ -356,11 +336,12 @@ class _Job:
             return self._measure_in(session, plan)
 
     def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
-        found = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
-        self.measured[replace(plan, level=0)] = found
-        if isinstance(found, Measurement):
-            self.left[replace(plan, level=0)] = session.fingerprint()
-        return found
+        found = session.ask(MeasureJob(plan=plan, warm_up=self.options.warmup_in_profile_workers))
+        outcome = found.measurement if isinstance(found, Measured) else found
+        self.measured[replace(plan, level=0)] = outcome
+        if isinstance(found, Measured):
+            self.left[replace(plan, level=0)] = found.left
+        return outcome
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified.
@@ -401,7 +382,7 @@ class _Job:
             def verify(plan: Plan) -> Verification | None:
                 if sessions[-1].ended:
                     sessions.append(stack.enter_context(self.session()))
-                found = sessions[-1].verify(plan, failed.batch, dims=failed.dims, further=True)
+                found = sessions[-1].ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
                 return found if isinstance(found, Verification) else None
 
             plan, left_out = agreeing(best.plan, verify)
@@ -424,7 +405,7 @@ class _Job:
         prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan(level=0)
         left = self.left.get(original), self.left.get(replace(plan, level=0))
         step = self.measured.get(original)
-        if isinstance(left[0], Fingerprint) and isinstance(left[1], Fingerprint) and isinstance(step, Measurement):
+        if left[0] is not None and left[1] is not None and isinstance(step, Measurement):
             steps = MeasuredSteps(original=left[0], planned=left[1], original_s=step.step_s)
             return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
         return verified(prepared, plan, timeout_s, self.progress, fits=fits)
@@ -432,42 +413,6 @@ class _Job:
     def session(self, data: Data = "full size") -> Session:
         """A fresh profiling subprocess, and what it may run."""
         return self.prepared.session(self.request.timeout_s, data)
-
-
-class _Reporter:
-    """Tells progress what is tried, with the peaks: ``segments: 8 · 380.1 MiB → 341.7 MiB``."""
-
-    def __init__(self, progress: Progress, start_bytes: int) -> None:
-        self._progress = progress
-        self._best_bytes = start_bytes
-        self._tried = 0
-
-    def report(self, text: str) -> None:
-        """Tell what is tried next, which takes a while."""
-        self._progress.update(self._tried, None, f"{text} · {format_bytes(self._best_bytes)}")
-
-    def watching(self, count: _Count) -> _Count:
-        """The same counter, with its answers told to the progress."""
-
-        def counted(plan: Plan) -> Counted | Failure | NotTried:
-            found = count(plan)
-            if isinstance(found, NotTried):
-                return found
-            self._tried += 1
-            peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
-            tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{tried} · {self._compared(peak)}")
-            self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
-            return found
-
-        return counted
-
-    def _compared(self, peak_bytes: int | None) -> str:
-        """A peak beside the least so far; an arrow to a new least."""
-        if peak_bytes is None:
-            return "cannot run"
-        least, shown = format_bytes(self._best_bytes), format_bytes(peak_bytes)
-        return f"{least} → {shown}" if peak_bytes < self._best_bytes else f"{shown}, the least is {least}"
 
 
 def _has_chunks(row: LevelRow) -> bool:

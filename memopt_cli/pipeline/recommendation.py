@@ -15,14 +15,15 @@ from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batching.length_strategies import read_lengths
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import SESSION_LOST, BatchProbes, check_varied, memory_left_out, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Accumulation,
@@ -71,9 +72,9 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         longest=longest,
         most_runs=MOST_PROBES - RUNS * bool(lengths),
     )
-    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
+    open_session = functools.partial(prepared.session, request.timeout_s)
     try:
-        with replaceable(open_session, job.session_lost) as session:
+        with Sessions(open_session, job.session_lost, "small batch") as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -297,7 +298,7 @@ class _Job:
                 return main.search.runs[size]
             self.runs += 1
             self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
-            return session().probe(main.plan, size, {**main.dims, symbol: steps})
+            return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
         batch, runnable = self._chosen(main), main.search.fitting[-1].batch if main.search.fitting else 1
         return compare_lengths(
