@@ -49,7 +49,8 @@ def prepared(name: str) -> Prepared:
     folder = "benchmarks" if name == SPIKINGJELLY else "sample_models"
     source = ModelSource(location=f"{folder}.{name}:build")
     opening = Opening(source=source, spec=spec_of(name), settings=settings, timeout_s=TIMEOUT_S)
-    return prepare(opening, progress=Progress(), ask=None)
+    ready = prepare(opening, progress=Progress(), ask=None)
+    return replace(ready, subject=replace(ready.subject, layer_runs=True))
 
 
 def spec_of(name: str) -> InputSpec:

@@ -48,7 +48,6 @@ def optimize(
     max_split_rounds: search.MaxSplitRounds = None,
     max_candidates_per_round: search.MaxCandidatesPerRound = None,
     allow_expensive_profiling: search.AllowExpensiveProfiling = None,
-    warmup_in_main_process: search.WarmupInMainProcess = None,
     warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
@@ -76,7 +75,10 @@ def optimize(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Find how one training step needs the least memory, prove it exact, and write the optimized model."""
+    """Make a model train in less memory, and prove it exact.
+
+    Searches for the plan with the least peak, measures it, verifies it and writes the optimized model.
+    """
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
@@ -94,7 +96,6 @@ def optimize(
             allow_inexact=allow_inexact,
             max_split_rounds=max_split_rounds,
             max_candidates_per_round=max_candidates_per_round,
-            warmup_in_main_process=warmup_in_main_process,
             warmup_in_profile_workers=warmup_in_profile_workers,
             prefer=prefer,
             profile=profile,

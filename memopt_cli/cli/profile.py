@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
@@ -35,11 +36,15 @@ def profile(
             metavar="FILE",
             callback=options.check_file,
             show_default=False,
+            rich_help_panel=STEP,
             help="Profile the step under this plan.",
         ),
     ] = None,
     fake: Annotated[
-        bool, typer.Option("--fake", help="Estimate on tensors without data: for a step larger than this machine.")
+        bool,
+        typer.Option(
+            "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
+        ),
     ] = False,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
@@ -62,7 +67,10 @@ def profile(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show where the memory of one training step goes: when it peaks, by category, by module, by saved tensor."""
+    """Show where the memory of a training step goes.
+
+    When it peaks, by category, by module and by saved tensor.
+    """
     request = ProfileRequest(
         source=model_source(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox

@@ -56,7 +56,10 @@ def recommend_batch(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Find the largest and the fastest batch that fit into memory, each proven by a run."""
+    """Find the largest and the fastest batch that fit.
+
+    Each is proven by a run.
+    """
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
         source=model_source(

@@ -1,0 +1,31 @@
+"""How a training step is run."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
+
+OptimizerName = Literal["none", "sgd", "adamw"]
+
+PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
+
+OPTIMIZERS: tuple[str, ...] = typing.get_args(OptimizerName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How one training step is run."""
+
+    device: str = "cpu"
+    """``cpu`` or ``cuda:N`` (already resolved)."""
+    precision: Precision = "stored"
+    """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
+    loss: str | None = None
+    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
+    optimizer: OptimizerName = "none"
+    accumulates: bool = False
+    """It finds the gradients of earlier micro-batches, and adds to them."""
+    seed: int = 0
