@@ -24,7 +24,7 @@ from torch import nn
 
 from memopt_cli.cli.app import main
 from memopt_cli.cli.terminal import LogProgress
-from memopt_cli.measure import runner
+from memopt_cli.measure import channel
 from memopt_cli.measure.jobs import ChunkingJob, CountJob, Measured, MeasureJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
@@ -263,7 +263,7 @@ def test_fault_in_a_subprocess(
     user_code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(channel, "_PATIENCE_S", 0.5)
     assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
 
 
