@@ -17,7 +17,7 @@ BASE = {"errors", "units", "records", "documents", "spec_text", "__version__"}
 BELOW_STAGES = BASE | {"progress", "runtime", "step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
-    *("batching", "model_batching", "online", "regression"),
+    *("batch_size", "model_batching", "online", "regression"),
 }
 PARTS: dict[str, set[str]] = {
     "errors": set(),
@@ -35,6 +35,7 @@ PARTS: dict[str, set[str]] = {
     "online.answers": BELOW_STAGES | {"loading", "trace", "measure", "measure.answers", "online", "online.jobs"},
     "model_batching.jobs": BASE | {"measure"},
     "model_batching.answers": BELOW_STAGES | {"apply", "measure.answers", "model_batching", "model_batching.jobs"},
+    "batching": BELOW_STAGES | {"batch_size"},  # a library beside the commands: the pipeline does without
     "measure": BELOW_STAGES | {"measure.processes"},
     "measure.model_file": BELOW_STAGES | STAGES,
     "measure.seccomp": set(),

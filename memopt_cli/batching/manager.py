@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from memopt_cli.batching.config import BatchShaping
+from memopt_cli.batch_size.config import BatchShaping
 from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.batching.monitor import PerformanceMonitor, Trend

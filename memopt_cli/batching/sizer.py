@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memopt_cli.batching.advice import fit_line
-from memopt_cli.batching.config import AdaptiveSizing
+from memopt_cli.batch_size.config import AdaptiveSizing
+from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from memopt_cli.batching.advice import TARGET_SHARE, Limits
-from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.batch_size.capacity import device_capacity
+from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.prepare import Prepared
@@ -54,7 +54,7 @@ def advise(
         )
         search.find()
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
-            if len(search.measured) < _PROBES:
+            if len(search.runs.measured) < _PROBES:
                 search.also_run([size])
         refusal = search.refusal()
         advice = search.outcome()

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import BatchSearch, Limits, between
+from memopt_cli.batch_size.lines import between
+from memopt_cli.batch_size.runs import Limits
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading.input_spec import check_batch
 from memopt_cli.measure.jobs import CountJob, Job, ProbeJob

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.batching.accumulation import accumulate
-from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
-from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
-from memopt_cli.batching.length_strategies import read_lengths
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batch_size.length_strategies import read_lengths
+from memopt_cli.batch_size.runs import MOST_PROBES, Limits
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
@@ -122,7 +123,9 @@ class _Job:
     @property
     def proven(self) -> bool:
         """A batch was run that fits."""
-        return any(case.search.fitting or (case.copies is not None and case.copies.fitting) for case in self.searched)
+        return any(
+            case.search.runs.fitting or (case.copies is not None and case.copies.fitting) for case in self.searched
+        )
 
     def so_far(self) -> BatchRecommendation:
         """The answer that the runs before an interruption give, without anything more being run."""
@@ -132,7 +135,7 @@ class _Job:
             case.search.interrupt()
         self.runs = sum(len(case.search.runs) for case in self.searched)
         self.notes.append("Interrupted: what was still to be run may have given a better answer.")
-        cases = [case for case in reversed(self.searched) if case.search.fitting]
+        cases = [case for case in reversed(self.searched) if case.search.runs.fitting]
         main = self._main(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
 
@@ -152,7 +155,7 @@ class _Job:
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen(main),
-            verified=bool(main.search.fitting),
+            verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
             notes=tuple(self.notes),
@@ -193,7 +196,7 @@ class _Job:
             case.search.find()
             self._check(case)
             self.runs += len(case.search.runs)
-            ratio = case.search.measured_ratio() if case.search.predict else 1.0
+            ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 
     def _find_copies(self, case: _Case, sizes: Sequence[int]) -> None:
         """Find how many copies train fastest; the case is searched with so many."""
@@ -228,17 +231,17 @@ class _Job:
 
     def _worth(self, case: _Case) -> float:
         """Samples a second, or of a step."""
-        if self.request.objective == "throughput" and case.search.fitting:
-            return case.search.fastest.samples_per_s
+        if self.request.objective == "throughput" and case.search.runs.fitting:
+            return case.search.runs.fastest.samples_per_s
         return self._chosen(case) * case.probes.replicas
 
     def _check(self, case: _Case) -> None:
         """Raise what went wrong where nothing ran, unless it was for lack of memory."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
-        if others and not case.search.measured:
+        if others and not case.search.runs.measured:
             raise_failure(others[0])
-        if case.search.predict is None and not case.search.runs:
+        if case.search.model.predict is None and not case.search.runs:
             raise StepError(
                 f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
                 f"{self.most_runs} runs are all there are",
@@ -249,25 +252,25 @@ class _Job:
                 f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
                 hint="Write no batch size into its code (x.shape[0] instead); export it with dynamic_shapes.",
             )
-        if case.search.predict is None:
+        if case.search.model.predict is None:
             self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
 
     def _seek_faster(self, cases: Sequence[_Case]) -> None:
         """Run smaller batches for their speed, of every case that may be recommended for it."""
         is_max = self.request.objective == "max"
-        found = [self._main(cases)] if is_max else [case for case in cases if case.search.fitting]
+        found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
             self.progress.stage(f"finding the fastest batch{case.text}")
             runs = self._left - (self.request.global_batch is not None)
-            best = case.search.fitting[-1].batch // unit if case.search.fitting else 0
+            best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
             self._run_more(case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left)))
 
     def _accumulate(self, main: _Case) -> Accumulation | None:
         """How the global batch is made up, of a batch that was run."""
         accumulation = self._accumulation(main)
-        if accumulation is not None and main.search.fitting:
+        if accumulation is not None and main.search.runs.fitting:
             self._run_more(main, lambda search: search.also_run([accumulation.batch]))
         return accumulation
 
@@ -278,7 +281,7 @@ class _Job:
     def _run_more(self, case: _Case, run: Callable[[BatchSearch], None]) -> None:
         """Let a search that has ended run what it is told to, as far as runs are left."""
         search, before = case.search, len(case.search.runs)
-        search.limits = replace(search.limits, probes=before + self._left)
+        search.runs.limits = replace(search.runs.limits, probes=before + self._left)
         run(search)
         self.runs += len(search.runs) - before
 
@@ -300,7 +303,7 @@ class _Job:
             self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
             return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
-        batch, runnable = self._chosen(main), main.search.fitting[-1].batch if main.search.fitting else 1
+        batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
         return compare_lengths(
             lengths,
             batch=batch,
@@ -328,7 +331,7 @@ class _Job:
                 f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
                 f"{found.steps} × {found.batch} are {found.batch * found.steps}."
             )
-        if main.search.fitting and found.batch not in main.search.runs:
+        if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
         if found.steps > 1 and self.prepared.facts.batch_norms:
             self.notes.append(
@@ -350,6 +353,11 @@ class _Case:
     settled: ReplicaAdvice | None = None
     """How many copies train fastest at the batch described; ``None``: not asked for, not yet known, or none fits."""
 
+    @property
+    def fits(self) -> bool:
+        """A batch, or a number of copies, was run that does."""
+        return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
+
     def settle(self, found: ReplicaAdvice) -> None:
         """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
         self.settled, self.probes.replicas = found, found.fastest
@@ -363,13 +371,13 @@ class _Case:
     @property
     def replicas(self) -> ReplicaAdvice | None:
         """How many copies; those that did not fit at the batch described are told by their largest batch."""
-        if self.settled is not None or self.copies is None or not self.search.fitting:
+        if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
         return ReplicaAdvice(
             fastest=self.probes.replicas,
-            probes=(self.search.fitting[-1],),
-            limited_by=f"{self.search.limits.name}, {reason}",
+            probes=(self.search.runs.fitting[-1],),
+            limited_by=f"{self.search.runs.limits.name}, {reason}",
         )
 
     def row(self) -> BatchRow:

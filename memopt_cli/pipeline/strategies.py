@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import Limits, fit_line
+from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.measure.runner import Session

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memopt_cli.batching.accumulation import accumulate
-from memopt_cli.batching.length_strategies import BatchExtent
-from memopt_cli.batching.samplers import TokenBudgetSampler
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.length_strategies import BatchExtent
+from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession

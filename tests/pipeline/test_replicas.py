@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.batching.advice import Limits
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
