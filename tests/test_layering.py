@@ -13,8 +13,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
-BASE = {"errors", "units", "records", "documents", "spec_text", "__version__"}
-BELOW_STAGES = BASE | {"progress", "runtime", "step", "equality", "workspace"}
+BASE = {"errors", "units", "records", "documents", "spec_text", "optimizer_text", "__version__"}
+BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
     *("batch_size", "model_batching", "online", "regression"),
@@ -22,12 +22,14 @@ STAGES = {
 PARTS: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "records": {"errors", "units"},
+    "optimizer_text": {"errors"},
+    "optimizers": {"errors", "optimizer_text"},
+    "records": {"errors", "units", "optimizer_text"},
     "progress": {"errors", "units", "records"},
     "documents": {"errors"},
     "spec_text": {"errors", "records", "units"},
     "runtime": set(),
-    "step": BASE | {"runtime"},
+    "step": BASE | {"runtime", "optimizers"},
     "equality": BASE | {"runtime", "step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),

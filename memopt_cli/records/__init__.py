@@ -78,7 +78,7 @@ from memopt_cli.records.search import (
     SearchRequest,
     SelectionPolicy,
 )
-from memopt_cli.records.settings import OPTIMIZERS, PRECISIONS, OptimizerName, Precision, StepSettings
+from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
 from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace
 from memopt_cli.records.verification import Fingerprint, FingerprintCheck, FurtherCheck, TensorPrint, Verification
@@ -87,7 +87,6 @@ from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 __all__ = [
     "METRICS",
     "ONLINE_RULES",
-    "OPTIMIZERS",
     "PRECISIONS",
     "SCHEMA_VERSION",
     "STRATEGIES",
@@ -147,7 +146,6 @@ __all__ = [
     "OpTrace",
     "OptimizeRequest",
     "OptimizeResult",
-    "OptimizerName",
     "OutOfMemory",
     "Outlook",
     "ParetoPoint",

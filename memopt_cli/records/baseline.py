@@ -12,7 +12,7 @@ from memopt_cli.records.measurement import Breakdown
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.profile import SavedTensor
-from memopt_cli.records.settings import OptimizerName, Precision, StepSettings
+from memopt_cli.records.settings import Precision, StepSettings
 from memopt_cli.records.trace import Phase
 
 Metric = Literal[
@@ -237,7 +237,7 @@ class CheckRequest:
     device: str | None = None
     precision: Precision | None = None
     loss: str | None = None
-    optimizer: OptimizerName | None = None
+    optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
     """A plan to run the step under; ``None``: the one that the file carries, if it does."""

@@ -16,11 +16,13 @@ from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.jobs import Subject
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.records import Plan
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_optimizer, place
+from memopt_cli.step import Step, input_dtype, is_out_of_memory, place
 from memopt_cli.verify import first_samples
 
 Found = TypeVar("Found")
@@ -44,7 +46,8 @@ class Bench:
         self.batch = batch_of(subject.spec)
         self._start = StartingState(self.model)
         self._loss = user_function(self.settings.loss, "--loss") if self.settings.loss else None
-        self._optimizer = make_optimizer(self.model, self.settings)
+        self._make_optimizer = _optimizer_maker(self.settings.optimizer)
+        self._optimizer = self._make_optimizer(self.model)
         self._known: dict[Callable[[Bench], Any], Any] = {}
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
@@ -103,7 +106,13 @@ class Bench:
         settings = self.settings
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
         return Step(
-            model=self.model, args=args, kwargs=kwargs, settings=settings, loss=self._loss, optimizer=self._optimizer
+            model=self.model,
+            args=args,
+            kwargs=kwargs,
+            settings=settings,
+            loss=self._loss,
+            optimizer=self._optimizer,
+            make_optimizer=self._make_optimizer,
         )
 
     def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
@@ -128,3 +137,8 @@ class Bench:
             return None
         finally:
             self.reset()
+
+
+def _optimizer_maker(text: str) -> OptimizerMaker:
+    choice = parse_optimizer(text)
+    return optimizer_maker(choice, user_function(text, "--optimizer") if isinstance(choice, MadeOptimizer) else None)
