@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import CountJob, Data, Measured, MeasureJob, Traced, VerifyJob
-from memopt_cli.measure.runner import Session
+from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
+from memopt_cli.measure.jobs import CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.kept import Kept
-from memopt_cli.pipeline.narrowing import agreeing
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
 from memopt_cli.plan.interface import Candidate, ModuleTree
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
@@ -30,7 +28,6 @@ from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Counted,
     Failure,
-    Fingerprint,
     LevelRow,
     Measurement,
     MemOptSummary,
@@ -42,7 +39,6 @@ from memopt_cli.records import (
     Plan,
     SearchGoal,
     SearchOptions,
-    StepFailed,
     Verification,
     describe,
 )
@@ -86,9 +82,9 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
-    job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
+    job = _job(request, resolved, prepared, progress, notes)
     rows = job.search()
-    best, verification = job.verify(rows) if request.goal.applies else (rows[0], None)
+    best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
     summary = summarize(
         Findings(
             resolved=resolved,
@@ -111,25 +107,17 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
     """Search, and measure the last level's plan; verifies nothing.  Raises :class:`MemoptError`."""
-    return _Job(request=request, options=resolved.options, prepared=prepared, progress=progress).search()
+    return _job(request, resolved, prepared, progress, []).search()
 
 
-def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
-    """The row whose plan is applied: the chosen one, unless it raises the measured allocated peak of the original.
-
-    Raises :class:`MeasurementError` if no level could be run.
-    """
-    measured = [row for row in (rows[0], chosen) if row is not None and isinstance(row.outcome, Measurement)]
-    best = min(reversed(measured), key=_allocated, default=None)
-    if best is None:
-        failure = rows[-1].outcome
-        assert failure is not None
-        assert not isinstance(failure, Measurement)
-        raise MeasurementError(
-            f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
-            hint="Try a smaller batch (-i, or --dim B=1 where the shape says B), or a machine with more memory.",
-        )
-    return best
+def _job(
+    request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress, notes: list[str]
+) -> _Job:
+    options = resolved.options
+    measurements = PlanMeasurements(
+        prepared=prepared, timeout_s=request.timeout_s, warm_up=options.warmup_in_profile_workers
+    )
+    return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +138,9 @@ class _Job:
 
     request: OptimizeRequest
     options: SearchOptions
-    prepared: Prepared
+    measurements: PlanMeasurements
     progress: Progress
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     skipped: list[str] = field(default_factory=list)
     selection: Selection | None = None
     budget_bytes: int | None = None
@@ -162,9 +150,6 @@ class _Job:
     """Of the levels, that whose plan is to be applied."""
     faster: Outlook | None = None
     smaller: Outlook | None = None
-    measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
-    left: dict[Plan, Fingerprint] = field(default_factory=dict)
-    """By the measured steps."""
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
@@ -172,8 +157,8 @@ class _Job:
         started = time.monotonic()
         search: _Search | None = None
         try:
-            with Sessions(self.session, self._session_lost, "full size") as sessions:
-                original = self._measure_in(sessions(), Plan(level=0))
+            with Sessions(self.measurements.session, self._session_lost, "full size") as sessions:
+                original = self.measurements.measure_in(sessions(), Plan(level=0))
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
@@ -258,7 +243,7 @@ class _Job:
         started = time.monotonic()
         planned = GoalSearch(
             planner=planner,
-            measure=self.measure,
+            measure=self.measurements.measure,
             progress=self.progress,
             level=level,
             dry_run=search.traced.has_dry_runs,
@@ -271,7 +256,8 @@ class _Job:
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
-            peak = _allocated(original) if isinstance(original.outcome, Measurement) else search.first.peak_bytes
+            measured = original.outcome
+            peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
             rows.append(planned.within(self.budget_bytes))
         if goal.frontier:
@@ -288,7 +274,7 @@ class _Job:
             original=original,
             original_bytes=search.first.peak_bytes,
             options=self.options,
-            measure=self.measure,
+            measure=self.measurements.measure,
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
@@ -316,7 +302,11 @@ class _Job:
     def _obstacles(self, probes: SearchProbes) -> Iterator[str]:
         """What kept the search from plans of a lower peak: norms that need all processes, and its time."""
         for path, reason in probes.refusals.items():
-            inner = (norm for norm in self.prepared.facts.sync_norms if not path or f"{norm}.".startswith(f"{path}."))
+            inner = (
+                norm
+                for norm in self.measurements.prepared.facts.sync_norms
+                if not path or f"{norm}.".startswith(f"{path}.")
+            )
             if any(inner):
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
         if probes.over:
@@ -325,101 +315,19 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append(SESSION_LOST)
 
-    def measure(self, plan: Plan) -> Measurement | Failure:
-        """Measure in a subprocess of its own; every plan once."""
-        known = self.measured.get(replace(plan, level=0))
-        if known is not None:
-            return known
-        with self.session() as session:
-            return self._measure_in(session, plan)
-
-    def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
-        found = session.ask(MeasureJob(plan=plan, warm_up=self.options.warmup_in_profile_workers))
-        outcome = found.measurement if isinstance(found, Measured) else found
-        self.measured[replace(plan, level=0)] = outcome
-        if isinstance(found, Measured):
-            self.left[replace(plan, level=0)] = found.left
-        return outcome
-
-    def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
-        """The row to apply, verified.
-
-        Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
-        """
-        fits = isinstance(rows[0].outcome, Measurement)
-        asked_for = self.request.goal != SearchGoal()
-        best = rows[-1] if asked_for else applied_row(rows, self.applied)
-        if not isinstance(best.outcome, Measurement):
-            assert best.outcome is not None
-            raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
-        found = self._verify(best, fits=fits)
-        if isinstance(found, StepFailed) and _has_chunks(best) and not asked_for:
-            self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
-            best = self._without_chunks(rows)
-            found = self._verify(best, fits=fits)
-        if not isinstance(found, Verification):
-            raise_failure(found, "verification could not be run: ")
-        return (best, found) if found.passed or asked_for else self._narrowed(rows, best, found, fits=fits)
-
-    def _without_chunks(self, rows: list[LevelRow]) -> LevelRow:
-        """The best row whose plan runs nothing in chunks."""
-        at = max(at for at, row in enumerate(rows) if not _has_chunks(row))
-        if rows[at].outcome is None:
-            rows[at] = replace(rows[at], outcome=self.measure(rows[at].plan))
-        self.faster = self.smaller = None
-        return applied_row(rows, rows[at])
-
-    def _narrowed(
-        self, rows: list[LevelRow], best: LevelRow, failed: Verification, *, fits: bool
-    ) -> tuple[LevelRow, Verification]:
-        """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
-        self.progress.stage("finding what differs")
-        with contextlib.ExitStack() as stack:
-            sessions = [stack.enter_context(self.session())]
-
-            def verify(plan: Plan) -> Verification | None:
-                if sessions[-1].ended:
-                    sessions.append(stack.enter_context(self.session()))
-                found = sessions[-1].ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
-                return found if isinstance(found, Verification) else None
-
-            plan, left_out = agreeing(best.plan, verify)
-        row = rows[0]
-        if plan.segments or plan.packed:
-            row = replace(best, plan=plan, outcome=self.measure(plan), predicted_tensor_peak_bytes=None)
-            row = replace(row, predicted_allocated_peak_bytes=None, predicted_slowdown=None)
+    def prove(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
+        """The row to apply, verified; ``rows`` change where a plan has to."""
+        prover = Prover(
+            measurements=self.measurements,
+            progress=self.progress,
+            rows=rows,
+            is_asked_for=self.request.goal != SearchGoal(),
+            notes=self.notes,
+        )
+        proven = prover.prove(self.applied)
+        if prover.replaced:
             self.faster = self.smaller = None
-            rows[rows.index(best)] = row
-            row = applied_row(rows, row)
-        found = self._verify(row, fits=fits)
-        if not isinstance(found, Verification) or not found.passed:
-            return best, failed
-        self.notes += [
-            f"'{path or '(root)'}' is no segment: with it {reason}." for path, reason in sorted(left_out.items())
-        ]
-        return row, found
-
-    def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
-        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan(level=0)
-        left = self.left.get(original), self.left.get(replace(plan, level=0))
-        step = self.measured.get(original)
-        if left[0] is not None and left[1] is not None and isinstance(step, Measurement):
-            steps = MeasuredSteps(original=left[0], planned=left[1], original_s=step.step_s)
-            return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
-        return verified(prepared, plan, timeout_s, self.progress, fits=fits)
-
-    def session(self, data: Data = "full size") -> Session:
-        """A fresh profiling subprocess, and what it may run."""
-        return self.prepared.session(self.request.timeout_s, data)
-
-
-def _has_chunks(row: LevelRow) -> bool:
-    return any(segment.chunks > 1 for segment in row.plan.segments)
-
-
-def _allocated(row: LevelRow) -> int:
-    assert isinstance(row.outcome, Measurement)
-    return row.outcome.allocated_peak_bytes
+        return proven
 
 
 def _row(

@@ -36,7 +36,7 @@ from memopt_cli.measure.jobs import Measured, MeasureJob, Subject, TraceJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.goal import GoalSearch
-from memopt_cli.pipeline.optimization import applied_row
+from memopt_cli.pipeline.proof import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Crashed,
