@@ -379,6 +379,23 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     assert summary.verification.passed
 
 
+def test_where_recording_a_full_step_was_killed_it_is_planned_from_a_few_samples(
+    optimize: Memopt, answered: Callable[..., None]
+) -> None:
+    recorded: list[str] = []
+
+    def killed(session: Session, job: TraceJob, ask: Callable[..., Any]) -> Any:
+        recorded.append(session._subject.data)
+        return ask(job) if recorded[-1] == "small batch" else OutOfMemory(detail="the profiling subprocess was killed")
+
+    answered(TraceJob, killed)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1")
+    assert done.code == 0, done.err
+    assert recorded[:2] == ["full size", "small batch"]
+    assert "verified: " in done.out
+
+
 def address_space_without_tensors() -> int:
     """Bytes that a profiling subprocess maps to measure the same model on tiny inputs."""
     source = ModelSource(location="deep.pt", trust=Trust(code_paths=("train.py",)))
