@@ -21,6 +21,7 @@ from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory
 from memopt_cli.runtime.tree import tensors_of
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -171,8 +172,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "bad_alloc" in text)
+    return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
 
 
 @dataclass(slots=True)

@@ -662,7 +662,7 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
         LocalSession(prepared.subject, 0.0, build) as session,
     ):
         forwards.clear()
-        measured = session.ask(MeasureJob(plan=Plan(level=0), steps=3, warm_up=warm_up))
+        measured = session.ask(MeasureJob(plan=Plan(), steps=3, warm_up=warm_up))
     assert isinstance(measured, Measured)
     assert len(measured.measurement.step_times_s) == 3
     assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
@@ -845,7 +845,7 @@ net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
     with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
-        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan(level=0)))).__name__, *prepared.notes)
+        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan()))).__name__, *prepared.notes)
 
 def optimize():
     _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)

@@ -45,7 +45,7 @@ PARTS: dict[str, set[str]] = {
     "measure.answers": BELOW_STAGES | STAGES,
     "measure.worker": BELOW_STAGES | {"loading", "measure", "measure.answers", "measure.model_file", "measure.sandbox"},
     "measure.processes": set(),
-    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers"},
+    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers", "runtime"},
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},

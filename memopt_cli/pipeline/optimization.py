@@ -19,8 +19,8 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
-from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.plan.interface import Candidate, ModuleTree
+from memopt_cli.pipeline.summary import Findings
+from memopt_cli.plan.interface import CountedPlan, ModuleTree
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost
@@ -30,7 +30,6 @@ from memopt_cli.records import (
     Failure,
     LevelRow,
     Measurement,
-    MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
     Outlook,
@@ -66,18 +65,18 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_targets(paths.all(), force=request.force)
     try:
         prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
-        summary = find_plan(request, resolved, prepared, progress)
+        found = find_plan(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
-    kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> MemOptSummary:
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
     """Search, measure and verify; writes nothing.
 
-    The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
+    A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
@@ -85,24 +84,25 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     job = _job(request, resolved, prepared, progress, notes)
     rows = job.search()
     best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
-    summary = summarize(
-        Findings(
-            resolved=resolved,
-            asked_codecs=prepared.facts.asked_codecs,
-            model_format=prepared.facts.format,
-            device=prepared.subject.settings.device,
-            plan=best.plan,
-            by_goal=request.goal != SearchGoal(),
-            selection=job.selection,
-            rows=rows,
-            verification=verification,
-            skipped=job.skipped,
-            notes=job.notes,
-        )
+    return Findings(
+        resolved=resolved,
+        asked_codecs=prepared.facts.asked_codecs,
+        model_format=prepared.facts.format,
+        device=prepared.subject.settings.device,
+        plan=best.plan,
+        applied_level=best.level,
+        by_goal=request.goal != SearchGoal(),
+        selection=job.selection,
+        rows=rows,
+        verification=verification,
+        skipped=job.skipped,
+        notes=job.notes,
+        budget_bytes=job.budget_bytes,
+        frontier=job.frontier,
+        interrupted=job.interrupted,
+        faster=job.faster,
+        smaller=job.smaller,
     )
-    summary.budget_bytes, summary.frontier, summary.interrupted = job.budget_bytes, job.frontier, job.interrupted
-    summary.faster, summary.smaller = job.faster, job.smaller
-    return summary
 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
@@ -125,7 +125,7 @@ class _Search:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
-    first: Candidate
+    first: CountedPlan
     probes: SearchProbes
     planner: Planner
     notes: int
@@ -158,16 +158,17 @@ class _Job:
         search: _Search | None = None
         try:
             with Sessions(self.measurements.session, self._session_lost, "full size") as sessions:
-                original = self.measurements.measure_in(sessions(), Plan(level=0))
+                original = self.measurements.measure_in(sessions(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.smaller()
-                rows = [_row(Plan(level=0), original, None, 0, started)]
+                rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
                 search = self._start(sessions, original)
-                rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
+                predicted = search.first if search.traced.has_dry_runs else None
+                rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
@@ -179,13 +180,13 @@ class _Job:
     def _start(self, sessions: Sessions, original: Measurement | Failure) -> _Search:
         traced = record_step(
             sessions(),
-            Plan(level=0),
+            Plan(),
             original,
             self.notes,
             smaller=sessions.smaller if isinstance(original, Measurement) else None,
             consequence="every plan is run to be counted",
         )
-        start = sessions().ask(CountJob(plan=Plan(level=0), fake=traced.has_dry_runs))
+        start = sessions().ask(CountJob(plan=Plan(), fake=traced.has_dry_runs))
         if not isinstance(start, Counted):
             raise_failure(start, "a step of the model could not be counted: ")
         if not isinstance(original, Measurement):
@@ -193,7 +194,7 @@ class _Job:
                 f"The original does not fit here; its peak of "
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
-        first = Candidate(plan=Plan(level=0), counted=start)
+        first = CountedPlan(plan=Plan(), counted=start)
         probes = SearchProbes(sessions, first, limit_s=self._search_limit_s(original))
         asked = planner_probes(
             probes, first, self.progress, fake=traced.has_dry_runs, allow_inexact=self.options.allow_inexact
@@ -248,7 +249,7 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.max_slowdown or math.inf,
+            most_slowdown=self.request.search.get("max_slowdown") or math.inf,
         )
         rows: list[LevelRow] = []
         self.progress.stage("frontier" if goal.frontier else "budget")
@@ -264,7 +265,7 @@ class _Job:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
-        self._choose(search, rows[-1].plan if rows else Plan(level=level), by_goal=True)
+        self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
     def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
@@ -330,15 +331,13 @@ class _Job:
         return proven
 
 
-def _row(
-    plan: Plan, outcome: Measurement | Failure, predicted: Candidate | None, tried: int, started: float
-) -> LevelRow:
+def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:
     return LevelRow(
-        level=plan.level,
-        plan=plan,
+        level=0,
+        plan=Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
         predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        candidates=tried,
+        dry_runs=0,
         search_s=time.monotonic() - started,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob
 from memopt_cli.measure.runner import Session
@@ -13,7 +13,7 @@ from memopt_cli.records import Failure, Measurement, Plan
 
 @dataclass(slots=True, kw_only=True)
 class PlanMeasurements:
-    """What a plan costs does not depend on the level that it is found at: that is not told apart."""
+    """Asked for by their plans."""
 
     prepared: Prepared
     timeout_s: float
@@ -23,19 +23,19 @@ class PlanMeasurements:
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """In a fresh subprocess, unless it was measured before."""
-        if replace(plan, level=0) not in self._found:
+        if plan not in self._found:
             with self.session() as session:
                 return self.measure_in(session, plan)
-        return _outcome(self._found[replace(plan, level=0)])
+        return _outcome(self._found[plan])
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         """In a subprocess at hand."""
-        found = self._found[replace(plan, level=0)] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
+        found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return _outcome(found)
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """What its steps left and those of the original; ``None`` where not both were measured."""
-        original, planned = self._found.get(ORIGINAL), self._found.get(replace(plan, level=0))
+        original, planned = self._found.get(ORIGINAL), self._found.get(plan)
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
             return None
         return MeasuredSteps(original=original.left, planned=planned.left, original_s=original.measurement.step_s)

@@ -35,7 +35,7 @@ from memopt_cli.records import (
     BatchRequest,
     DimRange,
     Failure,
-    LengthStrategy,
+    LengthBatching,
     NoBatchFits,
     Plan,
     to_data,
@@ -148,7 +148,7 @@ class _Job:
         cases: Sequence[Case],
         main: Case,
         accumulation: Accumulation | None,
-        strategies: tuple[LengthStrategy, ...],
+        strategies: tuple[LengthBatching, ...],
     ) -> BatchRecommendation:
         if accumulation is not None:
             self._note_accumulation(accumulation, main)
@@ -221,7 +221,7 @@ class _Job:
 
     def _compare(
         self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
-    ) -> tuple[LengthStrategy, ...]:
+    ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
         self.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()

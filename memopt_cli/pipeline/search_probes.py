@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import Candidate, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.progress import Progress
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.units import format_bytes
@@ -20,7 +19,7 @@ Answer = TypeVar("Answer")
 class SearchProbes:
     """Jobs for a search; what was asked before is answered from memory."""
 
-    def __init__(self, session: Callable[[], Session], original: Candidate, *, limit_s: float | None) -> None:
+    def __init__(self, session: Callable[[], Session], original: CountedPlan, *, limit_s: float | None) -> None:
         self._session = session
         self._original = original
         self._limit_s = limit_s
@@ -77,7 +76,7 @@ def rule_in(answer: object) -> ChunkRule | Refused:
 
 
 def planner_probes(
-    probes: SearchProbes, original: Candidate, progress: Progress, *, fake: bool, allow_inexact: bool
+    probes: SearchProbes, original: CountedPlan, progress: Progress, *, fake: bool, allow_inexact: bool
 ) -> Probes:
     """What a planner may ask, with its progress shown.
 
@@ -86,9 +85,8 @@ def planner_probes(
     reporter = _Reporter(progress, original.peak_bytes)
 
     def count(plan: Plan) -> Counted | Failure | NotTried:
-        key = replace(plan, level=0)  # what a level is called changes nothing of the step
-        is_known = key == replace(original.plan, level=0)
-        return reporter.counted(plan, original.counted if is_known else probes.ask(CountJob(plan=key, fake=fake)))
+        found = original.counted if plan == original.plan else probes.ask(CountJob(plan=plan, fake=fake))
+        return reporter.counted(plan, found)
 
     def trace(plan: Plan) -> StepTrace | Failure | NotTried:
         traced = probes.ask(TraceJob(plan=plan, fake=fake))

@@ -43,6 +43,6 @@ def test_a_job_is_answered_as_it_says(kind: type[Job[Any]]) -> None:
 
 
 def test_a_job_goes_over_the_wire_by_the_name_of_its_class() -> None:
-    job = CountJob(plan=Plan(level=0), fake=True)
+    job = CountJob(plan=Plan(), fake=True)
     assert class_of(name_of(job)) is CountJob
     assert answer_of(type(job)) is Counted

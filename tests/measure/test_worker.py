@@ -46,7 +46,7 @@ from memopt_cli.records import (
     to_data,
 )
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 MiB = 1 << 20
 
 
@@ -68,7 +68,7 @@ def worker(tmp_path: Path) -> Callable[..., Worker]:
 
 
 def plan(*paths: str, **fields: Any) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
+    return Plan(segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
 
 
 def everything(worker: Worker) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
     assert after["classes"] == before["classes"]
 
 
-PACKED = Plan(level=2, packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
+PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
 TOLD_APART = [
     # each of these once knew more, or something else, when others of them had been answered before
     TraceJob(fake=True),
@@ -126,7 +126,7 @@ TOLD_APART = [
     TraceJob(fake=True, plan=PACKED),
     CountJob(plan=ORIGINAL, fake=True),
     CountJob(plan=PACKED, fake=True),
-    CountJob(plan=Plan(level=3, segments=(SegmentPlan(path="1", chunks=2),)), fake=True),
+    CountJob(plan=Plan(segments=(SegmentPlan(path="1", chunks=2),)), fake=True),
     ChunkingJob(path="1"),
     ChunkingJob(path="2"),
     MeasureJob(plan=ORIGINAL, steps=1),

@@ -157,8 +157,8 @@ class TestInProcess:
 
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
         before, after = (row.outcome for row in found.rows)
         assert [row.planned for row in found.rows] == [False, True]
@@ -281,8 +281,8 @@ class TestInProcess:
 
         answered(ProbeJob, timed)
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=path, objective=objective)
         assert found.rows[found.chosen].planned is (objective == "max")
