@@ -110,7 +110,7 @@ class Measurement:
     """What counted the allocated peak, e.g. ``cpu profiler``."""
     batch: int
     spent_s: float
-    """Wall time the whole measurement took, start of the subprocess included."""
+    """Wall time of all its steps, those among them that are not timed."""
     phases: tuple[PhasePeak, ...] = ()
     """In turn, those that the step has; empty in files from before they were recorded."""
 
