@@ -92,7 +92,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.settle()
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
-        if func is _NUMBER and self.phase == "update" and isinstance(args[0], FakeTensor):
+        if func is _NUMBER and self.phase == "update" and is_fake(args[0]):
             return 0.5  # optimizers read counters and divide by 1 - them; no size depends on it
         output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
