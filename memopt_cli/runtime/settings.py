@@ -8,8 +8,14 @@ from typing import Any, Final
 
 import torch
 from torch.backends import cuda, cudnn
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+
+from memopt_cli.runtime.private_torch import (
+    MKLDNN,
+    TorchDispatchMode,
+    cache_parametrizations,
+    cached_parametrizations,
+    is_watched,
+)
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -22,7 +28,7 @@ class _Cached:
     """What ``parametrize.cached()`` holds: a forward within computes of the parametrizations only what is not there."""
 
     def __init__(self) -> None:
-        self.enabled, self.tensors = parametrize._cache_enabled, dict(parametrize._cache)
+        self.enabled, self.tensors = cached_parametrizations()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Cached) and self._key() == other._key()
@@ -33,7 +39,7 @@ class _Cached:
         return self.enabled, {name: id(tensor) for name, tensor in self.tensors.items()}
 
     def put(self) -> None:
-        parametrize._cache_enabled, parametrize._cache = self.enabled, dict(self.tensors)
+        cache_parametrizations(self.enabled, self.tensors)
 
 
 # Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
@@ -46,7 +52,7 @@ _SETTINGS: Final[tuple[_Setting, ...]] = (
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (_Cached, _Cached.put),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    MKLDNN,
     *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
 )
 
@@ -55,8 +61,8 @@ class Settings:
     """What they are at one moment."""
 
     def __init__(self) -> None:
-        self._values = [read() for read, _ in _SETTINGS]
-        self._is_watched = is_in_torch_dispatch_mode()
+        self._present = [read() for read, _ in _SETTINGS]
+        self._is_watched = is_watched()
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -70,7 +76,7 @@ class Settings:
             Settings()._become(present)
 
     def _become(self, wanted: Settings) -> None:
-        for (_, write), there, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
+        for (_, write), there, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
             if there != value:
                 write(value)
 

@@ -2,6 +2,31 @@
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
 neuron membranes and counters advance once a step, however often forward runs.
+
+One segment, two time steps; its membrane ``v``, a matrix, is assigned anew in each (``self.v = 0.5 * self.v + x``), its
+``count`` goes up in place (``self.count.add_(1)``)::
+
+    forward 1   StartingState(module)   v = A, count = 0    taken: both by reference, and a copy of each
+                ... runs ...            v = B, count = 1
+                settle()                                    A did not change: its copy goes, the reference stays,
+                                                            and who writes to A later hands over a copy of it;
+                                                            count did: its copy (0) stays
+    forward 2   StartingState(module)   v = B, count = 1
+                ... runs ...            v = C, count = 2
+                settle()
+    backward 2  with replay():          v = B, count = 1    forward runs again, up to C and 2
+                afterwards              v = C, count = 2    as if it had not
+    backward 1  with replay():          v = A, count = 0
+                afterwards              v = C, count = 2
+
+A segment within another does not hold its ``v`` from forward to backward: the one around makes it again.  It *lends*
+its large tensors: ``lend()`` hands them to PyTorch's checkpoint as inputs of the segment, which the recomputation
+around makes anew; ``settle()`` then *forgets* them, a gap (:class:`_Forgotten`) with the ``id`` of each in its place;
+and ``replay(lent)`` fills the gaps with what the checkpoint gives back, in the same order::
+
+    lend()           gives [B]    saved by the checkpoint around, no longer by us
+    settle()         v = gap
+    replay([B'])     v = B'       equal to B, and of the graph that the recomputation around has just made
 """
 
 from __future__ import annotations
@@ -22,11 +47,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
+from memopt_cli.runtime.private_torch import (
+    attributes_of_script,
+    buffers_of,
+    children_of,
+    is_of_transform,
+    is_started,
+    memory_of,
+    parameters_of,
+    program_of,
+    unseen,
+)
 from memopt_cli.runtime.settings import Settings
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
@@ -40,7 +75,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
     """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
     for path, part in module.named_modules() if recurse else [("", module)]:
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):
                 return f"{path}.{name}".removeprefix(".")
     return ""
@@ -93,7 +128,7 @@ class Generators:
         positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
         if "numpy.random" in sys.modules:
             positions["NumPy"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
-        with _disable_current_modes():  # a dry run's tensors have no values
+        with unseen():  # a dry run's tensors have no values
             positions |= {device: _position(device) for device in self._devices}
         self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
 
@@ -101,7 +136,7 @@ class Generators:
         """Put them back there."""
         for generator, position in self._positions.items():
             if isinstance(generator, torch.device):
-                with _disable_current_modes():
+                with unseen():
                     _put(generator, position)
             elif generator == "NumPy":
                 sys.modules["numpy.random"].set_state(pickle.loads(position))
@@ -156,7 +191,7 @@ def _every_device() -> list[torch.device]:
 
 def _is_started(device: torch.device) -> bool:
     """Whether one may have been drawn from there, as PyTorch's checkpoint asks it."""
-    return device.type not in ("cpu", "meta") and getattr(torch.get_device_module(device), "_initialized", False)
+    return device.type not in ("cpu", "meta") and is_started(device)
 
 
 _latest: dict[str | torch.device, Any] = {}
@@ -181,11 +216,10 @@ class _Slots(MutableMapping[str, Any]):
     """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
-        self._program: Any = module._c
+        self._program = program_of(module)
         # Of one that was loaded they name its buffers too.
-        attributes = module._concrete_type.get_attributes()
-        plain = [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
-        self._names = dict.fromkeys((*plain, *(name for name, _ in module._buffers.items())))
+        buffers = (name for name, _ in buffers_of(module).items())
+        self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
 
     def __getitem__(self, name: str) -> Any:
         return self._program.getattr(name)
@@ -206,13 +240,13 @@ class _Slots(MutableMapping[str, Any]):
 def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     """Where a module keeps its state."""
     yield vars(module)
-    if isinstance(module, torch.jit.ScriptModule) and "_concrete_type" in vars(module):
+    if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
         yield _Slots(module)
 
 
 def _parameters_of(module: nn.Module) -> dict[str, Any]:
     """Those of a ScriptModule cannot be exchanged."""
-    parameters: Any = module._parameters
+    parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
 
 
@@ -224,7 +258,7 @@ class ModuleState:
         self._attributes = [(attributes, *_held(attributes)) for m in modules for attributes in _attributes_of(m)]
         self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
-        self._children = [(m._modules, dict(m._modules)) for m in modules if isinstance(m._modules, dict)]
+        self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
@@ -347,7 +381,7 @@ def _version(gradient: Tensor | None) -> int:
 
 
 def _place_of(parameter: Tensor) -> int:
-    place: int = parameter.untyped_storage()._cdata
+    place: int = memory_of(parameter)
     return place
 
 
@@ -571,7 +605,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             # What a transform of torch.func has left behind can be neither read nor copied.
-            if not isinstance(value, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            if not isinstance(value, nn.Parameter) and not is_of_transform(value):
                 yield value
         elif isinstance(value, _Container):
             yield from _tensors(value.items)
