@@ -232,7 +232,7 @@ def program_of(script: Any) -> Any:
 
 
 def attributes_of_script(script: Any) -> list[str]:
-    """Names of what a ``ScriptModule`` keeps besides parameters; buffers are among them if it was loaded from a file."""
+    """Names of what a ``ScriptModule`` keeps besides parameters; of one from a file, buffers are among them."""
     kind = vars(script).get("_concrete_type")  # one that is still being built has none
     return (
         [] if kind is None else [name for name, (_, is_parameter) in kind.get_attributes().items() if not is_parameter]
