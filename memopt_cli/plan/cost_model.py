@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,11 +145,11 @@ class CostModel:
         """Of what autograd saves, the bytes that packing makes less of."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
-        seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        measured = _timed_alike(trace) if timed else []
+        seconds = [s for s, _ in measured] or [max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         self.step_s = sum(seconds)
         """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
-        again = zip(trace.ops, seconds, strict=True)
-        self.recompute_s = [s if op.recompute_s is None else op.recompute_s for op, s in again]
+        self.recompute_s = [again for _, again in measured] or seconds
         """Of every operator in a recomputation."""
         self._elapsed = [0.0, *accumulate(self.recompute_s)]
         self._original = _Original(trace)
@@ -252,6 +253,30 @@ class CostModel:
 
     def _packed(self, block: _Block) -> dict[int, int]:
         return packed_inputs(self.trace, self._modules.get(block.call.path), block.call, block.segment.compressor)
+
+
+def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
+    """Seconds of every operator, and in a recomputation: of those that do the same on as many bytes the median.
+
+    Each was timed once, the first of them often with cold caches, or while the machine did something else.
+    """
+
+    def kind(op: OpTrace) -> tuple[object, ...]:
+        tensors = (tuple(trace.storages[index].nbytes for index in held) for held in (op.reads, op.makes))
+        return (op.name, op.phase, op.flops, *tensors)
+
+    kinds = [kind(op) for op in trace.ops]
+    alike: dict[tuple[object, ...], list[OpTrace]] = defaultdict(list)
+    for op, key in zip(trace.ops, kinds, strict=True):
+        alike[key].append(op)
+    medians = {
+        key: (
+            statistics.median(op.seconds for op in ops),
+            statistics.median(op.seconds if op.recompute_s is None else op.recompute_s for op in ops),
+        )
+        for key, ops in alike.items()
+    }
+    return [medians[key] for key in kinds]
 
 
 def packed_inputs(

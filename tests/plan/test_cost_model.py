@@ -169,6 +169,15 @@ def test_what_is_kept_takes_no_time_again() -> None:
     assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
 
 
+def test_one_slow_run_of_an_operator_makes_no_block_dearer_than_those_that_are_alike() -> None:
+    subject = SUBJECTS["chain"]()
+    ops = tuple(replace(op, seconds=9.0 if op.module.startswith("blocks.1") else 1.0) for op in subject.trace.ops)
+    model = CostModel(replace(subject.trace, ops=ops))
+    first, second = (model.predict(segments(f"blocks.{n}")).step_s for n in (1, 2))
+    assert first == second
+    assert model.step_s == len(ops)
+
+
 def test_what_runs_again_faster_takes_that_time() -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=3.0, recompute_s=1.0 if op.name == CONV else None) for op in subject.trace.ops)
