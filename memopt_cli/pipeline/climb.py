@@ -11,8 +11,8 @@ from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan, SearchOptions
-from memopt_cli.units import format_bytes
+from memopt_cli.records import Counted, Failure, LevelRow, Measurement, Plan, SearchOptions
+from memopt_cli.units import format_bytes, format_seconds
 
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
@@ -72,13 +72,13 @@ class Climb:
         """The row with the measurement of its plan."""
         if row.outcome is not None:
             return row
-        self.progress.update(self.planner.tried, None, f"measuring the plan of level {row.level}")
+        self.progress.stage(f"level {row.level}: measuring its plan{self._expected(row)}")
         return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
         below = replace(self.original.plan, level=0)
         for level in range(1, self.options.level + 1):
-            self.progress.stage(f"level {level}")
+            self.progress.stage(f"level {level} of {self.options.level}: searching")
             started, tried = time.monotonic(), self.planner.tried
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
@@ -129,6 +129,13 @@ class Climb:
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
 
+    def _expected(self, row: LevelRow) -> str:
+        """What measuring takes, about."""
+        original = self.original.outcome
+        if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
+            return ""
+        return f", about {format_seconds(original.spent_s * row.predicted_slowdown)}"
+
     def _slowdown(self, row: LevelRow) -> float:
         """As measured and shown; 1 where there is nothing to compare."""
         original = self.original.outcome
@@ -144,14 +151,18 @@ def _peak(row: LevelRow) -> str:
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
     """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    counted = found.candidate.counted
+    row = level_row(replace(found.plan, level=level), found.candidate.counted if dry_run else None, started)
+    return replace(row, predicted_slowdown=found.slowdown, candidates=tried)
+
+
+def level_row(plan: Plan, predicted: Counted | None, started: float) -> LevelRow:
+    """A plan's line, not measured yet; ``predicted``: what a dry run counted."""
     return LevelRow(
-        level=level,
-        plan=replace(found.plan, level=level),
+        level=plan.level,
+        plan=plan,
         outcome=None,
-        predicted_tensor_peak_bytes=counted.tensor_peak_bytes if dry_run else None,
-        predicted_allocated_peak_bytes=counted.allocated_peak_bytes if dry_run else None,
-        predicted_slowdown=found.slowdown,
-        candidates=tried,
+        predicted_tensor_peak_bytes=predicted.tensor_peak_bytes if predicted else None,
+        predicted_allocated_peak_bytes=predicted.allocated_peak_bytes if predicted else None,
+        candidates=0,
         search_s=time.monotonic() - started,
     )

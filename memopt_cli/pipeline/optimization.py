@@ -13,7 +13,7 @@ from memopt_cli.errors import MeasurementError, NothingFitsError, OptionError, T
 from memopt_cli.measure.jobs import Data, Traced
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_probes import SESSION_LOST, replaceable
-from memopt_cli.pipeline.climb import Climb
+from memopt_cli.pipeline.climb import Climb, level_row
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.kept import Kept
@@ -48,7 +48,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.units import format_bytes
+from memopt_cli.units import counted, format_bytes
 from memopt_cli.write import check_targets, output_paths
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
@@ -174,7 +174,7 @@ class _Job:
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
-        self.progress.stage("level 0")
+        self.progress.stage("level 0: measuring the original")
         started = time.monotonic()
         search: _Search | None = None
         try:
@@ -187,11 +187,12 @@ class _Job:
                     sessions.close()
                     open_session = functools.partial(self.session, "small batch")
                     session = sessions.enter_context(replaceable(open_session, self._session_lost))
-                rows = [_row(Plan(level=0), original, None, 0, started)]
+                rows = [replace(level_row(Plan(level=0), None, started), outcome=original)]
                 if self.options.level == 0:
                     return rows
                 search = self._start(session, original)
-                rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
+                first = search.first.counted if search.traced.has_dry_runs else None
+                rows[0] = replace(level_row(rows[0].plan, first, started), outcome=original)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
@@ -272,7 +273,7 @@ class _Job:
             most_slowdown=self.request.search.max_slowdown or math.inf,
         )
         rows: list[LevelRow] = []
-        self.progress.stage("frontier" if goal.frontier else "budget")
+        self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
         found = planned.thinned(planner.frontier(level)) if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
@@ -435,7 +436,7 @@ class _Job:
 
 
 class _Reporter:
-    """Tells progress what is tried, with the peaks: ``segments: 8 · 380.1 MiB → 341.7 MiB``."""
+    """Tells progress what is tried, and the least peak so far: ``8 segments: 341.7 MiB, the least so far · 12``."""
 
     def __init__(self, progress: Progress, start_bytes: int) -> None:
         self._progress = progress
@@ -444,30 +445,34 @@ class _Reporter:
 
     def report(self, text: str) -> None:
         """Tell what is tried next, which takes a while."""
-        self._progress.update(self._tried, None, f"{text} · {format_bytes(self._best_bytes)}")
+        self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def watching(self, count: _Count) -> _Count:
         """The same counter, with its answers told to the progress."""
 
-        def counted(plan: Plan) -> Counted | Failure | NotTried:
+        def told(plan: Plan) -> Counted | Failure | NotTried:
             found = count(plan)
             if isinstance(found, NotTried):
                 return found
             self._tried += 1
-            peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
-            tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{tried} · {self._compared(peak)}")
-            self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
+            tried = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
+            self._progress.update(self._tried, None, f"{tried}: {self._compared(found)}")
             return found
 
-        return counted
+        return told
 
-    def _compared(self, peak_bytes: int | None) -> str:
-        """A peak beside the least so far; an arrow to a new least."""
-        if peak_bytes is None:
-            return "cannot run"
-        least, shown = format_bytes(self._best_bytes), format_bytes(peak_bytes)
-        return f"{least} → {shown}" if peak_bytes < self._best_bytes else f"{shown}, the least is {least}"
+    def _compared(self, found: Counted | Failure) -> str:
+        if not isinstance(found, Counted):
+            return f"cannot run; {self._least}"
+        shown = format_bytes(found.allocated_peak_bytes)
+        if found.allocated_peak_bytes >= self._best_bytes:
+            return f"{shown}; {self._least}"
+        self._best_bytes = found.allocated_peak_bytes
+        return f"{shown}, the least so far"
+
+    @property
+    def _least(self) -> str:
+        return f"the least so far {format_bytes(self._best_bytes)}"
 
 
 def _has_chunks(row: LevelRow) -> bool:
@@ -477,17 +482,3 @@ def _has_chunks(row: LevelRow) -> bool:
 def _allocated(row: LevelRow) -> int:
     assert isinstance(row.outcome, Measurement)
     return row.outcome.allocated_peak_bytes
-
-
-def _row(
-    plan: Plan, outcome: Measurement | Failure, predicted: Candidate | None, tried: int, started: float
-) -> LevelRow:
-    return LevelRow(
-        level=plan.level,
-        plan=plan,
-        outcome=outcome,
-        predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
-        predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        candidates=tried,
-        search_s=time.monotonic() - started,
-    )

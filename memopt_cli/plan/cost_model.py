@@ -38,8 +38,13 @@ OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 _PACKING_OPS = 10
 """Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
-KEEP_OP_S = 8e-6
+SEGMENT_OP_S = 60e-6
+"""What a segment adds to an operator in it, forward and recomputation together: hooks of what is saved, the state of
+modules.  Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the two that follow."""
+KEEP_OP_S = 25e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
+REPEAT_S = 450e-6
+"""What repeating a norm by what forward found adds to its kernels, in both runs together."""
 _STATISTICS_FORWARDS = 3
 """What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
 in recomputation and in backward."""
@@ -57,7 +62,7 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
 
     ``forward_s`` and ``ops``: of its forward.
     """
-    watched_s = 2 * KEEP_OP_S * ops if segment.keep else 0.0
+    watched_s = ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0))
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
     first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
@@ -272,7 +277,7 @@ def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
     medians = {
         key: (
             statistics.median(op.seconds for op in ops),
-            statistics.median(op.seconds if op.recompute_s is None else op.recompute_s for op in ops),
+            statistics.median(op.seconds if op.recompute_s is None else op.recompute_s + REPEAT_S for op in ops),
         )
         for key, ops in alike.items()
     }
