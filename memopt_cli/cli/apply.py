@@ -27,7 +27,7 @@ def apply(
     ],
     *,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare a step, and what follows it, with the original's first.")
+        bool, typer.Option("--verify", help="First compare a step, and the ones after it, with the original.")
     ] = False,
     inputs: options.Inputs,
     dims: options.Dims,
@@ -52,7 +52,10 @@ def apply(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Install a saved plan on a model and write the result; nothing is searched or measured."""
+    """Put a saved plan on a model and write the result.
+
+    Nothing is searched or measured.
+    """
     request = ApplyRequest(
         source=model_source(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import OUTPUT
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
@@ -30,7 +31,7 @@ def baseline(
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
+    optimizer: options.Optimizer = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     key: options.Key = None,
@@ -41,21 +42,24 @@ def baseline(
     trust_pickle: options.TrustPickle = False,
     sandbox: options.Sandbox = True,
     config: options.Config = None,  # its callback has done the work
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = (
-        "memopt-baseline.json"
-    ),
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Where to write it.")
+    ] = ("memopt-baseline.json"),
     force: options.Force = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure what one training step needs and write it to a file that `memopt check` measures against."""
+    """Record what a training step needs.
+
+    `memopt check` measures against this file.
+    """
     request = BaselineRequest(
         source=model_source(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
         plan_path=plan,
         output=output,
         force=force,

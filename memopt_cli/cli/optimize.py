@@ -48,12 +48,11 @@ def optimize(
     max_split_rounds: search.MaxSplitRounds = None,
     max_candidates_per_round: search.MaxCandidatesPerRound = None,
     allow_expensive_profiling: search.AllowExpensiveProfiling = None,
-    warmup_in_main_process: search.WarmupInMainProcess = None,
     warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
+    optimizer: options.Optimizer = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
@@ -76,7 +75,10 @@ def optimize(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Find how one training step needs the least memory, prove it exact, and write the optimized model."""
+    """Make a model train in less memory, and prove it exact.
+
+    Searches for the plan with the least peak, measures it, verifies it and writes the optimized model.
+    """
     if budget is not None and pick is not None:
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
@@ -85,7 +87,7 @@ def optimize(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
         search=SearchRequest(
             level=level,
             targets=tuple(target),
@@ -94,7 +96,6 @@ def optimize(
             allow_inexact=allow_inexact,
             max_split_rounds=max_split_rounds,
             max_candidates_per_round=max_candidates_per_round,
-            warmup_in_main_process=warmup_in_main_process,
             warmup_in_profile_workers=warmup_in_profile_workers,
             prefer=prefer,
             profile=profile,

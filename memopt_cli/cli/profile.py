@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.source import model_source
@@ -35,16 +36,20 @@ def profile(
             metavar="FILE",
             callback=options.check_file,
             show_default=False,
+            rich_help_panel=STEP,
             help="Profile the step under this plan.",
         ),
     ] = None,
     fake: Annotated[
-        bool, typer.Option("--fake", help="Estimate on tensors without data: for a step larger than this machine.")
+        bool,
+        typer.Option(
+            "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
+        ),
     ] = False,
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
+    optimizer: options.Optimizer = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     key: options.Key = None,
@@ -62,13 +67,16 @@ def profile(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show where the memory of one training step goes: when it peaks, by category, by module, by saved tensor."""
+    """Show where the memory of a training step goes.
+
+    When it peaks, by category, by module and by saved tensor.
+    """
     request = ProfileRequest(
         source=model_source(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
         plan_path=plan,
         fake=fake,
         timeout_s=timeout,

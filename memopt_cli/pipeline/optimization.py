@@ -78,8 +78,6 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
-    if request.search.warmup_in_main_process:
-        summary.notes.append("There was nothing to warm up in the main process: it writes the model and ends.")
     kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
     return kept.result()
 
