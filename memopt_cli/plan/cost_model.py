@@ -38,9 +38,11 @@ OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 _PACKING_OPS = 10
 """Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
+SEGMENT_S = 1.1e-3
+"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators.
+Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the three that follow."""
 SEGMENT_OP_S = 60e-6
-"""What a segment adds to an operator in it, forward and recomputation together: hooks of what is saved, the state of
-modules.  Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the two that follow."""
+"""What it adds to every operator in it."""
 KEEP_OP_S = 25e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
 REPEAT_S = 450e-6
@@ -62,7 +64,7 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
 
     ``forward_s`` and ``ops``: of its forward.
     """
-    watched_s = ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0))
+    watched_s = segment.chunks * (SEGMENT_S + ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)))
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
     first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
