@@ -67,7 +67,7 @@ def _row(name: str, rounds: int) -> list[str]:
     plain_s, forward_s = _median_s(step, rounds), _median_s(forward, rounds)
     more = []
     for keep in ((), (product,)):
-        apply_plan(model, Plan(level=4, segments=(SegmentPlan(path="0", keep=keep),)))
+        apply_plan(model, Plan(segments=(SegmentPlan(path="0", keep=keep),)))
         more.append((_median_s(step, rounds) - plain_s - forward_s) / _LAYERS)
         remove_plan(model)
     return [name, f"{forward_s / _LAYERS * 1e6:.0f} µs", *(f"{s * 1e6:.0f} µs" for s in more)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
-from memopt_cli.measure.jobs import Traced
-from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, TraceJob
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, Probes
+from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import segment
@@ -83,9 +85,9 @@ class Bench:
         """A planner that knows nothing yet but the recorded step."""
         return Planner(self.trace, self.start(), self.probes, SearchOptions(level=LEVEL))
 
-    def start(self) -> Candidate:
+    def start(self) -> CountedPlan:
         """The original."""
-        return Candidate(plan=Plan(level=0), counted=self.original)
+        return CountedPlan(plan=Plan(), counted=self.original)
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -93,13 +95,14 @@ class Bench:
         if not isinstance(counted, Counted):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
-        return Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=slowdown)
+        return Priced(dry_run=CountedPlan(plan=plan, counted=counted), level=level_of(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """One step in a process of its own; every plan once."""
         if plan not in self.measured:
             with self.prepared.session(TIMEOUT_S) as session:
-                self.measured[plan] = session.measure(plan, steps=1, warm_up=False)
+                found = session.ask(MeasureJob(plan=plan, steps=1, warm_up=False))
+            self.measured[plan] = found.measurement if isinstance(found, Measured) else found
         return self.measured[plan]
 
     def measured_peak(self, plan: Plan) -> int:
@@ -121,24 +124,19 @@ def bench(name: str) -> Iterator[Bench]:
     """Load, and record a step of which dry runs are possible."""
     started = time.perf_counter()
     ready = prepared(name)
-    with replaceable(lambda: ready.session(TIMEOUT_S), lambda: None) as session:
-        traced = session().trace(fake=True)
-        original = session().count(Plan(level=LEVEL), fake=True)
+    with Sessions(functools.partial(ready.session, TIMEOUT_S), lambda: None, "full size") as session:
+        traced = session().ask(TraceJob(fake=True))
+        original = session().ask(CountJob(plan=Plan(), fake=True))
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
-        first = Candidate(plan=Plan(level=LEVEL), counted=original)
-        probes = SearchProbes(session, first, fake=True, limit_s=None)
-
-        def trace(plan: Plan) -> StepTrace | Failure | NotTried:
-            found = probes.trace(plan)
-            return found.trace if isinstance(found, Traced) else found
-
+        first = CountedPlan(plan=Plan(), counted=original)
+        probes = SearchProbes(session, first, limit_s=None)
         yield Bench(
             name=name,
             prepared=ready,
             trace=traced.trace,
             model=CostModel(traced.trace),
-            probes=Probes(count=probes.count, chunking=probes.chunking, report=lambda text: None, trace=trace),
+            probes=planner_probes(probes, first, Progress(), fake=True, allow_inexact=False),
             original=original,
             recorded_s=time.perf_counter() - started,
         )
@@ -156,7 +154,7 @@ class LongSearch:
         self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
         self._packable = one.model.packable_bytes > 0
         self.found: dict[Plan, Priced] = {}
-        for plan in (Plan(level=LEVEL), *start):
+        for plan in (Plan(), *start):
             self._try(plan)
 
     def run(self, seconds: float) -> list[Priced]:
@@ -173,7 +171,7 @@ class LongSearch:
         return list(self.found.values())[1 : count + 1]
 
     def _step(self) -> None:
-        plan = self._random.choice(self._good()).candidate.plan
+        plan = self._random.choice(self._good()).plan
         for _ in range(self._random.choice((1, 1, 1, 2, 3))):
             plan = self._changed(plan)
         self._try(plan)

@@ -170,6 +170,9 @@ def _tell(status: socket.socket, number: int) -> None:
 def _import_early() -> bool:
     """What a model is loaded with."""
     try:
+        import memopt_cli.measure.answers.chunks
+        import memopt_cli.measure.answers.timed
+        import memopt_cli.measure.answers.verified
         import memopt_cli.measure.worker  # noqa: F401
     except Exception:  # then the subprocess says why, where somebody reads it
         return False
@@ -179,7 +182,9 @@ def _import_early() -> bool:
 def _import_the_rest() -> None:
     """What steps without data want, which takes as long again: while the first subprocess loads the model."""
     with contextlib.suppress(Exception):
-        import torch._dynamo  # noqa: F401
+        from memopt_cli.runtime.private_torch import import_compiler
+
+        import_compiler()
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:

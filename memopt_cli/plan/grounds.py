@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -104,25 +104,25 @@ class Grounds:
         """
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.candidate, self._tree, self._counted)
+            found = with_heads(start.dry_run, self._tree, self._counted)
             if heads := heads_of(found.plan):
-                trace = self._probes.trace(Plan(level=CHUNKS, segments=heads))
+                trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
                     yield self._headed_by(found, trace)
                 self._dry_runs.count(found.plan, self.plain.proposals)
 
-    def _counted(self, plan: Plan) -> Candidate | None:
+    def _counted(self, plan: Plan) -> CountedPlan | None:
         """What a plan takes in time is known when the step is recorded with its heads."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
-        return Candidate(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+        return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
 
-    def _headed_by(self, found: Candidate, trace: StepTrace) -> Ground:
+    def _headed_by(self, found: CountedPlan, trace: StepTrace) -> Ground:
         seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
         slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
         proposals = Proposals(trace, self._tick, heads=heads_of(found.plan), slowdown=slowdown)
-        for plan in (found.plan, Plan(level=CHUNKS, segments=proposals.heads)):
+        for plan in (found.plan, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._ground(proposals)
 

@@ -167,7 +167,7 @@ class LevelSearch:
         """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
 
         def fails(segments: Sequence[SegmentPlan]) -> bool:
-            part = Plan(level=plan.level, segments=(*segments, *self._proposals.heads))
+            part = Plan(segments=(*segments, *self._proposals.heads))
             return self.dry_runs.count(part, self._proposals) is None
 
         suspects = [segment for segment in plan.segments if not segment.through_loss]

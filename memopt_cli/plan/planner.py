@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memopt_cli.plan.grounds import Ground, Grounds
-from memopt_cli.plan.interface import Candidate, Probes
+from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.level_search import DOUBT, WORTH_LOWERING, LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.records import Failure, Outlook, Plan, SearchOptions, StepTrace
@@ -28,7 +28,7 @@ class Planner:
     Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
     """
 
-    def __init__(self, trace: StepTrace, original: Candidate, probes: Probes, options: SearchOptions) -> None:
+    def __init__(self, trace: StepTrace, original: CountedPlan, probes: Probes, options: SearchOptions) -> None:
         self._probes = probes
         self._options = options
         self._dry_runs = DryRuns(probes, original)

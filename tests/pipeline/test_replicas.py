@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.batching.advice import Limits
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch
@@ -203,7 +204,9 @@ def peak_of(location: str, batch: int, replicas: int, plan: Plan = ORIGINAL) -> 
         source=ModelSource(location=location, trust=Trust(pickle=True)), spec=spec(), settings=StepSettings()
     )
     with LocalSession(subject, 60.0) as session:
-        probe = session.probe(plan, batch, replicas=replicas)
+        probe = session.ask(
+            ReplicasJob(plan=plan, batch=batch, replicas=replicas) if replicas > 1 else ProbeJob(plan=plan, batch=batch)
+        )
     assert isinstance(probe, BatchProbe)
     assert probe.replicas == replicas
     return probe.allocated_peak_bytes
@@ -274,9 +277,9 @@ class TestInProcess:
 
     def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
         header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
         before, after = (row.replicas for row in found.rows)
@@ -291,9 +294,9 @@ class TestInProcess:
         self, out_of_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         location = saved(tmp_path / "net.pt", net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
         header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
         before, after = (peak_of(location, 512, 1, p) for p in (ORIGINAL, plan))
         whole = BatchProbes.probe
 
