@@ -40,14 +40,14 @@ from memopt_cli.records import (
 LEVEL = 4
 TIMEOUT_S = 600.0
 BUILD = Path("sample_models/build")
-SPIKINGJELLY = "spikingjelly_vgg"
+SPIKINGJELLY, UNET = "spikingjelly_vgg", "unet"
 _LOSS = Path(__file__).with_name(f"{SPIKINGJELLY}.py")
 
 
 def prepared(name: str) -> Prepared:
-    """A sample model, or SpikingJelly's VGG."""
+    """A sample model, or one of the benchmarks' own."""
     settings = StepSettings(device="cpu", loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
-    folder = "benchmarks" if name == SPIKINGJELLY else "sample_models"
+    folder = "benchmarks" if name in (SPIKINGJELLY, UNET) else "sample_models"
     source = ModelSource(location=f"{folder}.{name}:build")
     opening = Opening(source=source, spec=spec_of(name), settings=settings, timeout_s=TIMEOUT_S)
     ready = prepare(opening, progress=Progress(), ask=None)
@@ -60,6 +60,10 @@ def spec_of(name: str) -> InputSpec:
         from benchmarks.spikingjelly_vgg import SPEC
 
         return SPEC
+    if name == UNET:
+        from benchmarks.unet import SPEC as UNET_SPEC
+
+        return UNET_SPEC
     return read_spec_file(BUILD / f"{name}.inputs.yaml")
 
 

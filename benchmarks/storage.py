@@ -8,6 +8,7 @@ kernels  packing 64 MiB of float32 spikes into bits, its check included, and unp
 vgg      SpikingJelly's own VGG: packing alone; SpikingJelly's level 4; memopt's plans at the peak that reaches, at 0.60
          of its activation peak, and at the least peak.
 resnet   the sample model at a half and at a third of its activation peak.
+unet     a 2-D U-Net at a half and at a third of its activation peak.
 
 Peaks repeat to the byte; steps are taken in turns, and the machine should do nothing else.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmarks.contest import Contestant, contest, left_out, make_step
-from benchmarks.planning import LEVEL, SPIKINGJELLY, Bench, bench, prepared
+from benchmarks.planning import LEVEL, SPIKINGJELLY, UNET, Bench, bench, prepared
 from benchmarks.plans import as_it_is, planned, spikingjelly
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.measure import processes
@@ -104,12 +105,12 @@ def vgg(options: argparse.Namespace) -> None:
     _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets), *_least(SPIKINGJELLY)], options)
 
 
-def resnet(options: argparse.Namespace) -> None:
+def shares(name: str, options: argparse.Namespace) -> None:
     """At shares of the activation peak of the original."""
-    with bench("resnet") as one:
+    with bench(name) as one:
         peak, resident = one.original.allocated_peak_bytes, one.original.resident_bytes
     budgets = {f"memopt at 1/{part}": resident + (peak - resident) // part for part in (2, 3)}
-    _contest("resnet", prepared("resnet").subject, list(_plans("resnet", budgets)), options)
+    _contest(name, prepared(name).subject, list(_plans(name, budgets)), options)
 
 
 def _plans(name: str, budgets: dict[str, int]) -> Iterator[Contestant]:
@@ -172,7 +173,12 @@ def _write(case: str, text: str) -> None:
     print(text)
 
 
-CASES: dict[str, Callable[[argparse.Namespace], None]] = {"kernels": kernels, "vgg": vgg, "resnet": resnet}
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "kernels": kernels,
+    "vgg": vgg,
+    "resnet": functools.partial(shares, "resnet"),
+    UNET: functools.partial(shares, UNET),
+}
 
 
 def main() -> None:

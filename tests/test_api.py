@@ -741,8 +741,8 @@ def log() -> Iterator[logging.Logger]:
 def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     memory_optimization(blocks(), Block, (X,), level=1, verbose=verbose)
     lines = [record.getMessage() for record in caplog.records if record.name == "memopt_cli"]
-    assert (lines[:2] == ["level 0", "level 1"]) is verbose
-    assert any("segments: " in line and "→" in line for line in lines) is verbose
+    assert (lines[:2] == ["level 0: measuring the original", "level 1 of 1: searching"]) is verbose
+    assert any("segment" in line and "the least so far" in line for line in lines) is verbose
 
 
 def environment() -> dict[str, str]:
@@ -879,7 +879,8 @@ def test_a_script_without_a_main_part_is_profiled_in_its_process_and_logs(tmp_pa
     )
     assert done.stdout == f"True {note}\n", done.stderr
     lines = done.stderr.splitlines()
-    assert [line for line in lines if line in (note, "level 0", "level 1")] == [note, "level 0", "level 1"]
+    stages = ["level 0: measuring the original", "level 1 of 1: searching"]
+    assert [line for line in lines if line in (note, *stages)] == [note, *stages]
 
 
 def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path) -> None:

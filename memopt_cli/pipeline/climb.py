@@ -12,7 +12,7 @@ from memopt_cli.plan.policy import skipped_step
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, SearchOptions
-from memopt_cli.units import format_bytes
+from memopt_cli.units import format_bytes, format_seconds
 
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
@@ -71,13 +71,13 @@ class Climb:
         """The row with the measurement of its plan."""
         if row.outcome is not None:
             return row
-        self.progress.update(self.planner.tried, None, f"measuring the plan of level {row.level}")
+        self.progress.stage(f"level {row.level}: measuring its plan{self._expected(row)}")
         return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
         below = self.original.plan
         for level in range(1, self.options.level + 1):
-            self.progress.stage(f"level {level}")
+            self.progress.stage(f"level {level} of {self.options.level}: searching")
             started, tried = time.monotonic(), self.planner.tried
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
@@ -127,6 +127,13 @@ class Climb:
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
+
+    def _expected(self, row: LevelRow) -> str:
+        """What measuring takes, about."""
+        original = self.original.outcome
+        if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
+            return ""
+        return f", about {format_seconds(original.spent_s * row.predicted_slowdown)}"
 
     def _slowdown(self, row: LevelRow) -> float:
         """As measured and shown; 1 where there is nothing to compare."""

@@ -58,7 +58,7 @@ class GoalSearch:
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
             if found is None:
                 break
-            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(found.plan.segments)}")
+            self._measuring(found)
             outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 return self._row(self._or_faster(found, outcome, budget_bytes), started)
@@ -87,7 +87,7 @@ class GoalSearch:
             other = self.planner.within(self.level, found.peak_bytes - 1)
             if other is None or other.slowdown > min(self.most_slowdown, best[1].step_s / self.original_s):
                 break
-            self.progress.update(self.planner.tried, None, f"measuring, segments: {len(other.plan.segments)}")
+            self._measuring(other)
             answer = self.measure(other.plan)
             if not isinstance(answer, Measurement) or answer.allocated_peak_bytes > budget_bytes:
                 break
@@ -113,7 +113,7 @@ class GoalSearch:
         assert original.outcome is not None
         points: list[ParetoPoint] = []
         for priced in found:
-            self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
+            self._measuring(priced, len(points), len(found))
             points.append(
                 ParetoPoint(
                     plan=priced.plan,
@@ -123,6 +123,9 @@ class GoalSearch:
                 )
             )
         return points
+
+    def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
+        self.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""

@@ -153,7 +153,7 @@ class _Job:
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
-        self.progress.stage("level 0")
+        self.progress.stage("level 0: measuring the original")
         started = time.monotonic()
         search: _Search | None = None
         try:
@@ -252,7 +252,7 @@ class _Job:
             most_slowdown=self.request.search.get("max_slowdown") or math.inf,
         )
         rows: list[LevelRow] = []
-        self.progress.stage("frontier" if goal.frontier else "budget")
+        self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
         found = planned.thinned(planner.frontier(level)) if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))

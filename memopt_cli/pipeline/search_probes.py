@@ -11,7 +11,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.progress import Progress
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
-from memopt_cli.units import format_bytes
+from memopt_cli.units import counted, format_bytes
 
 Answer = TypeVar("Answer")
 
@@ -102,7 +102,7 @@ def planner_probes(
 
 
 class _Reporter:
-    """Tells progress what is tried, with the peaks: ``segments: 8 · 380.1 MiB → 341.7 MiB``."""
+    """Tells progress what is tried, and the least peak so far: ``8 segments: 341.7 MiB, the least so far · 12``."""
 
     def __init__(self, progress: Progress, start_bytes: int) -> None:
         self._progress = progress
@@ -111,21 +111,25 @@ class _Reporter:
 
     def report(self, text: str) -> None:
         """Tell what is tried next, which takes a while."""
-        self._progress.update(self._tried, None, f"{text} · {format_bytes(self._best_bytes)}")
+        self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def counted(self, plan: Plan, found: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
         """Tell what became of a plan, if it was tried; the same."""
         if not isinstance(found, NotTried):
             self._tried += 1
-            peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
-            tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{tried} · {self._compared(peak)}")
-            self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
+            tried = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
+            self._progress.update(self._tried, None, f"{tried}: {self._compared(found)}")
         return found
 
-    def _compared(self, peak_bytes: int | None) -> str:
-        """A peak beside the least so far; an arrow to a new least."""
-        if peak_bytes is None:
-            return "cannot run"
-        least, shown = format_bytes(self._best_bytes), format_bytes(peak_bytes)
-        return f"{least} → {shown}" if peak_bytes < self._best_bytes else f"{shown}, the least is {least}"
+    def _compared(self, found: Counted | Failure) -> str:
+        if not isinstance(found, Counted):
+            return f"cannot run; {self._least}"
+        shown = format_bytes(found.allocated_peak_bytes)
+        if found.allocated_peak_bytes >= self._best_bytes:
+            return f"{shown}; {self._least}"
+        self._best_bytes = found.allocated_peak_bytes
+        return f"{shown}, the least so far"
+
+    @property
+    def _least(self) -> str:
+        return f"the least so far {format_bytes(self._best_bytes)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,15 @@ OP_S = 15e-6
 """Time that an operator takes however small its tensors are: what chunks add."""
 _PACKING_OPS = 10
 """Of such operators, what packing a small tensor takes and unpacking it again: 0.15 ms on a CPU."""
-KEEP_OP_S = 8e-6
+SEGMENT_S = 1.1e-3
+"""What a run of a segment takes beside its operators, forward and recomputation together: state, hooks, generators.
+Measured on layers of a few numbers (``benchmarks/overhead.py``), as are the three that follow."""
+SEGMENT_OP_S = 60e-6
+"""What it adds to every operator in it."""
+KEEP_OP_S = 25e-6
 """What it costs an operator, in each of both runs, that its segment keeps some outputs: it passes through Python."""
+REPEAT_S = 450e-6
+"""What repeating a norm by what forward found adds to its kernels, in both runs together."""
 _STATISTICS_FORWARDS = 3
 """What a first pass for batch statistics adds, about, in forwards: what precedes the norm runs once more in forward,
 in recomputation and in backward."""
@@ -56,7 +64,7 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
 
     ``forward_s`` and ``ops``: of its forward.
     """
-    watched_s = 2 * KEEP_OP_S * ops if segment.keep else 0.0
+    watched_s = segment.chunks * (SEGMENT_S + ops * (SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)))
     chunked_s = 3 * OP_S * ops * (segment.chunks - 1)
     first_pass_s = _STATISTICS_FORWARDS * forward_s if segment.batch_statistics and segment.chunks > 1 else 0.0
     states_s = forward_s * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
@@ -146,11 +154,11 @@ class CostModel:
         """Of what autograd saves, the bytes that packing makes less of."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Of the original."""
-        seconds = [op.seconds if timed else max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        measured = _timed_alike(trace) if timed else []
+        seconds = [s for s, _ in measured] or [max(OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         self.step_s = sum(seconds)
         """Time of the original step in seconds: of its operators, measured or estimated from their flops."""
-        again = zip(trace.ops, seconds, strict=True)
-        self.recompute_s = [s if op.recompute_s is None else op.recompute_s for op, s in again]
+        self.recompute_s = [again for _, again in measured] or seconds
         """Of every operator in a recomputation."""
         self._elapsed = [0.0, *accumulate(self.recompute_s)]
         self._original = _Original(trace)
@@ -254,6 +262,30 @@ class CostModel:
 
     def _packed(self, block: _Block) -> dict[int, int]:
         return packed_inputs(self.trace, self._modules.get(block.call.path), block.call, block.segment.compressor)
+
+
+def _timed_alike(trace: StepTrace) -> list[tuple[float, float]]:
+    """Seconds of every operator, and in a recomputation: of those that do the same on as many bytes the median.
+
+    Each was timed once, the first of them often with cold caches, or while the machine did something else.
+    """
+
+    def kind(op: OpTrace) -> tuple[object, ...]:
+        tensors = (tuple(trace.storages[index].nbytes for index in held) for held in (op.reads, op.makes))
+        return (op.name, op.phase, op.flops, *tensors)
+
+    kinds = [kind(op) for op in trace.ops]
+    alike: dict[tuple[object, ...], list[OpTrace]] = defaultdict(list)
+    for op, key in zip(trace.ops, kinds, strict=True):
+        alike[key].append(op)
+    medians = {
+        key: (
+            statistics.median(op.seconds for op in ops),
+            statistics.median(op.seconds if op.recompute_s is None else op.recompute_s + REPEAT_S for op in ops),
+        )
+        for key, ops in alike.items()
+    }
+    return [medians[key] for key in kinds]
 
 
 def packed_inputs(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.search import Allowed, SolvedBlocks, Solver, Way
-from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTrace
+from memopt_cli.records import ChunkRule, OpTrace, Plan, Prediction, SegmentPlan, StepTrace
 
 _OVERSHOOT = 1.1
 """By how much more than it is too slow: else the last correction may be too small by a hair."""
@@ -36,6 +37,8 @@ class Proposals:
         self.model = CostModel(trace)
         self.root = block_tree(trace, self.model.recompute_s)
         self.heads = heads
+        self.norms = _norms_within(trace)
+        """Of every module, how many in it normalize by the statistics of a batch."""
         self.allowed = Allowed()
         self._ground_slowdown = slowdown
         self._tick = tick
@@ -75,12 +78,17 @@ class Proposals:
 
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
         """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
-        best: Plan | None = None
-        for packed, solver in self._solvers.items():
-            plan = self._least_by(solver, packed, high_bytes, most_slowdown)
-            if plan is not None and (best is None or self._peak_bytes(plan) < self._peak_bytes(best)):
-                best = plan
-        return best
+        return self._least_of(self._solvers, high_bytes, most_slowdown)
+
+    def least_with(self, chunks: Mapping[str, tuple[ChunkRule, int]], most_slowdown: float) -> Plan | None:
+        """The same, as it would be if these modules could run in chunks."""
+        allowed = replace(self.allowed, chunks=chunks)
+        solvers = {packed: self._solver(replace(allowed, packed=packed)) for packed in self._solvers}
+        return self._least_of(solvers, 2 * self.model.peak_bytes, most_slowdown)
+
+    def _least_of(self, solvers: Mapping[bool, Solver], high_bytes: int, most_slowdown: float) -> Plan | None:
+        plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in solvers.items())
+        return min((plan for plan in plans if plan is not None), key=self._peak_bytes, default=None)
 
     def predict(self, plan: Plan) -> Prediction:
         """By the cost model."""
@@ -116,3 +124,19 @@ class Proposals:
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
         return Plan(segments=(*segments.values(), *self.heads), packed=packed)
+
+
+def _norms_within(trace: StepTrace) -> Counter[str]:
+    """One that normalizes by given statistics makes nothing but its output."""
+
+    def finds(op: OpTrace) -> bool:
+        made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
+        return op.phase == "forward" and "batch_norm" in op.name and made > 1
+
+    norms = {op.module for op in trace.ops if finds(op)}
+    return Counter(path for norm in norms for path in _around(norm.split(".")))
+
+
+def _around(names: Sequence[str]) -> Iterator[str]:
+    """The paths of a module and of what it lies in."""
+    return (".".join(names[:count]) for count in range(len(names) + 1))

@@ -10,7 +10,7 @@ from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
-from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SegmentPlan
+from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SearchOptions, SegmentPlan
 
 _MOST_CLASSES = 12
 """Of which a module is asked for chunks, which takes a real step of it: no more are looked for beyond."""
@@ -92,8 +92,11 @@ class ChunkQuestions:
     A plan that relies on another of the class has that one asked as well.
     """
 
-    def __init__(self, probes: Probes, proposals: Proposals, most: int | None) -> None:
-        """``most``: modules that are asked, at most; ``None``: as many as pay, of so many classes."""
+    def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
+        """``options`` limit how many modules are asked, or else as many are as pay."""
+        per_round, rounds = options.max_candidates_per_round, options.max_split_rounds
+        most = None if per_round is None else per_round * (1 if rounds is None else rounds)
+        self._allow_inexact = options.allow_inexact
         self._probes = probes
         self._proposals = proposals
         self._most = math.inf if most is None else most
@@ -154,13 +157,21 @@ class ChunkQuestions:
         return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
 
     def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
-        """What may run in chunks if every module that was not asked can, along the longer of its first two axes."""
+        """What may run in chunks if every module that was not asked can, along the longer of its first two axes.
+
+        With a batch norm in it by exact statistics, which cost more, and with several not at all: but for inexact ones.
+        """
         hopeful = dict(self.known)
         for path, module in self._proposals.modules.items():
-            lengths = module.input_shape[:2]
+            lengths, norms = module.input_shape[:2], self._proposals.norms[path]
             length = max(lengths, default=0)
-            if path not in self._asked and length > 1 and self._may_save(module):
-                hopeful.setdefault(path, (ChunkRule(axis=lengths.index(length), seq_inputs=1, seq_outputs=1), length))
+            is_usable = length > 1 and (norms < 2 or self._allow_inexact) and self._may_save(module)
+            if path not in self._asked and is_usable:
+                axis = lengths.index(length)
+                rule = ChunkRule(
+                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms == 1 and not self._allow_inexact
+                )
+                hopeful.setdefault(path, (rule, length))
         return hopeful
 
     def is_cuttable(self, path: str) -> bool:
@@ -177,7 +188,7 @@ class ChunkQuestions:
         self._proposals.allow_chunks(chunks)
 
     def _ask(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"trying {path or '(root)'} in chunks")
+        self._probes.report(f"asking whether {path or '(root)'} can run in chunks")
         self.questions += 1
         rule = self._probes.chunking(path)
         return None if isinstance(rule, Refused) else rule

@@ -135,8 +135,10 @@ def test_piped_output_is_plain(run: Run) -> None:
     assert "\x1b" not in run.done.out + run.done.err
     assert run.done.out.count("\n0 ") == 1
     log = run.done.err.splitlines()
-    assert [line for line in log if line.startswith("level") and "·" not in line] == [f"level {n}" for n in range(5)]
-    assert any(line.startswith("level 1 · segments: ") and " → " in line for line in log)
+    stages = [line for line in log if line.startswith("level") and "·" not in line and "its plan" not in line]
+    assert stages == ["level 0: measuring the original", *(f"level {n} of 4: searching" for n in range(1, 5))]
+    assert any(line.startswith("level 1 of 4: searching · ") and ", the least so far" in line for line in log)
+    assert any(line.startswith("level 4: measuring its plan, about ") for line in log)
     assert "verifying at batch 8" in log
     assert "Inputs: Bx1x16x16, B=8 (--input)." in run.done.out
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.online import LIF, OverTime
 from memopt_cli.plan.interface import NotTried, is_within
 from memopt_cli.plan.keeping import numbered
+from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
@@ -369,7 +370,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.plan.planner._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.plan.level_search._WORTH_ASKING", worth)
     subject = SUBJECTS["chain"]()
     asked: list[str] = []
 
@@ -377,9 +378,8 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
         asked.append(path)
         return rule_along(0)
 
-    plans = subject.planner(chunking)
-    plans._enter(4)
-    slow = plans._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
+    plans = subject.planner(chunking, allow_inexact=True)
+    slow = plans._at(4)._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
     assert slow is not None
     assert slow.peak_bytes < subject.planner().least(4).peak_bytes
     found = plans.within(4, slow.peak_bytes)
@@ -396,31 +396,40 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
     subject = Subject(nn.Sequential(*blocks), x.transpose(0, axis))
 
-    def priced(*plans: Plan) -> tuple[Planner, int]:
+    def priced(*plans: Plan) -> tuple[LevelSearch, int]:
         """And the least budget, which the first of the plans is within."""
-        planned = subject.planner(lambda path: rule_along(axis))
-        planned._enter(4)
+        planned = subject.planner(lambda path: rule_along(axis))._at(4)
         first, *_ = (planned._count(plan) for plan in plans)
         assert first is not None
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
     assert plans._is_worth_asking(budget, budget)  # fewer chunks, or of fewer, are faster
-    monkeypatch.setattr(plans._now.questions, "_learned", 12)
+    monkeypatch.setattr(plans.ground.questions, "_learned", 12)
     assert not plans._is_worth_asking(budget, budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
     assert not plans._is_worth_asking(budget, subject.original.peak_bytes)  # the original is within that
 
 
+@pytest.mark.parametrize(("most_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
+def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, asks: bool) -> None:
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+    asked: list[str] = []
+    subject = Subject(nn.Sequential(*blocks), torch.randn(4, 1, 1024, 64))
+    ops = tuple(replace(op, seconds=1.0 if op.flops else 0.01) for op in subject.trace.ops)
+    subject.trace = replace(subject.trace, ops=ops)
+    subject.planner(lambda path: asked.append(path) or rule_along(0)).least(3, most_slowdown)
+    assert bool(asked) is asks
+
+
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
-    plans._enter(4)
-    needed = plans._count(segments("blocks.1"))
+    needed = plans._at(4)._count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     assert needed is not None
     plans._dry_runs._found.pop(needed.plan)
-    needless = plans._count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
+    needless = plans._at(4)._count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     assert needless is not None
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
@@ -445,7 +454,7 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     def fits(plan: Plan) -> bool:
         return plan.segments == plain.segments and plan.packed >= needed
 
-    relaxed = SUBJECTS["chain"]().planner()._now.improvements.relaxed(replace(plain, packed=True), fits)
+    relaxed = SUBJECTS["chain"]().planner()._grounds.plain.improvements.relaxed(replace(plain, packed=True), fits)
     assert relaxed == replace(plain, packed=needed)
 
 
@@ -458,7 +467,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     enough = int(1.02 * three)  # the cost model need not be right to the byte
     assert four < three < enough < two
     plans = subject.planner(lambda path: rule_along(0))
-    found = plans._count(in_chunks[2])
+    found = plans._at(3)._count(in_chunks[2])
     assert found is not None
     assert relaxed_to(plans, found, enough).plan == in_chunks[1]
 
@@ -476,10 +485,10 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
     plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
-    plans._enter(4)
-    plans._now.questions._allow({"blocks.1": (rule_along(0), 4)})
+    ground = plans._at(4).ground
+    ground.questions._allow({"blocks.1": (rule_along(0), 4)})
     around = segments("", "blocks.0", "blocks.1.0")
-    found = [[(s.path, s.chunks) for s in plan.segments] for plan in plans._now.improvements.rearranged(around)]
+    found = [[(s.path, s.chunks) for s in plan.segments] for plan in ground.improvements.rearranged(around)]
     assert found
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
@@ -488,8 +497,7 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
 def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
-    plans._enter(level)
-    rearranged = plans._now.improvements.rearranged(segments("blocks.1"))
+    rearranged = plans._at(level).ground.improvements.rearranged(segments("blocks.1"))
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 

@@ -1,0 +1,90 @@
+"""What a segment costs beside its kernels, on layers of a few numbers: where the cost model's constants come from.
+
+    python benchmarks/overhead.py [--rounds 25]
+
+CPU time of one thread, medians: of a step plainly, in a segment, and in one that keeps the outputs of its products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.records import Plan, SegmentPlan
+
+_LAYERS = 20
+
+
+def _linear() -> tuple[nn.Module, Tensor, str]:
+    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU())]
+    return nn.Sequential(nn.Sequential(*layers)), torch.randn(4, 8), "aten::addmm"
+
+
+def _convolution(*, normalized: bool) -> tuple[nn.Module, Tensor, str]:
+    layers: list[nn.Module] = []
+    for _ in range(_LAYERS):
+        norm = [nn.BatchNorm2d(4)] if normalized else []
+        layers += [nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU()]
+    return nn.Sequential(nn.Sequential(*layers)), torch.randn(2, 4, 4, 4), "aten::convolution"
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, str]]] = {
+    "linear, GELU": _linear,
+    "convolution, ReLU": lambda: _convolution(normalized=False),
+    "convolution, norm, ReLU": lambda: _convolution(normalized=True),
+}
+
+
+def _median_s(run: Callable[[], object], rounds: int) -> float:
+    """Seconds of CPU time."""
+    taken = []
+    for _ in range(rounds + 1):
+        started = time.process_time()
+        run()
+        taken.append(time.process_time() - started)
+    return statistics.median(taken[1:])
+
+
+def _row(name: str, rounds: int) -> list[str]:
+    model, x, product = MODELS[name]()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            out: Tensor = model(x)
+        return out
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    plain_s, forward_s = _median_s(step, rounds), _median_s(forward, rounds)
+    more = []
+    for keep in ((), (product,)):
+        apply_plan(model, Plan(segments=(SegmentPlan(path="0", keep=keep),)))
+        more.append((_median_s(step, rounds) - plain_s - forward_s) / _LAYERS)
+        remove_plan(model)
+    return [name, f"{forward_s / _LAYERS * 1e6:.0f} µs", *(f"{s * 1e6:.0f} µs" for s in more)]
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [_row(name, options.rounds) for name in MODELS]
+    header = ["", "forward", "a segment adds beside forward", "one that keeps products adds"]
+    text = f"CPU time for each of {_LAYERS} layers, one thread, medians of {options.rounds} steps.\n\n"
+    write_section("Segments: cost beside their kernels", this_command(), text + table(header, rows))
+    print(table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
