@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt_cli.equality import difference, effects, generator_state, generators_kept, in_double
+from memopt_cli.equality import difference, effects, generator_state, generators_kept, in_double, state_of
 from memopt_cli.errors import UsageError, first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.interface import Convolutions
@@ -34,8 +34,9 @@ TOLERANCE = 1e-10
 """Relative difference from the loop, in float64, up to which a route is taken to compute the same."""
 STORED_TOLERANCE = 1e-5
 """The same for a model that cannot run in float64, in its own precision."""
-_STEPS = 2
-"""Steps compared in a row: the second sees the buffers and the state that the first left."""
+_MANY_WEIGHTS = 5_000_000
+"""Of a second step, which sees the buffers and the state that the first left, no more than the forward is compared for
+models of more weights than that."""
 _FEW_MODELS = 2
 _FEW_SAMPLES = 3
 """Models, and samples of each, that are compared; another number, so that one is not taken for the other."""
@@ -269,10 +270,15 @@ class _Reference:
         trial = _Trial(candidate, copy.deepcopy(self._tree), self._models)
         args, kwargs = self._inputs
         step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs), loss=_loss)
-        found: dict[str, Tensor] = {}
-        for index in range(_STEPS):
-            found |= {f"{name} of step {index + 1}": tensor for name, tensor in effects(step).items()}
-        return found
+        found = {f"{name} of step 1": tensor for name, tensor in effects(step).items()}
+        if _weights_in(self._tree) > _MANY_WEIGHTS:
+            with generators_kept(), torch.no_grad():
+                seed_everything(StepSettings().seed)
+                outputs = tensors_of(step.forward())
+            again = {f"output[{i}]": tensor for i, tensor in enumerate(outputs)} | state_of(trial)
+        else:
+            again = effects(step)
+        return found | {f"{name} of step 2": tensor for name, tensor in again.items()}
 
 
 _RANDOM = "random generator"
@@ -302,8 +308,15 @@ def _make_different(tree: nn.Module) -> None:
     torch.manual_seed(0)
     for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
         if tensor.is_floating_point():
-            tensor.mul_(1 + 0.1 * torch.rand_like(tensor))
-            tensor.add_(0.01 * torch.rand_like(tensor) if isinstance(tensor, nn.Parameter) else 0.0)
+            # Not one number for an output channel, which a norm would take away again.
+            shape = (tensor.shape[0], 1, *tensor.shape[2:]) if tensor.dim() > 2 else tensor.shape
+            noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device)
+            tensor.mul_(1 + 0.1 * noise)
+            tensor.add_(0.01 * noise.flip(-1) if isinstance(tensor, nn.Parameter) and tensor.dim() else 0.0)
+
+
+def _weights_in(tree: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in tree.parameters())
 
 
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
