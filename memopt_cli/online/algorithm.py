@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor
-from torch.utils._pytree import tree_map
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.operations import Operation, operation_of, trace_kind
@@ -22,6 +20,7 @@ from memopt_cli.online.structure import find_structure
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
 Correction = Literal["reference", "exact", "none"]
@@ -170,8 +169,8 @@ class OnlineAlgorithm(nn.Module):
         run = self._compiled()
         followed = [(name, state.value) for name, state in run.followed_states.items()]
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
-        own = [(name, buffer) for name, buffer in self._buffers.items() if buffer is not None]
-        return [(name, get_unwrapped(t) if is_batchedtensor(t) else t) for name, t in (*followed, *traces, *own)]
+        own = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
+        return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
 
     def _check_kept(self) -> None:
         """Raises :class:`MemoptError` if some of that is not as the last step left it, and the rest is."""
@@ -264,7 +263,7 @@ class ES_D_RTRL(OnlineAlgorithm):
     def _next_scale(self) -> float | Tensor:
         if self.correction == "none":
             return 1.0
-        unseen = self._buffers["unseen"] = self.unseen * self._base
+        unseen = buffers_of(self)["unseen"] = self.unseen * self._base
         return 1 - unseen
 
     def _scale_of_past(self) -> float | Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import states_of
+from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
 
 _STRUCTURE = frozenset(vars(nn.Module()))
 
@@ -48,7 +48,7 @@ def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     for path, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
-        for name, value in (attributes | module._buffers).items():
+        for name, value in (attributes | buffers_of(module)).items():
             if (id(module), name) not in declared:
                 leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
                 yield from ((f"{path}.{name}".removeprefix("."), leaf) for leaf in leaves)
