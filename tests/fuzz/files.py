@@ -190,6 +190,38 @@ def _read_model(path: str) -> None:
             read()
 
 
+@functools.cache
+def _folders() -> dict[str, bytes]:
+    """A model of ``save_pretrained``, whose weights are in two files, and an adapter on it: path -> content."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    config = LlamaConfig(**sizes, max_position_embeddings=8, num_key_value_heads=1, vocab_size=9)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stderr(io.StringIO()):
+        LlamaForCausalLM(config).save_pretrained("base", max_shard_size=1000)
+        adapted = peft.get_peft_model(LlamaForCausalLM.from_pretrained("base"), peft.LoraConfig(r=2))
+        adapted.peft_config["default"].base_model_name_or_path = "../base"
+        adapted.save_pretrained("adapter")
+        return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def _sound_part(part: str) -> Callable[[], list[bytes]]:
+    return lambda: [_folders()[part]]
+
+
+def _read_in(part: str) -> Callable[[str], None]:
+    """The model or adapter of whose folder the file is ``part``."""
+
+    def read(path: str) -> None:
+        for name, content in _folders().items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_bytes(Path(path).read_bytes() if name == part else content)
+        load_model(ModelSource(location=str(Path(part).parent)))
+
+    return read
+
+
 def _read_inputs(path: str) -> None:
     make_inputs(InputSpec(data_file=path, source="--input-data"), seed=0, device="cpu", dtype=None)
 
@@ -281,6 +313,10 @@ FORMATS: Final[dict[str, Format]] = {
     "memopt.yaml": Format(lambda: [_CONFIG], _TEXT, _read_config),
     "plan.yaml": Format(lambda: [_PLAN], _TEXT, _read_plan),
     "baseline.json": Format(_measured, _TEXT, _read_measured),
+    **{
+        Path(part).name: Format(_sound_part(part), _TEXT, _read_in(part))
+        for part in ("base/config.json", "base/model.safetensors.index.json", "adapter/adapter_config.json")
+    },
 }
 """Name of a file -> its format."""
 
