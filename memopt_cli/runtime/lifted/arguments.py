@@ -390,9 +390,11 @@ def _least_squares(given: Arguments) -> bool:
 
 
 def _upsample(given: Arguments) -> bool:
-    """Scales from which no index is computed that lies outside."""
+    """Scales from which no index is computed that lies outside, and one for each dimension where they are listed."""
     x, sizes = given.get("self", given.get("input")), given.get("output_size", given.get("size"))
     scales = given.get("scale_factors", given.get("scale_factor"))
+    if any(isinstance(listed, list | tuple) and len(listed) != x.dim() - 2 for listed in (scales, sizes)):
+        return False
     if scales is None:
         scales = [value for name, value in given.items() if name.startswith("scales")]
     scales = scales if isinstance(scales, list | tuple) else [scales]
