@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from rich.markup import render
 from typer.main import get_command
 
 from memopt_cli.cli.app import app
+from memopt_cli.cli.help import ORDER, group_of
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -26,17 +25,11 @@ def _page() -> Iterator[str]:
     for name, command in commands.items():
         yield from (f"## memopt {name}\n", f"{_plain(command.help)}\n")
         shown = [p for p in command.params if not getattr(p, "hidden", False)]
-        ordered = sorted(shown, key=lambda p: _panel(p) != "Arguments")
-        for panel, parameters in groupby(ordered, key=_panel):
-            yield from (f"**{panel}**\n", "| | |", "|---|---|")
-            yield from (f"| {_names(p)} | {_plain(p.help)} |" for p in parameters)
-            yield ""
-
-
-def _panel(parameter: Any) -> str:
-    if not parameter.opts[0].startswith("-"):
-        return "Arguments"
-    return getattr(parameter, "rich_help_panel", None) or "Options"
+        for group in ORDER:
+            if parameters := [p for p in shown if group_of(p) == group]:
+                yield from (f"**{group}**\n", "| | |", "|---|---|")
+                yield from (f"| {_names(p)} | {_plain(p.help)} |" for p in parameters)
+                yield ""
 
 
 def _names(parameter: Any) -> str:
@@ -46,4 +39,4 @@ def _names(parameter: Any) -> str:
 
 
 def _plain(text: str | None) -> str:
-    return str(render(text or "")).replace("\n", " ").replace("|", "\\|")
+    return (text or "").replace("\n", " ").replace("|", "\\|").replace("[", "\\[")

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from name_batches import LANGUAGES, LETTERS, batched_lang_rep, pack_names, top_k_accuracy, train_batch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memopt_cli.batching.length_strategies import compare_length_strategies
-from memopt_cli.batching.names import LANGUAGES, LETTERS, batched_lang_rep, pack_names, top_k_accuracy, train_batch
 from memopt_cli.batching.samplers import TokenBudgetSampler
 
 NAMES = Path(__file__).parent / "names"

@@ -18,6 +18,7 @@ from memopt_cli.cli.apply import apply
 from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import check
 from memopt_cli.cli.compare import compare
+from memopt_cli.cli.help import GroupedCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
@@ -41,15 +42,15 @@ class NobodyReads(OutputError):
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode="rich")
-app.command("inspect")(inspect)
-app.command("profile")(profile)
-app.command("optimize")(optimize)
-app.command("recommend-batch")(recommend_batch)
-app.command("apply")(apply)
-app.command("baseline")(baseline)
-app.command("check")(check)
-app.command("compare")(compare)
+app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)
+app.command("inspect", cls=GroupedCommand)(inspect)
+app.command("profile", cls=GroupedCommand)(profile)
+app.command("optimize", cls=GroupedCommand)(optimize)
+app.command("recommend-batch", cls=GroupedCommand)(recommend_batch)
+app.command("apply", cls=GroupedCommand)(apply)
+app.command("baseline", cls=GroupedCommand)(baseline)
+app.command("check", cls=GroupedCommand)(check)
+app.command("compare", cls=GroupedCommand)(compare)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest, StepSettings
@@ -18,6 +18,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def apply(
     context: typer.Context,
     model: options.Model,
@@ -27,7 +28,7 @@ def apply(
     ],
     *,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare a step, and what follows it, with the original's first.")
+        bool, typer.Option("--verify", help="First compare a step, and the ones after it, with the original.")
     ] = False,
     inputs: options.Inputs,
     dims: options.Dims,
@@ -38,13 +39,7 @@ def apply(
     loss: options.Loss = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: options.Output = None,
     force: options.Force = False,
@@ -52,11 +47,12 @@ def apply(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Install a saved plan on a model and write the result; nothing is searched or measured."""
+    """Put a saved plan on a model and write the result.
+
+    Nothing is searched or measured.
+    """
     request = ApplyRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         plan_path=plan,
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, seed=seed),

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
+from memopt_cli.cli.help import ANSWER, INPUTS, OUTPUT
 from memopt_cli.cli.options import memory, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.spec_text import parse_dims
-
-_ANSWER = "What fits"
 
 
 def split_dims(texts: Sequence[str]) -> tuple[list[str], DimRange | None]:
@@ -91,21 +90,22 @@ Dims = Annotated[
     list[str],
     typer.Option(
         "--dim",
-        metavar="NAME=SIZE|LOW:HIGH",
+        metavar="NAME=SIZE",
         default_factory=list,
         show_default=False,
-        rich_help_panel="The inputs",
-        help="The size of a symbol in the shapes: B=8; or sizes to tabulate, doubled: S=128:4096. Repeatable.",
+        rich_help_panel=INPUTS,
+        help="Size of a symbol in the shapes: B=8. With a range, S=128:4096, tabulate sizes, each twice the last. "
+        "Repeatable.",
     ),
 ]
 Memory = Annotated[
     float | None,
     typer.Option(
-        metavar="SIZE|PERCENT",
+        metavar="24GiB|90%",
         parser=memory,
-        rich_help_panel=_ANSWER,
+        rich_help_panel=ANSWER,
         show_default="90%",
-        help="The memory of a step: 24GiB, or a share of what the device has free.",
+        help="Memory that a step may take; % of what the device has free.",
     ),
 ]
 GlobalBatch = Annotated[
@@ -113,43 +113,46 @@ GlobalBatch = Annotated[
     typer.Option(
         metavar="N",
         parser=whole(1),
-        rich_help_panel=_ANSWER,
+        rich_help_panel=ANSWER,
         show_default=False,
-        help="Samples per step of the optimizer, by gradient accumulation.",
+        help="Samples per optimizer step, by gradient accumulation.",
     ),
 ]
 MultipleOf = Annotated[
-    int, typer.Option(metavar="N", parser=whole(1), rich_help_panel=_ANSWER, help="Only multiples of it are proposed.")
+    int, typer.Option(metavar="N", parser=whole(1), rich_help_panel=ANSWER, help="Propose only multiples of N.")
 ]
 Objective = Annotated[
     ObjectiveName | None,
     typer.Option(
-        rich_help_panel=_ANSWER,
+        metavar="NAME",
+        rich_help_panel=ANSWER,
         show_default="max; throughput with --replicas",
-        help="Recommend the largest batch, or the fastest.",
+        help="Recommend the largest batch (max) or the fastest (throughput).",
     ),
 ]
 Plan = Annotated[
     str | None,
-    typer.Option(metavar="FILE", rich_help_panel=_ANSWER, show_default=False, help="Recommend for this plan, too."),
+    typer.Option(
+        metavar="FILE", rich_help_panel=ANSWER, show_default=False, help="Recommend a batch with this plan as well."
+    ),
 ]
 Replicas = Annotated[
     DimRange | None,
     typer.Option(
         metavar="LOW:HIGH",
         parser=_parse_replicas,
-        rich_help_panel=_ANSWER,
+        rich_help_panel=ANSWER,
         show_default=False,
-        help="How many copies of the model train fastest as one (BatchModule): 1:64.",
+        help="Find how many copies of the model train fastest as one BatchModule: 1:64.",
     ),
 ]
 Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        rich_help_panel=_ANSWER,
+        rich_help_panel=ANSWER,
         show_default=False,
-        help="Sequence lengths, one a line: compare padding, buckets, packing and a token budget on them.",
+        help="File of sequence lengths, one a line: compare padding, buckets, packing and a token budget on them.",
     ),
 ]
 Strategies = Annotated[
@@ -157,15 +160,20 @@ Strategies = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME,...",
-        rich_help_panel=_ANSWER,
+        rich_help_panel=ANSWER,
         show_default=False,
-        help="Instead: tabulate memory by the time steps of --dim T=LOW:HIGH for bptt, plan (of --plan, or searched) "
+        help="Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) "
         "and online learning.",
     ),
 ]
 Output = Annotated[
     str | None,
     typer.Option(
-        "-o", "--output", metavar="FILE", rich_help_panel="Output", show_default=False, help="Write it as YAML."
+        "-o",
+        "--output",
+        metavar="FILE",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+        help="Also write the recommendation as YAML.",
     ),
 ]

@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import GATE, OUTPUT
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure import processes
-from memopt_cli.records import CheckRequest, OptimizerName, Precision
+from memopt_cli.records import CheckRequest, Precision
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import ComparisonReport
 from memopt_cli.report.json import JsonReport
@@ -23,7 +24,6 @@ from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 from memopt_cli.spec_text import parse_limit
 
-_GATE = "The gate"
 _REGRESSION = 1
 """Exit code."""
 
@@ -33,18 +33,24 @@ FailOn = Annotated[
         metavar="METRIC:LIMIT",
         default_factory=lambda: ["peak:0"],
         show_default="peak:0",
-        rich_help_panel=_GATE,
+        rich_help_panel=GATE,
         help="How much a metric may grow: peak:5%, peak:64MiB, allocated:1%, activations:0, parameters:0, step:20%. "
-        "Repeatable; each is a limit of its own.",
+        "Repeatable.",
     ),
 ]
 Format = Annotated[
     Literal["table", "json", "md", "github", "junit"],
-    typer.Option("--format", rich_help_panel=_GATE, help="github: annotations, and $GITHUB_STEP_SUMMARY if it is set."),
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        rich_help_panel=OUTPUT,
+        help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
+    ),
 ]
-Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=_GATE, help="A file of memopt baseline.")]
+Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file of memopt baseline.")]
 
 
+@with_parts
 def check(
     context: typer.Context,
     model: options.Model,
@@ -60,30 +66,22 @@ def check(
     device: Annotated[str | None, options.DEVICE] = None,
     precision: Annotated[Precision | None, options.PRECISION] = None,
     loss: options.Loss = None,
-    optimizer: Annotated[OptimizerName | None, options.OPTIMIZER] = None,
+    optimizer: options.Optimizer = None,
     seed: Annotated[int | None, options.SEED] = None,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure the step of a baseline again; exit with 1 if it needs more than a limit allows, and say why.
+    """Fail if the step of a baseline needs more memory now.
 
-    Inputs, device and the rest of the step are as in the baseline; what is given here must agree with it.
-    Without a baseline, or with one that was recorded under other conditions, it exits with 5.
+    Exits with 1 if it needs more than a limit allows, and says why; with 5 without a baseline, or with one that was
+    recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         baseline_path=baseline,
         limits=tuple(map(parse_limit, fail_on)),
         spec=input_spec(context, inputs, input_data, input_script, dims),

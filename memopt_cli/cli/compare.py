@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import OUTPUT
 from memopt_cli.report.interface import ComparisonReport
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.markdown import MarkdownReport
@@ -18,11 +19,17 @@ def compare(
     before: Annotated[str, typer.Argument(metavar="A.json", help="A baseline, or a *.summary.json of optimize.")],
     after: Annotated[str, typer.Argument(metavar="B.json", help="Another one.")],
     *,
-    format: Annotated[Literal["table", "json", "md"], typer.Option("--format")] = "table",
+    format: Annotated[
+        Literal["table", "json", "md"],
+        typer.Option("--format", metavar="NAME", rich_help_panel=OUTPUT, help="table, json or md."),
+    ] = "table",
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show what changed from one file to another; nothing is measured, and nothing fails on a limit."""
+    """Show what changed between two baselines or summaries.
+
+    Nothing is measured, and nothing fails on a limit.
+    """
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 
     found = pipeline.compare_files(before, after)

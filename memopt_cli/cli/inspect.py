@@ -16,7 +16,10 @@ from memopt_cli.report.text import TextReport
 def inspect(
     context: typer.Context, model: options.Model, *, json: options.Json = False, verbose: options.Verbose = False
 ) -> None:
-    """Tell what is in a model file: format, modules, parameters, and what loading it would import; runs none of it."""
+    """Show what is in a model file, and run none of it.
+
+    Format, modules, parameters, and what loading it would import.
+    """
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
 

@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.config import read_config
+from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
 from memopt_cli.errors import UsageError
-from memopt_cli.records import OptimizerName, Precision
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.records import Precision
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
 from memopt_cli.units import parse_bytes, parse_percent
 
@@ -101,6 +103,17 @@ def _check_function(text: str | None) -> str | None:
     return text
 
 
+def _check_optimizer(text: str | None) -> str | None:
+    """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
+    if text is None:
+        return None
+    try:
+        choice = parse_optimizer(text)
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+    return _check_function(text) if isinstance(choice, MadeOptimizer) else text
+
+
 def check_file(path: str | None) -> str | None:
     """Callback of a flag that names a file to read, which is not yet opened."""
     if path is not None and not os.path.exists(path):
@@ -116,14 +129,12 @@ def _check_code(paths: list[str]) -> list[str]:
     return paths
 
 
-_INPUT, _STEP, _TRUST, _OUTPUT = "The inputs", "The training step", "Loading", "Output"
-
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         callback=_check_model,
-        help="A file of torch.save, torch.jit.save or torch.export.save, a folder of save_pretrained, or "
+        help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
         "package.module:callable.",
         show_default=False,
     ),
@@ -137,8 +148,8 @@ Inputs = Annotated[
         metavar="SPEC",
         default_factory=list,
         show_default=False,
-        rich_help_panel=_INPUT,
-        help=r"An input, \[name:]SHAPE\[@dtype]\[=values]: 4x3x224x224, ids:BxS@int64=0..32000. Repeatable.",
+        rich_help_panel=INPUTS,
+        help="An input, [name:]SHAPE[@dtype][=values]: 4x3x224x224, or ids:BxS@int64=0..32000. Repeatable.",
     ),
 ]
 Dims = Annotated[
@@ -148,8 +159,8 @@ Dims = Annotated[
         metavar="NAME=SIZE",
         default_factory=list,
         show_default=False,
-        rich_help_panel=_INPUT,
-        help="The size of a symbol in the shapes: B=8. Repeatable.",
+        rich_help_panel=INPUTS,
+        help="Size of a symbol in the shapes: B=8. Repeatable.",
     ),
 ]
 InputData = Annotated[
@@ -157,42 +168,56 @@ InputData = Annotated[
     typer.Option(
         metavar="FILE",
         callback=check_file,
-        rich_help_panel=_INPUT,
+        rich_help_panel=INPUTS,
         show_default=False,
-        help="A .pt, .npz or .safetensors file of inputs.",
+        help="Read the inputs from a .pt, .npz or .safetensors file.",
     ),
 ]
 InputScript = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE.py:FUNCTION",
+        metavar="FILE.py:NAME",
         callback=_check_function,
-        rich_help_panel=_INPUT,
+        rich_help_panel=INPUTS,
         show_default=False,
-        help="A function that makes the inputs.",
+        help="Call a function that makes the inputs.",
     ),
 ]
 
-DEVICE = typer.Option(metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=_STEP, help="Where it runs.")
+DEVICE = typer.Option(
+    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that runs the step."
+)
 PRECISION = typer.Option(
-    "--precision", rich_help_panel=_STEP, help="stored keeps the file's dtypes; bf16 and fp16 run under autocast."
+    "--precision",
+    metavar="NAME",
+    rich_help_panel=STEP,
+    help="stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
 )
 Device = Annotated[str, DEVICE]
 PrecisionChoice = Annotated[Precision, PRECISION]
 Loss = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE.py:FUNCTION",
+        metavar="FILE.py:NAME",
         callback=_check_function,
-        rich_help_panel=_STEP,
+        rich_help_panel=STEP,
         show_default=False,
-        help="Computes the loss from the model's output. Without it: a scalar output or an entry 'loss', else a "
-        "seeded random product with the outputs.",
+        help="Call a function of the model's output for the loss. Without it, the loss is a scalar output or an entry "
+        "'loss', else every output gets a seeded random gradient.",
     ),
 ]
-OPTIMIZER = typer.Option("--optimizer", rich_help_panel=_STEP, help="Whose state counts as memory.")
-SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=_STEP, help="For inputs, dropout and the loss.")
-Optimizer = Annotated[OptimizerName, OPTIMIZER]
+SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=STEP, help="Seed of inputs, dropout and the loss.")
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        callback=_check_optimizer,
+        rich_help_panel=STEP,
+        show_default="none",
+        help="Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of "
+        "yours that takes the model and returns one.",
+    ),
+]
 Seed = Annotated[int, SEED]
 RunUnder = Annotated[
     str | None,
@@ -200,22 +225,23 @@ RunUnder = Annotated[
         "--plan",
         metavar="FILE",
         callback=check_file,
-        rich_help_panel=_STEP,
-        show_default="the one that the file carries, if any",
+        rich_help_panel=STEP,
+        show_default="the one in the file, if any",
         help="Run the step under this plan.",
     ),
 ]
 Timeout = Annotated[
     float,
-    typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=_STEP, help="Time limit of one measurement."),
+    typer.Option(metavar="SECONDS", parser=seconds(0.1), rich_help_panel=STEP, help="Time limit for one measurement."),
 ]
 
 RecommendBatch = Annotated[
     bool,
     typer.Option(
         "--recommend-batch/--no-recommend-batch",
-        rich_help_panel=_STEP,
-        help="Go on, with the plan, to the largest batch that fits.",
+        rich_help_panel=OUTPUT,
+        show_default="on",
+        help="Also find the largest batch that fits with the plan.",
     ),
 ]
 LongestStep = Annotated[
@@ -223,8 +249,8 @@ LongestStep = Annotated[
     typer.Option(
         metavar="SECONDS",
         parser=seconds(0.001),
-        rich_help_panel=_STEP,
-        help="The recommended batch is run; a step of it may take this long.",
+        rich_help_panel=ANSWER,
+        help="Recommend no batch whose step takes longer.",
     ),
 ]
 
@@ -234,30 +260,32 @@ LongestAdvisedStep = Annotated[
         "--longest-step",
         metavar="SECONDS",
         parser=seconds(0.001),
-        rich_help_panel=_STEP,
-        show_default="four times the plan's step, 5 to 10 s",
-        help="The recommended batch is run; a step of it may take this long.",
+        rich_help_panel=OUTPUT,
+        show_default="4 times the plan's step, 5 to 10 s",
+        help="Recommend no batch whose step takes longer.",
     ),
 ]
 
 TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", rich_help_panel=_TRUST, help="Load without any check: the file may run code.")
+    bool, typer.Option("--trust-pickle", rich_help_panel=LOADING, help="Load without any check. The file may run code.")
 ]
 Sandbox = Annotated[
     bool,
     typer.Option(
         "--sandbox/--no-sandbox",
-        rich_help_panel=_TRUST,
-        help="Confine what loads and runs the model: no other files are written, no programs started (Linux).",
+        rich_help_panel=LOADING,
+        show_default="on",
+        help="Confine the processes that load and run the model: they write no other files and start no programs "
+        "(Linux).",
     ),
 ]
 Key = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        rich_help_panel=_TRUST,
+        rich_help_panel=LOADING,
         show_default=False,
-        help="Which entry of a file that holds several models, or of --weights: model, or ema.model.",
+        help="Entry to use, of a file that holds several models or of --weights: model, or ema.model.",
     ),
 ]
 AllowPackage = Annotated[
@@ -266,8 +294,8 @@ AllowPackage = Annotated[
         metavar="PKG",
         default_factory=list,
         show_default=False,
-        rich_help_panel=_TRUST,
-        help="Trust the classes that a package defines. Repeatable.",
+        rich_help_panel=LOADING,
+        help="Trust the classes of a package. Repeatable.",
     ),
 ]
 AllowGlobal = Annotated[
@@ -276,7 +304,7 @@ AllowGlobal = Annotated[
         metavar="PKG.CLASS",
         default_factory=list,
         show_default=False,
-        rich_help_panel=_TRUST,
+        rich_help_panel=LOADING,
         help="Trust one class or function. Repeatable.",
     ),
 ]
@@ -287,8 +315,8 @@ CodePath = Annotated[
         callback=_check_code,
         default_factory=list,
         show_default=False,
-        rich_help_panel=_TRUST,
-        help="Your own code, a .py file or a folder: makes it importable and trusts its module classes. Repeatable.",
+        rich_help_panel=LOADING,
+        help="Your own code, a .py file or a folder: import it, and trust its module classes. Repeatable.",
     ),
 ]
 Weights = Annotated[
@@ -296,9 +324,9 @@ Weights = Annotated[
     typer.Option(
         metavar="FILE",
         callback=check_file,
-        rich_help_panel=_TRUST,
+        rich_help_panel=LOADING,
         show_default=False,
-        help="A state dict that fills the model.",
+        help="Load this state dict into the model.",
     ),
 ]
 
@@ -309,7 +337,7 @@ Config = Annotated[
         is_eager=True,
         callback=read_config,
         show_default="memopt.yaml, if there is one",
-        help="Flags as YAML (level: 4); the command line wins.",
+        help="Read flags from YAML (level: 4). The command line wins.",
     ),
 ]
 Output = Annotated[
@@ -318,26 +346,28 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="FILE",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
         show_default="MODEL.memopt.pt",
-        help="The optimized model; the other files follow its name.",
+        help="Where to write the optimized model. The other files are named after it.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=_OUTPUT, help="Replace files that exist.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=_OUTPUT, help="Search and report; write nothing.")]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Replace files that exist.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Search and report, but write nothing.")
+]
 PlanOnly = Annotated[
     bool,
     typer.Option(
         "--plan-only",
-        rich_help_panel=_OUTPUT,
-        help="Write no model: the training script applies the plan. For models that cannot be saved.",
+        rich_help_panel=OUTPUT,
+        help="Write the plan but no model: the training script applies the plan.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="The report as JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=_OUTPUT, help="No progress on stderr.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the report as JSON.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", rich_help_panel=OUTPUT, help="Show no progress on stderr.")]
 Verbose = Annotated[
     bool,
     typer.Option(
-        "-v", "--verbose", callback=_set_verbose, rich_help_panel=_OUTPUT, help="Details, and tracebacks of errors."
+        "-v", "--verbose", callback=_set_verbose, rich_help_panel=OUTPUT, help="Show details, and tracebacks of errors."
     ),
 ]

@@ -8,18 +8,20 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli import options
+from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
-from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
-from memopt_cli.records import ProfileRequest, StepSettings
+from memopt_cli.records import ProfileRequest
 from memopt_cli.report.html import profile_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def profile(
     context: typer.Context,
     model: options.Model,
@@ -35,25 +37,19 @@ def profile(
             metavar="FILE",
             callback=options.check_file,
             show_default=False,
+            rich_help_panel=STEP,
             help="Profile the step under this plan.",
         ),
     ] = None,
     fake: Annotated[
-        bool, typer.Option("--fake", help="Estimate on tensors without data: for a step larger than this machine.")
+        bool,
+        typer.Option(
+            "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
+        ),
     ] = False,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     html: Html = None,
     snapshot: Snapshot = None,
@@ -62,13 +58,14 @@ def profile(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show where the memory of one training step goes: when it peaks, by category, by module, by saved tensor."""
+    """Show where the memory of a training step goes.
+
+    When it peaks, by category, by module and by saved tensor.
+    """
     request = ProfileRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=step.settings(),
         plan_path=plan,
         fake=fake,
         timeout_s=timeout,

@@ -9,21 +9,20 @@ from typing import Annotated
 
 import typer
 
+from memopt_cli.cli.help import OUTPUT
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
 from memopt_cli.write import Fill, check_targets, content, write_all
-
-_OUTPUT = "Output"
 
 Html = Annotated[
     str | None,
     typer.Option(
         "--html",
         metavar="FILE",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
         show_default=False,
-        help="Also write a report to look at: one file, no network. Needs memopt\\[html].",
+        help="Also write a report as one HTML file. Needs memopt[html].",
     ),
 ]
 Snapshot = Annotated[
@@ -31,9 +30,9 @@ Snapshot = Annotated[
     typer.Option(
         "--snapshot",
         metavar="FILE",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
         show_default=False,
-        help="Also write the step as a memory snapshot, for pytorch.org/memory_viz.",
+        help="Also write the step as a snapshot for pytorch.org/memory_viz.",
     ),
 ]
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
+from memopt_cli.cli.help import FINE, SEARCH
 from memopt_cli.cli.options import memory, seconds, whole
 from memopt_cli.records import Budget, Preference, Profile
-
-_SEARCH = "The search"
 
 
 def _share(text: str) -> float:
@@ -47,47 +46,52 @@ Level = Annotated[
     typer.Option(
         metavar="0..4",
         parser=whole(0, 4),
-        show_default="the profile's, else 3",
-        rich_help_panel=_SEARCH,
-        help="What a plan may do: 0 nothing; 1 segments, packing; 2 nested ones; 3 chunks; 4 keep costly outputs.",
+        show_default="3, or the profile's",
+        rich_help_panel=SEARCH,
+        help="What a plan may do: 0 nothing, 1 segments and packing, 2 nested segments, 3 chunks, 4 keep costly "
+        "outputs. Each level includes those below.",
     ),
 ]
 Target = Annotated[
     list[str],
     typer.Option(
-        metavar="CLASS|GLOB",
+        metavar="CLASS|PATH",
         default_factory=list,
         show_default="memopt chooses",
-        rich_help_panel=_SEARCH,
-        help="Modules that may become segments, by class or path. Repeatable.",
+        rich_help_panel=SEARCH,
+        help="Modules that may become segments, by class or by path. Repeatable.",
     ),
 ]
 ProfileChoice = Annotated[
     Profile | None,
     typer.Option(
         "--profile",
-        rich_help_panel=_SEARCH,
+        metavar="NAME",
+        rich_help_panel=FINE,
         show_default="none",
-        help="How far to search: safe, level 1; balanced, level 2 and one round; memory, level 3 and two rounds; "
-        "exhaustive, level 4 without limits. Any flag given beside it wins.",
+        help="How far to search: safe (level 1), balanced (level 2, one round), memory (level 3, two rounds) or "
+        "exhaustive (level 4, no limits). Other flags win over it.",
     ),
 ]
 CheckpointBudget = Annotated[
     Preference | None,
     typer.Option(
         "--checkpoint-budget",
-        rich_help_panel=_SEARCH,
+        metavar="NAME",
+        rich_help_panel=FINE,
         show_default="none",
-        help="How many of the candidates become segments: half of them, three quarters, all.",
+        help="How many of the modules that may become segments do: speed (half), balanced (three quarters) or memory "
+        "(all).",
     ),
 ]
 Prefer = Annotated[
     Preference | None,
     typer.Option(
         "--prefer",
-        rich_help_panel=_SEARCH,
+        metavar="NAME",
+        rich_help_panel=FINE,
         show_default="none",
-        help="Profile safe, balanced or memory, with the checkpoint budget of the same name as this.",
+        help="speed, balanced or memory: this checkpoint budget, with the profile safe, balanced or memory.",
     ),
 ]
 MaxGcWrappedModules = Annotated[
@@ -95,9 +99,9 @@ MaxGcWrappedModules = Annotated[
     typer.Option(
         metavar="N",
         parser=whole(0),
-        rich_help_panel=_SEARCH,
+        rich_help_panel=FINE,
         show_default="no limit",
-        help="The most segments, those within others not counted.",
+        help="The most segments, not counting nested ones.",
     ),
 ]
 GcTargetBudgetRatio = Annotated[
@@ -105,32 +109,33 @@ GcTargetBudgetRatio = Annotated[
     typer.Option(
         metavar="0..1",
         parser=_share,
-        rich_help_panel=_SEARCH,
+        rich_help_panel=FINE,
         show_default="all",
-        help="The same as a share of the candidates.",
+        help="The same, as a share of the modules that may become segments.",
     ),
 ]
 CompressX = Annotated[
     bool | None,
     typer.Option(
         "--compress-x/--no-compress-x",
-        rich_help_panel=_SEARCH,
+        rich_help_panel=FINE,
         show_default="on",
-        help="Store the inputs of segments packed, losslessly.",
+        help="Pack the stored inputs of segments, losslessly.",
     ),
 ]
 TemporalSplitFactor = Annotated[
     int,
     typer.Option(
-        metavar="N", parser=whole(2), rich_help_panel=_SEARCH, help="How many chunks a temporal split makes of one."
+        metavar="N", parser=whole(2), rich_help_panel=FINE, help="How many chunks a split in time makes of one."
     ),
 ]
 AllowInexact = Annotated[
     bool,
     typer.Option(
         "--allow-inexact",
-        rich_help_panel=_SEARCH,
-        help="Chunks may have batch statistics of their own where the whole's cannot be had; the summary names them.",
+        rich_help_panel=SEARCH,
+        help="Let a chunk have batch statistics of its own where those of the whole cannot be had. The summary names "
+        "the modules.",
     ),
 ]
 MaxSplitRounds = Annotated[
@@ -138,9 +143,9 @@ MaxSplitRounds = Annotated[
     typer.Option(
         metavar="N",
         parser=whole(0),
-        rich_help_panel=_SEARCH,
+        rich_help_panel=FINE,
         show_default="no limit",
-        help="How many segments may have others in them, and how often chunks may be multiplied.",
+        help="How many segments may have segments in them, and how often chunks may be multiplied.",
     ),
 ]
 MaxCandidatesPerRound = Annotated[
@@ -148,55 +153,46 @@ MaxCandidatesPerRound = Annotated[
     typer.Option(
         metavar="N",
         parser=whole(1),
-        rich_help_panel=_SEARCH,
+        rich_help_panel=FINE,
         show_default="no limit",
-        help="Modules and changes that are tried per round.",
+        help="Modules and changes to try per round.",
     ),
 ]
 AllowExpensiveProfiling = Annotated[
     bool | None,
     typer.Option(
         "--allow-expensive-profiling/--no-allow-expensive-profiling",
-        rich_help_panel=_SEARCH,
-        show_default="the profile's, else on",
-        help="Off: one round, one module tried in it, no warm-up before measuring, whatever else is said.",
-    ),
-]
-WarmupInMainProcess = Annotated[
-    bool | None,
-    typer.Option(
-        "--warmup-in-main-process/--no-warmup-in-main-process",
-        rich_help_panel=_SEARCH,
-        show_default="off",
-        help="For the Python API, whose process goes on to train. This command's ends: there is nothing to warm up.",
+        rich_help_panel=FINE,
+        show_default="on, or the profile's",
+        help="Off: one round, one module per round, no warm-up step; this overrides other flags.",
     ),
 ]
 WarmupInProfileWorkers = Annotated[
     bool | None,
     typer.Option(
         "--warmup-in-profile-workers/--no-warmup-in-profile-workers",
-        rich_help_panel=_SEARCH,
-        show_default="the profile's, else on",
-        help="Take a step before the timed ones. Off: quicker, and the first timed step is slow.",
+        rich_help_panel=FINE,
+        show_default="on, or the profile's",
+        help="Take a warm-up step before the timed ones.",
     ),
 ]
 
 MaxSlowdown = Annotated[
     float | None,
     typer.Option(
-        metavar="RATIO|none",
+        metavar="RATIO",
         parser=_slowdown,
-        rich_help_panel=_SEARCH,
-        show_default="1.33, and none with a budget or a frontier",
-        help="The longest step of a plan, over the original's; none: the least memory, however long it takes.",
+        rich_help_panel=SEARCH,
+        show_default="1.33; none with a budget or frontier",
+        help="Longest step that a plan may have, over the original's. none: the least memory, however long it takes.",
     ),
 ]
 MeasureLevels = Annotated[
     bool,
     typer.Option(
         "--measure-levels",
-        rich_help_panel=_SEARCH,
-        help="Measure the plan of every level. Without it, of the levels below they are dry runs.",
+        rich_help_panel=SEARCH,
+        help="Measure the plan of every level, not only the applied one.",
     ),
 ]
 SearchTime = Annotated[
@@ -204,9 +200,9 @@ SearchTime = Annotated[
     typer.Option(
         metavar="SECONDS",
         parser=seconds(0),
-        rich_help_panel=_SEARCH,
-        show_default="10 s and ten steps for levels within a slowdown, else no limit",
-        help="Try no more plans after this time, and take the best so far. Ctrl-C in the search does the same.",
+        rich_help_panel=SEARCH,
+        show_default="10 s and ten steps, or none if a budget, a frontier or the least memory is sought",
+        help="End the search after this time and take the best plan so far, as Ctrl-C does.",
     ),
 ]
 BudgetChoice = Annotated[
@@ -216,7 +212,7 @@ BudgetChoice = Annotated[
         metavar="8GiB|60%",
         parser=_budget,
         show_default=False,
-        rich_help_panel=_SEARCH,
+        rich_help_panel=SEARCH,
         help="Find the fastest plan whose measured peak fits; % of the original's peak.",
     ),
 ]
@@ -224,8 +220,8 @@ Frontier = Annotated[
     bool,
     typer.Option(
         "--frontier",
-        rich_help_panel=_SEARCH,
-        help="Show plans from the fastest to the smallest; --pick or --budget applies one.",
+        rich_help_panel=SEARCH,
+        help="Show plans from the fastest to the smallest. --pick or --budget applies one.",
     ),
 ]
 Pick = Annotated[
@@ -234,7 +230,7 @@ Pick = Annotated[
         metavar="N",
         parser=whole(1),
         show_default=False,
-        rich_help_panel=_SEARCH,
+        rich_help_panel=SEARCH,
         help="Apply the frontier's N-th plan.",
     ),
 ]

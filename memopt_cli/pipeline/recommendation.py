@@ -34,7 +34,7 @@ from memopt_cli.records import (
     BatchRow,
     DimRange,
     Failure,
-    LengthStrategy,
+    LengthBatching,
     NoBatchFits,
     OutOfMemory,
     Plan,
@@ -140,7 +140,7 @@ class _Job:
         cases: Sequence[_Case],
         main: _Case,
         accumulation: Accumulation | None,
-        strategies: tuple[LengthStrategy, ...],
+        strategies: tuple[LengthBatching, ...],
     ) -> BatchRecommendation:
         if accumulation is not None:
             self._note_accumulation(accumulation, main)
@@ -287,7 +287,7 @@ class _Job:
 
     def _compare(
         self, lengths: Sequence[int], main: _Case, session: Callable[[], Session]
-    ) -> tuple[LengthStrategy, ...]:
+    ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
         self.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
+from memopt_cli.runtime.private_torch import unseen, version_counter
 from memopt_cli.trace.log import StorageLog, held_bytes
 from memopt_cli.workspace import ASIDE
 
@@ -53,7 +53,7 @@ class Contents:
         storage = self._log.known(tensor)
         if storage is None:
             return _packed_bytes(tensor)
-        key = storage.index, tensor._version, int(tensor.storage_offset()), tensor.numel()
+        key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()
         if key not in self._known:
             self._known[key] = _packed_bytes(tensor)
         return self._known[key]
@@ -67,7 +67,7 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 @contextmanager
 def aside() -> Iterator[None]:
     """What runs within is no part of the step."""
-    with torch.no_grad(), _disable_current_modes(), record_function(ASIDE):
+    with torch.no_grad(), unseen(), record_function(ASIDE):
         yield
 
 

@@ -43,7 +43,7 @@ from memopt_cli.records import (
     Trust,
 )
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 MiB = 1 << 20
 
 
@@ -65,7 +65,7 @@ def worker(tmp_path: Path) -> Callable[..., Worker]:
 
 
 def plan(*paths: str, **fields: Any) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
+    return Plan(segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
 
 
 def everything(worker: Worker) -> dict[str, Any]:

@@ -110,10 +110,11 @@ def test_no_baseline_runs_code_or_reads_another_file(
     assert not (folder / "canary").exists()
 
 
-def test_no_baseline_names_a_loss(memopt: Memopt, folder: Path, in_process: None) -> None:
+@pytest.mark.parametrize("setting", ["loss", "optimizer"])
+def test_no_baseline_names_a_function(setting: str, memopt: Memopt, folder: Path, in_process: None) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "model.pt")
     data = record(memopt)
-    data["conditions"]["settings"]["loss"] = f"{folder}/evil.py:loss"
+    data["conditions"]["settings"][setting] = f"{folder}/evil.py:loss"
     Path("memopt-baseline.json").write_text(json.dumps(data))
     assert memopt("check", "model.pt", "-q").code == 4
     assert not (folder / "canary").exists()
@@ -137,8 +138,8 @@ def test_in_no_kind_of_subprocess_either(
 
 def test_the_tensors_of_a_plan_are_what_it_is_verified_on(memopt: Memopt, in_process: None) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "model.pt")
-    plan = Plan(level=1)
-    Path("p.yaml").write_bytes(plan_yaml(HEADER, plan))
+    plan = Plan()
+    Path("p.yaml").write_bytes(plan_yaml(HEADER, plan, 3))
     done = memopt("apply", "model.pt", "p.yaml", "--verify")
     assert done.code == 0, done.err
     assert "Inputs: Bx3, B=2 (p.yaml)" in done.err

@@ -155,8 +155,8 @@ class TestInProcess:
 
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
         before, after = (row.outcome for row in found.rows)
         assert [row.planned for row in found.rows] == [False, True]
@@ -214,7 +214,7 @@ class TestInProcess:
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
-    @pytest.mark.parametrize(("optimizer", "said"), [("none", ["130.0 KiB"]), ("adamw", [])])
+    @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
     def test_what_an_optimizer_would_add_is_said(self, optimizer: str, said: list[str], tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         model[0].requires_grad_(False)  # 4 × (64 × 64 + 64) bytes require gradients, AdamW keeps two of each
@@ -281,8 +281,8 @@ class TestInProcess:
 
         monkeypatch.setattr(LocalSession, "probe", timed)
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=path, objective=objective)
         assert found.rows[found.chosen].planned is (objective == "max")

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.records import (
     InputSpec,
     ModuleCall,
-    OptimizerName,
     OpTrace,
     Plan,
     SegmentPlan,
@@ -30,7 +31,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime.found_statistics import RepeatableNorm
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step, make_optimizer
+from memopt_cli.step import Step
 from memopt_cli.trace import (
     Codecs,
     FakeStep,
@@ -57,7 +58,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
-def test_a_step_that_accumulates_is_one_after_another(optimizer: OptimizerName) -> None:
+def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
     """Beside one that finds the gradients which a step has really left."""
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
@@ -77,12 +78,11 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: OptimizerName) 
     assert counted.breakdown.gradients_bytes == sum(p.nbytes for p in net.parameters())
 
 
-def step_of(
-    model: nn.Module, *args: Any, optimizer: OptimizerName = "none", loss: Callable[[Any], Tensor] | None = None
-) -> Step:
+def step_of(model: nn.Module, *args: Any, optimizer: str = "none", loss: Callable[[Any], Tensor] | None = None) -> Step:
     settings = StepSettings(optimizer=optimizer)
-    made = make_optimizer(model, settings)
-    return Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss, optimizer=made)
+    make = optimizer_maker(parse_optimizer(optimizer))
+    step = Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss)
+    return replace(step, optimizer=make(model), make_optimizer=make)
 
 
 def sample_step(name: str) -> Step:
@@ -445,7 +445,7 @@ def test_a_step_under_a_plan_is_recorded_too() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Sigmoid()) for _ in range(3)))
     step = step_of(model, torch.randn(50, 30))
     before = record(step, 50, contents=False)
-    apply_plan(model, Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
+    apply_plan(model, Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
     trace = record(step, 50, contents=False)
     assert trace.tensor_peak_bytes == count(step).tensor_peak_bytes < before.tensor_peak_bytes
     assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
@@ -522,8 +522,8 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     trace = record(step, 1024, contents=True)
     blocks = [m for m in trace.modules if m.path.startswith("blocks.") and m.path.count(".") == 1]
     assert {m.compressor for m in blocks} == {"sparse"}
-    plan = Plan(level=1, segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
-    raw = Plan(level=1, segments=tuple(SegmentPlan(path=m.path) for m in blocks))
+    plan = Plan(segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
+    raw = Plan(segments=tuple(SegmentPlan(path=m.path) for m in blocks))
     tree = {block.path: block for block in block_tree(trace, [op.seconds for op in trace.ops])}
     for m in blocks:
         assert tree[m.path].compressor == "sparse"

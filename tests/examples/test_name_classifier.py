@@ -17,19 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
-from memopt_cli.batching import names as names_module
 from memopt_cli.batching.length_strategies import compare_length_strategies
-from memopt_cli.batching.names import (
-    LANGUAGES,
-    LETTERS,
-    batched_dataloader,
-    batched_lang_rep,
-    batched_name_rep,
-    pack_names,
-    print_char,
-    top_k_accuracy,
-    train_batch,
-)
 from memopt_cli.errors import BatchShapeError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,9 +34,16 @@ def example(name: str) -> Any:
     return module
 
 
+names_module = example("name_batches")
+LANGUAGES, LETTERS = names_module.LANGUAGES, names_module.LETTERS
+batched_dataloader, pack_names = names_module.batched_dataloader, names_module.pack_names
+batched_lang_rep, batched_name_rep = names_module.batched_lang_rep, names_module.batched_name_rep
+print_char, train_batch, top_k_accuracy = names_module.print_char, names_module.train_batch, names_module.top_k_accuracy
+
+
 @pytest.fixture(scope="module")
 def classifier() -> Any:
-    return example("name_classifier")
+    return example("name_classifier")  # which finds the other example among the modules that are imported
 
 
 def test_the_documented_example() -> None:

@@ -1,0 +1,52 @@
+"""``--help`` in plain text of 80 columns: options in groups, descriptions as wide as half a line at least."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from typer.core import TyperCommand
+
+ARGUMENTS: Final = "Arguments"
+ANSWER: Final = "What fits"
+GATE: Final = "The gate"
+INPUTS: Final = "The inputs"
+SEARCH: Final = "The search"
+OUTPUT: Final = "Output"
+LOADING: Final = "Loading the model"
+STEP: Final = "The training step"
+OTHERS: Final = "Other options"
+FINE: Final = "Finer limits of the search"
+
+ORDER: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, OTHERS, FINE)
+"""Of the groups, by how often they are needed."""
+
+_NAMES_WIDTH: Final = 26
+"""Characters; a longer name has a line of its own."""
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """One section a group; an option that is hidden is in none."""
+        parameters: list[Any] = self.get_params(ctx)
+        for group in ORDER:
+            if rows := [_row(p, ctx) for p in parameters if group_of(p) == group and not p.hidden]:
+                with formatter.section(group):
+                    formatter.write_dl(rows, col_max=_NAMES_WIDTH)
+
+
+def _row(parameter: Any, ctx: Any) -> tuple[str, str]:
+    """``("-i, --input SPEC", "An input …")``: an argument without its type, a described default without brackets."""
+    names, text = parameter.get_help_record(ctx)
+    if group_of(parameter) == ARGUMENTS:
+        names, text = parameter.metavar, parameter.help or ""
+    return names, re.sub(r"  \[default: \(?(.*?)\)?\]$", r" [default: \1]", text)
+
+
+def group_of(parameter: Any) -> str:
+    """The group in which help lists an argument or an option."""
+    if parameter.param_type_name == "argument":
+        return ARGUMENTS
+    return getattr(parameter, "rich_help_panel", None) or OTHERS

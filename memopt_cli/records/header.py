@@ -1,0 +1,29 @@
+"""What every written file says of its origin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt_cli.records.inputs import InputSpec
+
+SCHEMA_VERSION = 2
+"""Version of every file memopt writes; raised when a field changes its meaning.
+
+2: in JSON files plans have no ``level``; levels have ``repeats`` in place of ``note`` and ``dry_runs`` in place of
+``candidates``.  Version 1 is read, too.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What every written file says of its origin."""
+
+    schema_version: int
+    memopt: str
+    torch: str
+    model: str
+    """Location of the original, as given."""
+    sha256: str | None
+    spec: InputSpec
+    seed: int
+    device: str
