@@ -21,7 +21,12 @@ PART ?=
 COUNT ?= 100000
 SEED ?= 0
 
-.PHONY: demo samples test lint docs fuzz check-memory baselines bench clean
+# make compat: the oldest PyTorch that pyproject.toml allows, and the most seconds that the tests take on each.
+COMPAT := build/compat
+OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
+COMPAT_SECONDS ?= 3600
+
+.PHONY: demo samples test compat lint docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -30,6 +35,11 @@ samples: $(SAMPLES)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$(PART)
+
+compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
+	failed=0; for age in oldest newest; do $(COMPAT)/$$age/bin/python -c 'import torch; print("PyTorch", torch.__version__)'; \
+	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q tests/runtime || failed=1; \
+	done; exit $$failed
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -65,6 +75,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps spikingjelly
+	touch $@
+
+$(COMPAT)/oldest/.installed: TORCH := $(OLDEST_TORCH)
+$(COMPAT)/newest/.installed: TORCH := torch
+$(COMPAT)/%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check '$(TORCH)' -e . hypothesis numpy pytest
 	touch $@
 
 $(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
-from memopt_cli.measure.jobs import Traced
-from memopt_cli.pipeline.batch_probes import replaceable
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, TraceJob
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
@@ -96,7 +97,8 @@ class Bench:
         """One step in a process of its own; every plan once."""
         if plan not in self.measured:
             with self.prepared.session(TIMEOUT_S) as session:
-                self.measured[plan] = session.measure(plan, steps=1, warm_up=False)
+                found = session.ask(MeasureJob(plan=plan, steps=1, warm_up=False))
+            self.measured[plan] = found.measurement if isinstance(found, Measured) else found
         return self.measured[plan]
 
     def measured_peak(self, plan: Plan) -> int:
@@ -118,24 +120,19 @@ def bench(name: str) -> Iterator[Bench]:
     """Load, and record a step of which dry runs are possible."""
     started = time.perf_counter()
     ready = prepared(name)
-    with replaceable(lambda: ready.session(TIMEOUT_S), lambda: None) as session:
-        traced = session().trace(fake=True)
-        original = session().count(Plan(), fake=True)
+    with Sessions(functools.partial(ready.session, TIMEOUT_S), lambda: None, "full size") as session:
+        traced = session().ask(TraceJob(fake=True))
+        original = session().ask(CountJob(plan=Plan(), fake=True))
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
         first = CountedPlan(plan=Plan(), counted=original)
-        probes = SearchProbes(session, first, fake=True, limit_s=None)
-
-        def trace(plan: Plan) -> StepTrace | Failure | NotTried:
-            found = probes.trace(plan)
-            return found.trace if isinstance(found, Traced) else found
-
+        probes = SearchProbes(session, first, limit_s=None)
         yield Bench(
             name=name,
             prepared=ready,
             trace=traced.trace,
             model=CostModel(traced.trace),
-            probes=Probes(count=probes.count, chunking=probes.chunking, report=lambda text: None, trace=trace),
+            probes=planner_probes(probes, first, Progress(), fake=True, allow_inexact=False),
             original=original,
             recorded_s=time.perf_counter() - started,
         )

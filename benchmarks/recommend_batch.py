@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from results import table, write_section
 
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.progress import Progress
@@ -86,7 +86,7 @@ def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
     def fits(batch: int) -> bool:
         if batch not in tried:
             with prepared.session(TIME_LIMIT_S) as session:
-                found = session.probe(ORIGINAL, batch)
+                found = session.ask(ProbeJob(plan=ORIGINAL, batch=batch))
             tried[batch] = isinstance(found, BatchProbe) and found.allocated_peak_bytes <= limit_bytes
         return tried[batch]
 

@@ -18,6 +18,7 @@ from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
+from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import (
@@ -295,7 +296,7 @@ def _measured(
 def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
     """A step of a copy; a note if it fails."""
     with LocalSession(prepared.subject, 0.0, build=lambda: detached_copy(net)) as session:
-        outcome = session.count(plan, fake=False)
+        outcome = session.ask(CountJob(plan=plan, fake=False))
     if isinstance(outcome, Counted):
         return []
     return [f"The step that was to warm up this process failed: {describe(outcome)}"]

@@ -82,6 +82,28 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "Session", LocalSession)
 
 
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Callable[..., Any]], None]:
+    """Have the jobs of one kind answered by a function, of the session and the job and of what asks it really."""
+    from memopt_cli.measure.local import LocalSession
+    from memopt_cli.measure.runner import Session
+
+    def install(kind: type, answer: Callable[..., Any]) -> None:
+        for session in (Session, LocalSession):
+            monkeypatch.setattr(session, "ask", _watching(session.ask, kind, answer))
+
+    return install
+
+
+def _watching(ask: Callable[..., Any], kind: type, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(session: Any, job: Any) -> Any:
+        if isinstance(job, kind):
+            return answer(session, job, lambda job: ask(session, job))
+        return ask(session, job)
+
+    return watched
+
+
 @pytest.fixture(scope="module")
 def spawn_memopt() -> Callable[..., Done]:
     """Run the command line in a process of its own, in a folder."""

@@ -30,11 +30,11 @@ from memopt_cli import (
     resolve_device,
 )
 from memopt_cli.errors import OptionError, StepError, VerificationError
-from memopt_cli.measure.jobs import CountJob, MeasureJob
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live_model import _unreachable_in_main, detached_copy, prepared_model
-from memopt_cli.records import Counted, Measurement, Plan, StepSettings, Verification, from_data
+from memopt_cli.records import Measurement, Plan, StepSettings, Verification, from_data
 from memopt_cli.runtime import segment_of
 
 
@@ -627,7 +627,7 @@ def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
         batch=512,
         full_size=True,
     )
-    monkeypatch.setattr("memopt_cli.measure.worker.verify", lambda *_, **__: found)
+    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", lambda *_, **__: found)
     net = blocks()
     with pytest.raises(VerificationError, match=r"output\[0\] differs by 0.5, at batch 512"):
         memory_optimization(net, Block, (X,), level=1)
@@ -649,7 +649,7 @@ def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatc
 
 @pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
 def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt_cli.measure.worker._ENOUGH_S", 0.0)  # as many steps as asked for, however short
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)  # as many steps as asked for, however short
     net, forwards = blocks(1), list[None]()
 
     def build() -> nn.Module:
@@ -662,9 +662,9 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
         LocalSession(prepared.subject, 0.0, build) as session,
     ):
         forwards.clear()
-        measured = session.measure(Plan(), steps=3, warm_up=warm_up)
-    assert isinstance(measured, Measurement)
-    assert len(measured.step_times_s) == 3
+        measured = session.ask(MeasureJob(plan=Plan(), steps=3, warm_up=warm_up))
+    assert isinstance(measured, Measured)
+    assert len(measured.measurement.step_times_s) == 3
     assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
 
 
@@ -680,21 +680,21 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
         ({"profile": "safe", "warmup_in_main_process": True}, False, True),
     ],
 )
-def test_who_warms_up(options: dict[str, Any], workers: bool, main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_warms_up(options: dict[str, Any], workers: bool, main: bool, answered: Callable[..., None]) -> None:
     told: list[bool] = []
     steps: list[bool] = []
 
-    def measure(self: Session, plan: Plan, steps: int = 3, *, warm_up: bool = True) -> Any:
-        told.append(warm_up)
-        return self._ask(MeasureJob(plan=plan, steps=steps, warm_up=warm_up), Measurement)
+    def measure(session: Session, job: MeasureJob, ask: Callable[..., Any]) -> Any:
+        told.append(job.warm_up)
+        return ask(job)
 
-    def count(self: Session, plan: Plan, *, fake: bool) -> Any:
-        if not fake:
-            steps.append(fake)
-        return self._ask(CountJob(plan=plan, fake=fake), Counted)
+    def count(session: Session, job: CountJob, ask: Callable[..., Any]) -> Any:
+        if not job.fake:
+            steps.append(job.fake)
+        return ask(job)
 
-    monkeypatch.setattr(Session, "measure", measure)
-    monkeypatch.setattr(Session, "count", count)
+    answered(MeasureJob, measure)
+    answered(CountJob, count)
     memory_optimization(blocks(1), Block, (X,), **options)
     assert set(told) == {workers}
     assert len(steps) == main
@@ -714,12 +714,10 @@ def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest
 
 @pytest.mark.usefixtures("in_process")
 def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object, *_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no room here")
 
-    from memopt_cli.measure.worker import Worker
-
-    monkeypatch.setattr(Worker, "_count_really", fail)
+    monkeypatch.setattr("memopt_cli.measure.answers.dry_runs.count_on_data", fail)
     net = blocks()
     summary = summary_of(net, Block, (X,), level=1)
     assert "The step that was to warm up this process failed: RuntimeError: no room here" in summary.notes
@@ -847,7 +845,7 @@ net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
     with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
-        print(type(session).__name__, type(session.measure(Plan())).__name__, *prepared.notes)
+        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan()))).__name__, *prepared.notes)
 
 def optimize():
     _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)

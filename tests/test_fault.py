@@ -24,8 +24,8 @@ from torch import nn
 
 from memopt_cli.cli.app import main
 from memopt_cli.cli.terminal import LogProgress
-from memopt_cli.measure import runner
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure import channel
+from memopt_cli.measure.jobs import ChunkingJob, CountJob, Measured, MeasureJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import inspection, prepare
@@ -33,11 +33,9 @@ from memopt_cli.records import (
     Counted,
     Crashed,
     InputSpec,
-    Measurement,
     ModelSource,
     OutOfMemory,
     Plan,
-    Refused,
     StepFailed,
     StepSettings,
     TensorSpec,
@@ -112,8 +110,8 @@ def wait_for(condition: Callable[[], object], limit_s: float = 120.0) -> bool:
 
 
 def pid_of(session: Session) -> int:
-    assert session._process is not None
-    return session._process.pid
+    assert session.pid is not None
+    return session.pid
 
 
 # ---------------------------------------------------------------------------------------------- the tables
@@ -265,7 +263,7 @@ def test_fault_in_a_subprocess(
     user_code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(channel, "_PATIENCE_S", 0.5)
     assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
 
 
@@ -395,7 +393,7 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
 
     owner, _, name = moment.rpartition(".")
     target: Any = importlib.import_module(owner) if owner else Attended
-    name = name if owner else "_ask"
+    name = name if owner else "ask"
     original = getattr(target, name)
 
     def pressed(*arguments: Any, **named: Any) -> Any:
@@ -488,17 +486,17 @@ def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
     with start("Killed") as session:
         pid = pid_of(session)
         detail = "the profiling subprocess was killed, as the system does when memory runs out"
-        assert session.measure(ORIGINAL) == OutOfMemory(detail=detail)
+        assert session.ask(MeasureJob(plan=ORIGINAL)) == OutOfMemory(detail=detail)
         assert processes_of(pid) == []
         # A session that has ended says so, and starts nothing.
-        assert isinstance(session.measure(ORIGINAL), Crashed)
-        assert isinstance(session.chunking(""), Refused)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL)), Crashed)
+        assert isinstance(session.ask(ChunkingJob(path="")), Crashed)
 
 
 def test_a_time_limit_is_an_answer(start: Callable[..., Session]) -> None:
     with start("Forks", timeout_s=4.0) as session:
         pid = pid_of(session)
-        assert session.measure(ORIGINAL) == TimedOut(limit_s=4.0)
+        assert session.ask(MeasureJob(plan=ORIGINAL)) == TimedOut(limit_s=4.0)
         assert wait_for(lambda: processes_of(pid) == [], 5)
 
 
@@ -506,24 +504,25 @@ def test_out_of_memory_is_an_answer_and_the_session_lives_on(start: Callable[...
     with start("Hungry") as session:
         _, most = resource.prlimit(pid_of(session), resource.RLIMIT_AS)
         resource.prlimit(pid_of(session), resource.RLIMIT_AS, (2 << 30, most))
-        answer = session.measure(ORIGINAL)
+        answer = session.ask(MeasureJob(plan=ORIGINAL))
         assert isinstance(answer, OutOfMemory)
         assert "allocate" in answer.detail
         assert "alloc_cpu.cpp" not in answer.detail
         resource.prlimit(pid_of(session), resource.RLIMIT_AS, (most, most))
-        counted = session.count(ORIGINAL, fake=False)
+        counted = session.ask(CountJob(plan=ORIGINAL, fake=False))
         assert isinstance(counted, Counted)
         assert counted.tensor_peak_bytes > 3 << 30
 
 
 def test_what_it_prints_does_not_disturb(start: Callable[..., Session]) -> None:
     with start("Chatters") as session:
-        assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_the_models_own_error_is_an_answer_every_time(start: Callable[..., Session]) -> None:
+    measure, count = MeasureJob(plan=ORIGINAL), CountJob(plan=ORIGINAL, fake=False)
     with start("Raises") as session:
-        answers = [session.measure(ORIGINAL), session.count(ORIGINAL, fake=False), session.measure(ORIGINAL)]
+        answers = [session.ask(job) for job in (measure, count, measure)]
         assert all(isinstance(answer, StepFailed) and "own complaint" in answer.message for answer in answers)
 
 
@@ -538,11 +537,11 @@ def test_an_interrupt_ends_it_at_once(start: Callable[..., Session]) -> None:
     session, began = start("Sleeps"), time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt), session:
-            session.measure(ORIGINAL)
+            session.ask(MeasureJob(plan=ORIGINAL))
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert time.monotonic() - began < 5
-    assert session._process is None
+    assert session.ended
     assert workers_of(os.getpid()) == []
 
 
@@ -550,7 +549,7 @@ def test_an_unused_session_ends(start: Callable[..., Session]) -> None:
     with start("Fine") as session:
         pid = pid_of(session)
     assert processes_of(pid) == []
-    assert isinstance(session.measure(ORIGINAL), Crashed)
+    assert isinstance(session.ask(MeasureJob(plan=ORIGINAL)), Crashed)
 
 
 # ---------------------------------------------------------------------------------------------- the whole program

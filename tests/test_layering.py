@@ -17,7 +17,7 @@ BASE = {"errors", "units", "records", "documents", "spec_text", "optimizer_text"
 BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
-    *("batching", "model_batching", "online", "regression"),
+    *("batch_size", "model_batching", "online", "regression"),
 }
 PARTS: dict[str, set[str]] = {
     "errors": set(),
@@ -33,15 +33,21 @@ PARTS: dict[str, set[str]] = {
     "equality": BASE | {"runtime", "step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
+    "online.jobs": BASE | {"measure"},
+    "online.answers": BELOW_STAGES | {"loading", "trace", "measure", "measure.answers", "online", "online.jobs"},
+    "model_batching.jobs": BASE | {"measure"},
+    "model_batching.answers": BELOW_STAGES | {"apply", "measure.answers", "model_batching", "model_batching.jobs"},
+    "batching": BELOW_STAGES | {"batch_size"},  # a library beside the commands: the pipeline does without
     "measure": BELOW_STAGES | {"measure.processes"},
     "measure.model_file": BELOW_STAGES | STAGES,
     "measure.seccomp": set(),
     "measure.sandbox": {"measure.seccomp"},
-    "measure.worker": BELOW_STAGES | STAGES | {"measure.model_file", "measure.sandbox"},
+    "measure.answers": BELOW_STAGES | STAGES,
+    "measure.worker": BELOW_STAGES | {"loading", "measure", "measure.answers", "measure.model_file", "measure.sandbox"},
     "measure.processes": set(),
-    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "runtime"},
-    "measure.local": BELOW_STAGES | {"loading", "measure", "measure.model_file", "measure.worker"},
-    "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file"},
+    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers", "runtime"},
+    "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
+    "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
@@ -141,6 +147,7 @@ def plant(root: Path, file: str, source: str) -> list[str]:
         ("runtime/state.py", "from memopt_cli.errors import PlanError", "runtime must not import memopt_cli.errors"),
         ("measure/runner.py", "from . import worker", "measure must not import memopt_cli.measure.worker"),
         ("measure/worker.py", "import memopt_cli.pipeline", "measure.worker must not import memopt_cli.pipeline"),
+        ("measure/worker.py", "import memopt_cli.online", "measure.worker must not import memopt_cli.online"),
         ("pipeline.py", "from memopt_cli import report", "pipeline must not import memopt_cli.report"),
         ("report/text.py", "import memopt_cli.pipeline", "report must not import memopt_cli.pipeline"),
         ("apply.py", "from memopt_cli import load", "apply must not import memopt_cli.load"),
@@ -160,7 +167,7 @@ def test_a_wrong_import_is_caught(tmp_path: Path, file: str, source: str, expect
     [
         ("records/model.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import nn"),
         ("plan/deep/__init__.py", "from . import cost_model\nfrom ..search import f\nfrom memopt_cli.units import g"),
-        ("measure/worker.py", "from memopt_cli import apply, loading\nfrom .interface import h"),
+        ("measure/answers/timed.py", "from memopt_cli import apply, loading\nfrom .interface import h"),
         ("cli/optimize.py", "import torchlike\nfrom memopt_cli import __version__, pipeline, report"),
     ],
 )

@@ -229,6 +229,6 @@ class Recurrent(nn.Module):
 def measure(step: Step) -> Any:
     torch.manual_seed(0)
     try:
-        return measure_allocated(lambda: step.backward(step.forward()), "cpu", resident_bytes(step))
+        return measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step))
     finally:
         step.model.zero_grad(set_to_none=True)

@@ -1,1 +1,1 @@
-"""How large a step fits."""
+"""A library beside the commands: batches that follow memory while a model trains, and batches of sequences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from memopt_cli.batching.config import BatchShaping
+from memopt_cli.batch_size.config import BatchShaping
 from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.batching.monitor import PerformanceMonitor, Trend
@@ -44,6 +45,47 @@ class ShapedBatch(TypedDict):
 
     inputs: Any
     targets: Any
+
+
+class _Handover:
+    """Checks what is given to the model, and lays it out on its device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str,
+        validator: BatchShapeValidator,
+        shaper: MemoryAwareShaper,
+        operation: str | None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._validator = validator
+        self._shaper = shaper
+        self._operation = operation
+        self._validated: set[tuple[int, ...]] = set()
+
+    def give(self, batch: Any) -> Any:
+        """The same structure, on the device.  Raises :class:`BatchShapeError` in strict mode."""
+        self._validate(tensors_of(batch)[0])
+        return map_leaves(self._placed, batch)
+
+    def _placed(self, tensor: Tensor) -> Any:
+        moved = tensor.to(self._device)
+        if self._operation is None or moved.dim() < 3:
+            return moved
+        return self._shaper.optimize_tensor_layout(moved, self._operation)
+
+    def _validate(self, inputs: Tensor) -> None:
+        """Each shape of a sample once; in strict mode an invalid one raises."""
+        shape = tuple(inputs.shape)
+        if shape[1:] in self._validated:
+            return
+        self._validated.add(shape[1:])
+        dtype = str(inputs.dtype).removeprefix("torch.")
+        _, issues = self._validator.validate_batch_shape(shape, self._model, dtype=dtype)
+        for issue in issues:
+            logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
 
 
 class BatchShapeManager:
@@ -79,29 +121,23 @@ class BatchShapeManager:
         self._inference = inference_mode
         self._sizing = sizing
         self._memory = memory or meter_of(device)
-        self._operation = operation_type
-        self._effective = effective_batch_size
-        self._distributed = distributed
+        self._new_sizer = functools.partial(
+            AdaptiveBatchSizer,
+            effective_batch_size=effective_batch_size,
+            device=self._device,
+            memory=self._memory,
+            distributed=distributed,
+        )
         self.monitor = PerformanceMonitor(config=config.performance_monitoring, memory=self._memory)
         self.shaper = MemoryAwareShaper(config=config.memory_aware_shaping, memory=self._memory)
         self.validator = BatchShapeValidator(config=config.validation)
-        self.sizer = self._new_sizer(16)
+        self.sizer = self._new_sizer(config=sizing, initial_batch_size=16)
         self._ready = inference_mode
         self._queue = RowQueue()
         self._last_rows = 0
         self._shaped = False  # the batch given out last was a dict of inputs and targets, made from a pair
         self._last: dict[str, float | None] = {}
-        self._validated: set[tuple[int, ...]] = set()
-
-    def _new_sizer(self, initial_batch_size: int) -> AdaptiveBatchSizer:
-        return AdaptiveBatchSizer(
-            config=self._sizing,
-            initial_batch_size=initial_batch_size,
-            effective_batch_size=self._effective,
-            device=self._device,
-            memory=self._memory,
-            distributed=self._distributed,
-        )
+        self._handover = _Handover(model, self._device, self.validator, self.shaper, operation_type)
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -129,7 +165,7 @@ class BatchShapeManager:
                 f"initial_batch_size {initial_batch_size} is outside {sizing.min_batch_size} to {sizing.max_batch_size}"
             )
         self._sizing = sizing
-        self.sizer = self._new_sizer(initial_batch_size)
+        self.sizer = self._new_sizer(config=sizing, initial_batch_size=initial_batch_size)
         self._ready = True
 
     def process_batch(self, input_batch: Any, training_step: int = 0, current_loss: float | None = None) -> Any:
@@ -294,26 +330,8 @@ class BatchShapeManager:
     def _give(self) -> Any:
         batch = self._queue.take(self.sizer.batch_size)
         self._shaped = False
-        self._validate(tensors_of(batch)[0])
         self._last_rows = tensors_of(batch)[0].shape[0]
-        return map_leaves(self._placed, batch)
-
-    def _placed(self, tensor: Tensor) -> Any:
-        moved = tensor.to(self._device)
-        if self._operation is None or moved.dim() < 3:
-            return moved
-        return self.shaper.optimize_tensor_layout(moved, self._operation)
-
-    def _validate(self, inputs: Tensor) -> None:
-        """Each shape of a sample once; in strict mode an invalid one raises."""
-        shape = tuple(inputs.shape)
-        if shape[1:] in self._validated:
-            return
-        self._validated.add(shape[1:])
-        dtype = str(inputs.dtype).removeprefix("torch.")
-        _, issues = self.validator.validate_batch_shape(shape, self._model, dtype=dtype)
-        for issue in issues:
-            logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
+        return self._handover.give(batch)
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:

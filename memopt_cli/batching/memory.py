@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.errors import UsageError
 
 _STATUS = Path("/proc/self/status")

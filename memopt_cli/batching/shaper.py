@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from memopt_cli.batching.config import Layout, MemoryAwareShaping
+from memopt_cli.batch_size.config import Layout, MemoryAwareShaping
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
 from memopt_cli.units import format_bytes

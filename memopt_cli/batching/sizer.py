@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memopt_cli.batching.advice import fit_line
-from memopt_cli.batching.config import AdaptiveSizing
+from memopt_cli.batch_size.config import AdaptiveSizing
 from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
+from memopt_cli.batching.observations import Bounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
@@ -26,11 +26,8 @@ _ROOM = 0.9
 """Usage relative to the target above which the batch shrinks, and below which it may grow."""
 _GROWTH = 1.25
 """Largest factor of one growth; a batch too small for it grows by one."""
-_LOSS_SPIKE = 1.5
-"""A loss so many times its average stops growth."""
 _THROUGHPUT_LOSS = 0.2
 """A growth that costs a larger share of the throughput is taken back."""
-_CAPPED_INTERVALS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +79,12 @@ class AdaptiveBatchSizer:
         self._calls = 0
         self._measures = False
         self._ran_out = False
-        self._usages: dict[int, tuple[int, float]] = {}  # batch -> (call, share), the latest of each
+        self._usages = Usages(self._config.performance_window)
         self._highest = 0.0  # share, since the last change
         self._throughputs: list[float] = []
-        self._mean_loss: float | None = None
+        self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
-        self._cap = self._config.max_batch_size
-        self._capped_until = 0
+        self._bounds = Bounds(self._config)
         self._capacity: int | None = None
         self._memory.restart()
 
@@ -178,7 +174,7 @@ class AdaptiveBatchSizer:
         capacity_changed = current_memory_usage is None and self._follow_capacity()
         share = self._observe(current_memory_usage, performance_metrics or {})
         wanted, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
-        self._average(current_loss)
+        self._losses.see(current_loss)
         return self._settle(wanted, reason)
 
     def report_out_of_memory(self) -> int:
@@ -187,8 +183,8 @@ class AdaptiveBatchSizer:
         The next :meth:`adapt_batch_size` takes no notice of what the failed step cost; in a distributed run the other
         ranks hear of the size there.
         """
-        self._set(self._clamp(self._batch // 2), "out of memory")
-        self._cap_at(self._batch)
+        self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
+        self._bounds.cap(self._batch, self._calls)
         self._ran_out = True
         return self._batch
 
@@ -199,7 +195,7 @@ class AdaptiveBatchSizer:
             return self._batch // 2, f"usage {share:.0%}"
         if self._calls % self._config.adaptation_interval and not capacity_changed:
             return self._batch, ""
-        self._usages[self._batch] = (self._calls, self._highest)
+        self._usages.see(self._batch, self._calls, self._highest)
         wanted, reason = self._by_law(self._highest, loss)
         self._begin_interval()
         return wanted, reason
@@ -208,31 +204,18 @@ class AdaptiveBatchSizer:
         throughput = fmean(self._throughputs) if self._throughputs else None
         growth, self._growth = self._growth, None
         if growth and growth.throughput and throughput and throughput < (1 - _THROUGHPUT_LOSS) * growth.throughput:
-            self._cap_at(growth.before)
+            self._bounds.cap(growth.before, self._calls)
             return growth.before, f"growth cut throughput from {growth.throughput:.3g} to {throughput:.3g} samples/s"
+        at_target = self._usages.batch_at(self._target, self._calls, self._batch, usage)
+        wanted = int(min(at_target, self._config.max_batch_size))
         if usage > _TOO_HIGH * self._target:
-            return self._solve(usage), f"usage {usage:.0%} above the target {self._target:.0%}"
-        if usage < _ROOM * self._target and not self._loss_spikes(loss):
-            wanted = min(self._solve(usage), max(self._batch + 1, int(_GROWTH * self._batch)))
-            if self._clamp(wanted) > self._batch:
+            return wanted, f"usage {usage:.0%} above the target {self._target:.0%}"
+        if usage < _ROOM * self._target and not self._losses.spikes(loss):
+            wanted = min(wanted, max(self._batch + 1, int(_GROWTH * self._batch)))
+            if self._bounds.clamp(wanted, self._calls) > self._batch:
                 self._growth = _Growth(self._batch, throughput)
                 return wanted, f"usage {usage:.0%} below the target {self._target:.0%}"
         return self._batch, ""
-
-    def _solve(self, usage: float) -> int:
-        """The size that the model of memory expects at the target, seen from the usage of the current one."""
-        points = [(float(batch), share) for batch, (_, share) in self._recent().items()]
-        intercept, slope = fit_line(points) if len(points) > 1 else (0.0, 1.0)
-        if slope <= 0 or usage <= intercept:
-            intercept = 0.0  # noise: the readings do not grow with the batch
-        if usage <= 0:
-            return self._config.max_batch_size
-        return int(self._batch * (self._target - intercept) / (usage - intercept))
-
-    def _recent(self) -> dict[int, tuple[int, float]]:
-        oldest = self._calls - self._config.performance_window
-        self._usages = {b: (call, share) for b, (call, share) in self._usages.items() if call >= oldest}
-        return self._usages
 
     # ------------------------------------------------------------------------------------------ observations
 
@@ -253,33 +236,14 @@ class AdaptiveBatchSizer:
         if before is None or before == self._capacity:
             return False
         factor = before / self._capacity
-        self._usages = {batch: (call, share * factor) for batch, (call, share) in self._usages.items()}
-        self._highest = max(self._highest * factor, self._expected())
+        self._usages.rescale(factor)
+        self._highest = max(self._highest * factor, self._usages.expected(self._calls, self._batch))
         return True
-
-    def _expected(self) -> float:
-        """The usage that the observations let expect of the present size; 0 if there are none."""
-        points = [(float(batch), share) for batch, (_, share) in self._recent().items()]
-        if len(points) > 1:
-            intercept, slope = fit_line(points)
-            return intercept + slope * self._batch
-        return max((share * self._batch / batch for batch, share in points if batch), default=0.0)
-
-    def _average(self, loss: float | None) -> None:
-        if loss is None or not math.isfinite(loss):
-            return
-        weight = 2 / (self._config.performance_window + 1)
-        self._mean_loss = loss if self._mean_loss is None else (1 - weight) * self._mean_loss + weight * loss
-
-    def _loss_spikes(self, loss: float | None) -> bool:
-        if loss is None or self._mean_loss is None:
-            return False
-        return loss > self._mean_loss + (_LOSS_SPIKE - 1) * abs(self._mean_loss)
 
     # ------------------------------------------------------------------------------------------ changes
 
     def _settle(self, wanted: int, reason: str) -> int:
-        own = self._clamp(wanted)
+        own = self._bounds.clamp(wanted, self._calls)
         agreed = agree_on_batch_size(own, self._device) if self._distributed else own
         if agreed != own:
             self._growth, reason = None, "another rank needs a smaller batch"
@@ -299,15 +263,7 @@ class AdaptiveBatchSizer:
         self._throughputs.clear()
         self._memory.restart()
         if self._measures:  # between two steps: what a batch of no samples would take
-            self._usages[0] = (self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
-
-    def _cap_at(self, batch: int) -> None:
-        self._cap = batch
-        self._capped_until = self._calls + _CAPPED_INTERVALS * self._config.adaptation_interval
-
-    def _clamp(self, batch: int) -> int:
-        high = self._cap if self._calls < self._capped_until else self._config.max_batch_size
-        return max(self._config.min_batch_size, min(batch, high))
+            self._usages.see(0, self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from memopt_cli.batching.config import Validation
+from memopt_cli.batch_size.config import Validation
 from memopt_cli.batching.requirements import ShapeRequirements, as_requirements, require_batch_shape, sequence_axis
 from memopt_cli.errors import BatchShapeError
 from memopt_cli.records import from_data

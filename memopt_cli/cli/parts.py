@@ -54,6 +54,8 @@ class StepOptions:
     precision: options.PrecisionChoice = "stored"
     loss: options.Loss = None
     optimizer: options.Optimizer = None
+    accumulate: options.Accumulate = 1
+    clip_norm: options.ClipNorm = None
     seed: options.Seed = 0
 
     def settings(self) -> StepSettings:
@@ -63,6 +65,8 @@ class StepOptions:
             precision=self.precision,
             loss=self.loss,
             optimizer=self.optimizer or "",
+            micro_batches=self.accumulate,
+            clip_norm=self.clip_norm,
             seed=self.seed,
         )
 

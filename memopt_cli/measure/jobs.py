@@ -1,20 +1,33 @@
-"""What a profiling subprocess can be asked, and what it answers: one JSON line each way."""
+"""What a profiling subprocess can be asked, and what it answers: one JSON line each way.
+
+A job says what type its answer has and which function gives it.  Other packages have jobs of their own: the worker
+knows none of them, it looks up the function that the job names.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from memopt_cli.records import (
+    BatchProbe,
     ChunkRule,
+    Counted,
+    Fingerprint,
     InputSpec,
+    Inspection,
+    Measurement,
+    ModelFacts,
     ModelSource,
-    OnlineRule,
     Plan,
     Refused,
     StepSettings,
     StepTrace,
+    Verification,
 )
+
+Answer = TypeVar("Answer", covariant=True)
 
 ORIGINAL = Plan()
 """No segments: the model as it is."""
@@ -38,13 +51,50 @@ class Subject:
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
 
 
+class Job(Generic[Answer]):
+    """A question about the subject: ``class CountJob(StepJob[Counted])`` is answered by a ``Counted``, or a failure."""
+
+    __slots__ = ()
+    answered_by: ClassVar[str]
+    """``module:function``; it takes the :class:`Subject` and the job, and runs in the subprocess."""
+
+
+class StepJob(Job[Answer]):
+    """One for which steps of the loaded model are run: the function takes the ``Bench`` it is loaded on and the job."""
+
+    __slots__ = ()
+
+
+def name_of(job: Job[Any]) -> str:
+    """Of its class, as it goes over the wire."""
+    return f"{type(job).__module__}:{type(job).__qualname__}"
+
+
+def class_of(name: str) -> type[Job[Any]]:
+    """The inverse; the name comes from the process that asks, which is trusted."""
+    found: type[Job[Any]] = pkgutil.resolve_name(name)
+    return found
+
+
+def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
+    """The type of a job's answer."""
+    (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+    (answer,) = get_args(base)
+    found: type[Answer] = answer
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- of the model file
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DescribeJob:
-    """What a command must know of the model -> ``ModelFacts``; no step is run.
+class DescribeJob(Job[ModelFacts]):
+    """What a command must know of the model; no step is run.
 
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
     inputs: bool = True
     """Find the inputs of its step."""
     spec: InputSpec | None = None
@@ -56,17 +106,11 @@ class DescribeJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectJob:
-    """What is in a file -> ``Inspection``; nothing in it is run."""
+class InspectJob(Job[Inspection]):
+    """What is in a file; nothing in it is run."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
     path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
-    """The model as a file, with a plan installed -> the file in pieces, then :class:`Saved`."""
-
-    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +121,22 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob(Job[Saved]):
+    """The model as a file, with a plan installed: the file comes in pieces before the answer.  No function's job: it
+    is part of the wire."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileChanged:
     """The answer to a job that loads the model, where a file is not what the subject says: it ends the command."""
 
     message: str
     hint: str
+
+
+# ---------------------------------------------------------------------------------------------- of recorded steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,92 +160,84 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceJob:
-    """Record a step of the model -> :class:`Traced`."""
+class TraceJob(StepJob[Traced]):
+    """Record a step of the model."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
     fake: bool
     """On fake tensors if the model allows."""
     plan: Plan = ORIGINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountJob:
-    """The tensor peak under a plan -> ``Counted``."""
+class CountJob(StepJob[Counted]):
+    """The tensor peak under a plan."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count"
     plan: Plan
     fake: bool
     """A dry run on fake tensors."""
     batch: int | None = None
     """Batch size; ``None``: as the inputs are described.  Of other sizes no workspaces are known: a dry run gives the
     tensor peak alone."""
-    dims: dict[str, int] = field(default_factory=dict)
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
     """Sizes of other symbols than described."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingJob:
-    """Whether the module at ``path`` can run in chunks -> :class:`ChunkingFound`."""
-
-    path: str
-    allow_inexact: bool = False
-    """Chunks that differ by their batch statistics alone will do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingFound:
-    """The answer to a :class:`ChunkingJob`."""
+    """How a module may run in chunks, or why it may not."""
 
     rule: ChunkRule | Refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureJob:
-    """Take timed steps, count both peaks -> ``Measurement``."""
+class ChunkingJob(StepJob[ChunkingFound]):
+    """Whether the module at ``path`` can run in chunks."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.chunks:try_in_chunks"
+    path: str
+    allow_inexact: bool = False
+    """Chunks that differ by their batch statistics alone will do."""
+
+
+# ---------------------------------------------------------------------------------------------- of timed steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measurement, and what its steps left."""
+
+    measurement: Measurement
+    left: Fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureJob(StepJob[Measured]):
+    """Take timed steps, count both peaks."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
     plan: Plan
-    steps: int
+    steps: int = 3
     """Timed steps, at least."""
     warm_up: bool = True
     """Take a step before the timed ones; without it, the first of them pays for what is used for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FingerprintJob:
-    """What the steps left that were measured last -> ``Fingerprint``; no step is run."""
+class ProbeJob(StepJob[BatchProbe]):
+    """The allocated peak at another batch size."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeJob:
-    """The allocated peak at another batch size -> ``BatchProbe``."""
-
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:probe"
     plan: Plan
     batch: int
-    dims: dict[str, int] = field(default_factory=dict)
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None
     """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
-    replicas: int = 1
-    """Copies of the model that take the step as one, each with the batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineJob:
-    """The allocated peak of a sequence that is learnt online -> ``BatchProbe``."""
-
-    rule: OnlineRule
-    symbol: str
-    """That of the time steps."""
-    steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgreementJob:
-    """The gradient of a sequence online against through time -> ``GradientAgreement``."""
-
-    rule: OnlineRule
-    symbol: str
-    """That of the time steps."""
-    steps: int
+# ---------------------------------------------------------------------------------------------- of verified steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,30 +250,23 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizesJob:
-    """The least at which all chunks of a plan run -> :class:`Sizes`."""
+class SizesJob(StepJob[Sizes]):
+    """The least at which all chunks of a plan run."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_least_sizes"
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyJob:
-    """The plan against the original at a batch size -> ``Verification``."""
+class VerifyJob(StepJob[Verification]):
+    """The plan against the original at a batch size."""
 
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:verify_plan"
     plan: Plan
     batch: int
-    dims: dict[str, int] = field(default_factory=dict)
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
     """Sizes of other symbols than described."""
     further: bool = False
     """In the steps that follow, too."""
     asked_s: float = 0.0
-    """Time of a step of the original as described, where the sizes are smaller."""
-
-
-FileJob = DescribeJob | InspectJob | SaveJob
-"""What needs the model, and no step of it."""
-StepJob = TraceJob | CountJob | ChunkingJob | MeasureJob | FingerprintJob | ProbeJob | OnlineJob | AgreementJob
-Job = FileJob | StepJob | SizesJob | VerifyJob
-
-JOBS: dict[str, type[Job]] = {kind.__name__: kind for kind in get_args(Job)}
-"""By the name that goes over the wire."""
+    """Time of a step of the original as described, where the sizes are smaller: so the others may take longer."""

@@ -17,13 +17,10 @@ from torch import nn
 
 from memopt_cli.equality import generators_kept
 from memopt_cli.errors import ChangedFileError, MemoptError
-from memopt_cli.loading import read_file
-from memopt_cli.loading.description import describe as describe_file
-from memopt_cli.measure import model_file
-from memopt_cli.measure.jobs import DescribeJob, InspectJob, Job, Saved, SaveJob, Subject
+from memopt_cli.measure.jobs import Job, Saved, SaveJob, Subject, answer_of
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
-from memopt_cli.records import Failure, Plan, from_data, to_data
+from memopt_cli.records import Failure, from_data, to_data
 
 Answer = TypeVar("Answer")
 
@@ -50,30 +47,31 @@ class LocalSession(Session):
         """Never: what would end a subprocess ends this process."""
         return False
 
-    def save(self, plan: Plan, file: BinaryIO) -> Saved | Failure:
-        """Write the model with ``plan`` into ``file``."""
+    def ask(self, job: Job[Answer]) -> Answer | Failure:
+        """The answer to a job."""
         with undisturbed():
             try:
-                model_file.save(self._subject, SaveJob(plan=plan), file)
+                answer = self._work().do(_over_the_wire(job, type(job)))
+                return _over_the_wire(answer, answer_of(type(job)))
+            except ChangedFileError:
+                raise
+            except Exception as error:  # the user's code runs here: every failure is an answer
+                return failure_of(error)
+
+    def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
+        """The same, of a file that is written into ``file``."""
+        with undisturbed():
+            try:
+                self._work().save(job, file)
                 return Saved(size_bytes=file.tell())
             except ChangedFileError:
                 raise
             except MemoptError as error:
                 return failure_of(error)
 
-    def _ask(self, job: Job, answer: type[Answer]) -> Answer | Failure:
-        with undisturbed():
-            try:
-                if isinstance(job, InspectJob):
-                    return _over_the_wire(describe_file(read_file(job.path)), answer)
-                if isinstance(job, DescribeJob):
-                    return _over_the_wire(model_file.describe(self._subject, job), answer)
-                self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build)
-                return _over_the_wire(self._worker.do(_over_the_wire(job, type(job))), answer)
-            except ChangedFileError:
-                raise
-            except Exception as error:  # the user's code runs here: every failure is an answer
-                return failure_of(error)
+    def _work(self) -> Worker:
+        self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build)
+        return self._worker
 
 
 def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:

@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.loading import load_model
+from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
-from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, SaveJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, InspectJob, SaveJob, Subject
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
-from memopt_cli.records import LoadedModel, ModelFacts, Plan
+from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.trace import codec_paths, fake_mode
 from memopt_cli.trace.log import unique_bytes
@@ -28,6 +28,11 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     """Load the model and tell of it.  Raises :class:`MemoptError`."""
     with fake_mode() if subject.data == "none" else contextlib.nullcontext():
         return facts_of(load_model(subject.source), job)
+
+
+def inspect(subject: Subject, job: InspectJob) -> Inspection:
+    """What is in the file.  Raises :class:`MemoptError`."""
+    return description.describe(read_file(job.path))
 
 
 def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:

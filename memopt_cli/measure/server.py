@@ -170,6 +170,9 @@ def _tell(status: socket.socket, number: int) -> None:
 def _import_early() -> bool:
     """What a model is loaded with."""
     try:
+        import memopt_cli.measure.answers.chunks
+        import memopt_cli.measure.answers.timed
+        import memopt_cli.measure.answers.verified
         import memopt_cli.measure.worker  # noqa: F401
     except Exception:  # then the subprocess says why, where somebody reads it
         return False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from memopt_cli.batching.advice import TARGET_SHARE, Limits
-from memopt_cli.batching.capacity import device_capacity
+from memopt_cli.batch_size.capacity import device_capacity
+from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import SESSION_LOST, BatchProbes, check_varied, memory_left_out, replaceable
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchAdvice, BatchEstimate, BatchProbe, Measurement, NoBatchFits, OptimizeRequest, Plan
 
@@ -44,8 +45,8 @@ def advise(
             max(min(max(_LONGEST_STEPS * measured.step_s, _LONGEST_S[0]), _LONGEST_S[1]), measured.step_s), 1
         )
     limits = _limits(prepared.subject.settings.device, longest_s)
-    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
-    with replaceable(open_session, lambda: notes.append(SESSION_LOST)) as session:
+    open_session = functools.partial(prepared.session, request.timeout_s)
+    with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
         probes = BatchProbes(session=session, plan=plan, progress=progress)
         search = probes.search(batch, limits)
         search.runs[batch] = BatchProbe(
@@ -53,7 +54,7 @@ def advise(
         )
         search.find()
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
-            if len(search.measured) < _PROBES:
+            if len(search.runs.measured) < _PROBES:
                 search.also_run([size])
         refusal = search.refusal()
         advice = search.outcome()

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import BatchSearch, Limits, between
+from memopt_cli.batch_size.lines import between
+from memopt_cli.batch_size.runs import Limits
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading.input_spec import check_batch
+from memopt_cli.measure.jobs import CountJob, Job, ProbeJob
 from memopt_cli.measure.runner import Session
+from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
-
-SESSION_LOST = "A profiling subprocess died; another took over."
-
-
-@contextlib.contextmanager
-def replaceable(open_session: Callable[[], Session], lost: Callable[[], None]) -> Iterator[Callable[[], Session]]:
-    """A subprocess that lives across probes; the next one, after ``lost()``, where a probe ended it."""
-    with contextlib.ExitStack() as sessions:
-        current = sessions.enter_context(open_session())
-
-        def session() -> Session:
-            nonlocal current
-            if current.ended:
-                lost()
-                current = sessions.enter_context(open_session())
-            return current
-
-        yield session
 
 
 def check_varied(prepared: Prepared) -> None:
@@ -94,17 +79,25 @@ class BatchProbes:
             if known is not None:
                 return self.interpolated.setdefault(batch, known)
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
-            counted = self.session().count(self.plan, fake=True, batch=batch, dims=self.dims)
+            counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
             self.dry_runs[batch] = counted.tensor_peak_bytes if isinstance(counted, Counted) else math.inf
         return self.dry_runs[batch]
 
     def probe(self, batch: int) -> BatchProbe | Failure:
         """The allocated peak and the time of a step by a run."""
         self.progress.update(0, None, f"running batch {self._where(batch)}")
-        found = self.session().probe(self.plan, batch, self.dims, limit_bytes=self.limit_bytes, replicas=self.replicas)
+        found = self.session().ask(self._job(batch))
         shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
         self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
         return found
+
+    def _job(self, batch: int) -> Job[BatchProbe]:
+        one = ProbeJob(plan=self.plan, batch=batch, dims=self.dims, limit_bytes=self.limit_bytes)
+        if self.replicas == 1:
+            return one
+        return ReplicasJob(
+            plan=one.plan, batch=batch, dims=one.dims, limit_bytes=one.limit_bytes, replicas=self.replicas
+        )
 
     def _where(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""

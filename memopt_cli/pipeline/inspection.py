@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.jobs import InspectJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import Inspection, ModelSource
@@ -23,5 +23,5 @@ def inspect(location: str) -> Inspection:
             f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
         )
     with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
-        found = session.inspect(location)
+        found = session.ask(InspectJob(path=location))
     return found if isinstance(found, Inspection) else raise_failure(found)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt_cli.batching.advice import fit_line
-from memopt_cli.batching.length_strategies import (
+from memopt_cli.batch_size.length_strategies import (
     TOKEN_BUDGET,
     BatchExtent,
     StrategyReport,
     compare_length_strategies,
 )
+from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthBatching

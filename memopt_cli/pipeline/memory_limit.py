@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memopt_cli.batching.advice import Limits
-from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.units import exact_bytes
 
 

@@ -12,7 +12,7 @@ import torch
 
 from memopt_cli.errors import UsageError
 from memopt_cli.loading.input_spec import BATCH
-from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, Subject
+from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.progress import Ask, Progress
@@ -160,7 +160,7 @@ def open_model(
     Raises :class:`MemoptError`.
     """
     with Session(Subject(source=source, data=data), timeout_s) as session:
-        found = session.describe(job)
+        found = session.ask(job)
     if isinstance(found, ModelFacts):
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
     if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
@@ -177,7 +177,7 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
 
 def _save(subject: Subject, plan: Plan, timeout_s: float, file: BinaryIO) -> None:
     with Session(subject, timeout_s) as session:
-        saved = session.save(plan, file)
+        saved = session.save(SaveJob(plan=plan), file)
     if not isinstance(saved, Saved):
         raise_failure(saved, "" if isinstance(saved, StepFailed) else "the model could not be saved: ")
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Data, Traced
+from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
@@ -18,6 +18,8 @@ from memopt_cli.records import (
     Measurement,
     ModuleUse,
     OutOfMemory,
+    Phase,
+    PhasePeak,
     Plan,
     ProfileRequest,
     SavedTensor,
@@ -68,8 +70,10 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:
     progress.stage("measuring a step")
-    measured = session.measure(plan)
-    return measured if isinstance(measured, Measurement | OutOfMemory) else raise_failure(measured)
+    measured = session.ask(MeasureJob(plan=plan))
+    if isinstance(measured, Measured):
+        return measured.measurement
+    return measured if isinstance(measured, OutOfMemory) else raise_failure(measured)
 
 
 def record_step(
@@ -86,10 +90,11 @@ def record_step(
     If they do not, a note says so and what follows from it.  ``smaller`` opens a session that runs a few samples alone,
     for a plan that fits where the original, of which kernel workspace is recorded, does not.
     """
-    traced = session.trace(plan, fake=True)
-    if isinstance(traced, OutOfMemory) and smaller is not None:
+    job = TraceJob(plan=plan, fake=True)
+    traced = session.ask(job)
+    if smaller is not None and (isinstance(traced, OutOfMemory) or session.ended):  # a full step on data ended it
         session = smaller()
-        traced = session.trace(plan, fake=True)
+        traced = session.ask(job)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
         predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes
         if abs(predicted - true) > _TRUSTED_ERROR * true:
@@ -97,7 +102,8 @@ def record_step(
                 f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
                 f"{format_bytes(true)} (its kernels differ there); {consequence}."
             )
-            traced = session.trace(plan, fake=False) if traced.fake else replace(traced, dry_run_bytes=None)
+            on_data = replace(job, fake=False)
+            traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
     if not isinstance(traced, Traced):
         raise_failure(traced, "a step of the model could not be recorded: ")
     if traced.note:
@@ -124,6 +130,7 @@ def _profile(
         workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
         modules=_modules(trace, alive),
         saved=saved_tensors(trace),
+        phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
         notes=tuple(notes),
@@ -143,6 +150,16 @@ def live_bytes(trace: StepTrace) -> tuple[int, ...]:
         total += difference
         live.append(total)
     return tuple(live)
+
+
+def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...]:
+    """The most during each phase, in turn."""
+    found: dict[Phase, PhasePeak] = {}
+    for op, alive in zip(trace.ops, live[1:], strict=True):
+        allocated = alive + op.workspace_bytes
+        peak = PhasePeak(phase=op.phase, tensor_peak_bytes=alive, allocated_peak_bytes=allocated)
+        found[op.phase] = found.get(op.phase, peak).raised(alive, allocated)
+    return tuple(found.values())
 
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.batching.accumulation import accumulate
-from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits
-from memopt_cli.batching.config import AdaptiveSizing, BatchShaping
-from memopt_cli.batching.length_strategies import read_lengths
-from memopt_cli.errors import NothingFitsError, StepError, UsageError
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batch_size.length_strategies import read_lengths
+from memopt_cli.batch_size.runs import MOST_PROBES, Limits
+from memopt_cli.batch_size.search import BatchSearch
+from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.loading.input_spec import BATCH, with_batch
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import SESSION_LOST, BatchProbes, check_varied, memory_left_out, replaceable
-from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.batch_cases import Case, CaseSearch
+from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
-from memopt_cli.pipeline.replicas import ReplicaSearch, check_replicas
+from memopt_cli.pipeline.replicas import check_replicas
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     Accumulation,
@@ -31,14 +33,11 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRequest,
-    BatchRow,
     DimRange,
     Failure,
     LengthBatching,
     NoBatchFits,
-    OutOfMemory,
     Plan,
-    ReplicaAdvice,
     to_data,
 )
 from memopt_cli.units import format_bytes, format_copies
@@ -56,24 +55,36 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    settings = replace(request.settings, accumulates=request.global_batch is not None)
+    settings = request.settings
+    if request.global_batch is not None and settings.micro_batches == 1:
+        settings = replace(settings, micro_batches=2)  # how many there are is what is asked; any takes the same
     opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
+    notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
+    limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+    search = CaseSearch(
+        batch=prepared.batch,
+        replicas=request.replicas.sizes() if request.replicas is not None else (),
+        progress=progress,
+        notes=notes,
+        limits=limits,
+        most_runs=MOST_PROBES - RUNS * bool(lengths),
+    )
     job = _Job(
         request=request,
         prepared=prepared,
         progress=progress,
-        notes=[*prepared.notes, *memory_left_out(prepared)],
-        limits=limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of),
+        notes=notes,
+        limits=limits,
         longest=longest,
-        most_runs=MOST_PROBES - RUNS * bool(lengths),
+        search=search,
     )
-    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
+    open_session = functools.partial(prepared.session, request.timeout_s)
     try:
-        with replaceable(open_session, job.session_lost) as session:
+        with Sessions(open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # on its way here it has ended the subprocess
         if not job.proven:
@@ -94,11 +105,9 @@ class _Job:
     limits: Limits
     longest: dict[str, int]
     """The size of the longest of the user's sequences, at which the batch is to fit; empty without them."""
-    most_runs: int
-    """To find what fits; comparing lengths takes some more."""
-    runs: int = 0
-    searched: list[_Case] = field(default_factory=list)
-    """The cases whose search has begun, the last first."""
+    search: CaseSearch
+    length_runs: int = 0
+    """To compare lengths, beside those that find what fits."""
 
     def recommend(
         self, session: Callable[[], Session], plan: Plan | None, lengths: Sequence[int]
@@ -109,8 +118,8 @@ class _Job:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
         sizes = [size | self.longest for size in sizes]
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
-        cases = [_Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
-        self._search(cases, session)
+        cases = [Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
+        self.search.find(cases, session)
         if len(sizes) == 1 and not lengths:
             self._seek_faster(cases)
         main = self._main(cases)
@@ -121,24 +130,25 @@ class _Job:
     @property
     def proven(self) -> bool:
         """A batch was run that fits."""
-        return any(case.search.fitting or (case.copies is not None and case.copies.fitting) for case in self.searched)
+        return any(case.fits for case in self.search.searched)
 
     def so_far(self) -> BatchRecommendation:
         """The answer that the runs before an interruption give, without anything more being run."""
-        for case in self.searched:
+        for case in self.search.searched:
             if case.copies is not None and case.copies.fitting and case.settled is None:
                 case.settle(case.copies.advice("the interruption"))
             case.search.interrupt()
-        self.runs = sum(len(case.search.runs) for case in self.searched)
+        self.search.runs = sum(len(case.search.runs) for case in self.search.searched)
+        self.length_runs = 0
         self.notes.append("Interrupted: what was still to be run may have given a better answer.")
-        cases = [case for case in reversed(self.searched) if case.search.fitting]
+        cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
         main = self._main(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
 
     def _answer(
         self,
-        cases: Sequence[_Case],
-        main: _Case,
+        cases: Sequence[Case],
+        main: Case,
         accumulation: Accumulation | None,
         strategies: tuple[LengthBatching, ...],
     ) -> BatchRecommendation:
@@ -151,64 +161,19 @@ class _Job:
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen(main),
-            verified=bool(main.search.fitting),
+            verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
             notes=tuple(self.notes),
-            probes=self.runs + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),
+            probes=self.search.runs
+            + self.length_runs
+            + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),
             dry_runs=sum(len(case.probes.dry_runs) for case in cases),
             files=(),
             spent_s=0.0,
         )
 
-    def session_lost(self) -> None:
-        """A run ended its subprocess."""
-        self.notes.append(SESSION_LOST)
-
-    # ------------------------------------------------------------------------------------------ the cases
-
-    def _search(self, cases: Sequence[_Case], session: Callable[[], Session]) -> None:
-        """Search one case after another, the last first; the runs are shared out, and what they taught is passed on.
-
-        Where there are more cases than runs, those of the plan and of long sequences are the ones to be sure of.
-        """
-        ratio = 1.0
-        for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
-            self.progress.stage(f"finding the batch that fits{case.text}")
-            case.probes = BatchProbes(
-                session=session,
-                plan=case.plan,
-                progress=self.progress,
-                dims=case.dims,
-                limit_bytes=self.limits.budget_bytes,
-            )
-            described, unit = self.prepared.batch, self.limits.multiple_of
-            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)
-            limits = replace(self.limits, probes=share)
-            case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
-            self.searched.append(case)
-            if self.request.replicas is not None:
-                self._find_copies(case, self.request.replicas.sizes())
-            case.search.find()
-            self._check(case)
-            self.runs += len(case.search.runs)
-            ratio = case.search.measured_ratio() if case.search.predict else 1.0
-
-    def _find_copies(self, case: _Case, sizes: Sequence[int]) -> None:
-        """Find how many copies train fastest; the case is searched with so many."""
-        self.progress.stage(f"finding the number of copies{case.text}")
-        batch = case.search.batch
-        case.copies = ReplicaSearch(
-            probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
-        )
-        found = case.copies.fastest(sizes)
-        if isinstance(found, ReplicaAdvice):
-            case.settle(found)
-        else:
-            case.go_on_with_fewest()
-        self.progress.stage(f"finding the batch that fits{case.text}")
-
-    def _main(self, cases: Sequence[_Case]) -> _Case:
+    def _main(self, cases: Sequence[Case]) -> Case:
         """The case that is recommended, of those of the largest size: see :attr:`BatchRecommendation.chosen`.
 
         If no batch was run in any, one of an estimate.  Under the plan where the objective is met as well without.
@@ -225,68 +190,39 @@ class _Job:
             hint="Give more --memory or smaller inputs, or a plan of memopt optimize with --plan.",
         )
 
-    def _worth(self, case: _Case) -> float:
+    def _worth(self, case: Case) -> float:
         """Samples a second, or of a step."""
-        if self.request.objective == "throughput" and case.search.fitting:
-            return case.search.fastest.samples_per_s
+        if self.request.objective == "throughput" and case.search.runs.fitting:
+            return case.search.runs.fastest.samples_per_s
         return self._chosen(case) * case.probes.replicas
 
-    def _check(self, case: _Case) -> None:
-        """Raise what went wrong where nothing ran, unless it was for lack of memory."""
-        failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
-        others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
-        if others and not case.search.measured:
-            raise_failure(others[0])
-        if case.search.predict is None and not case.search.runs:
-            raise StepError(
-                f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
-                f"{self.most_runs} runs are all there are",
-                hint="Give a range of fewer sizes to --dim.",
-            )
-        if refusal := case.search.refusal():
-            raise StepError(
-                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
-                hint="Write no batch size into its code (x.shape[0] instead); export it with dynamic_shapes.",
-            )
-        if case.search.predict is None:
-            self.notes.append(f"The step cannot run on tensors without data{case.text}; the fit is of runs alone.")
-
-    def _seek_faster(self, cases: Sequence[_Case]) -> None:
+    def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches for their speed, of every case that may be recommended for it."""
         is_max = self.request.objective == "max"
-        found = [self._main(cases)] if is_max else [case for case in cases if case.search.fitting]
+        found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for left, case in zip(range(len(found), 0, -1), found, strict=True):
             self.progress.stage(f"finding the fastest batch{case.text}")
-            runs = self._left - (self.request.global_batch is not None)
-            best = case.search.fitting[-1].batch // unit if case.search.fitting else 0
+            runs = self.search.left - (self.request.global_batch is not None)
+            best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
-            self._run_more(case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left)))
+            self.search.run_more(
+                case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left))
+            )
 
-    def _accumulate(self, main: _Case) -> Accumulation | None:
+    def _accumulate(self, main: Case) -> Accumulation | None:
         """How the global batch is made up, of a batch that was run."""
         accumulation = self._accumulation(main)
-        if accumulation is not None and main.search.fitting:
-            self._run_more(main, lambda search: search.also_run([accumulation.batch]))
+        if accumulation is not None and main.search.runs.fitting:
+            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
         return accumulation
 
-    @property
-    def _left(self) -> int:
-        return self.most_runs - self.runs
-
-    def _run_more(self, case: _Case, run: Callable[[BatchSearch], None]) -> None:
-        """Let a search that has ended run what it is told to, as far as runs are left."""
-        search, before = case.search, len(case.search.runs)
-        search.limits = replace(search.limits, probes=before + self._left)
-        run(search)
-        self.runs += len(search.runs) - before
-
-    def _accumulation(self, main: _Case) -> Accumulation | None:
+    def _accumulation(self, main: Case) -> Accumulation | None:
         wanted = self.request.global_batch
         return None if wanted is None else accumulate(wanted, self._chosen(main), self.request.multiple_of)
 
     def _compare(
-        self, lengths: Sequence[int], main: _Case, session: Callable[[], Session]
+        self, lengths: Sequence[int], main: Case, session: Callable[[], Session]
     ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
         self.progress.stage("comparing ways to batch sequences")
@@ -295,11 +231,11 @@ class _Job:
         def probe(size: int, steps: int) -> BatchProbe | Failure:
             if steps == longest and size in main.search.runs:
                 return main.search.runs[size]
-            self.runs += 1
+            self.length_runs += 1
             self.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
-            return session().probe(main.plan, size, {**main.dims, symbol: steps})
+            return session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
 
-        batch, runnable = self._chosen(main), main.search.fitting[-1].batch if main.search.fitting else 1
+        batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
         return compare_lengths(
             lengths,
             batch=batch,
@@ -313,73 +249,27 @@ class _Job:
     def _limit(self) -> str:
         return f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
 
-    def _chosen(self, main: _Case) -> int:
+    def _chosen(self, main: Case) -> int:
         outcome = main.search.outcome()
         assert not isinstance(outcome, NoBatchFits)
         if isinstance(outcome, BatchEstimate):
             return outcome.batch
         return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
 
-    def _note_accumulation(self, found: Accumulation, main: _Case) -> None:
+    def _note_accumulation(self, found: Accumulation, main: Case) -> None:
         self.notes.append("Every step was run with the gradients of earlier ones in memory, as accumulation does.")
         if found.batch * found.steps != found.global_batch:
             self.notes.append(
                 f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
                 f"{found.steps} × {found.batch} are {found.batch * found.steps}."
             )
-        if main.search.fitting and found.batch not in main.search.runs:
+        if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
         if found.steps > 1 and self.prepared.facts.batch_norms:
             self.notes.append(
                 f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
                 f"{found.global_batch}, so accumulation is not the same training step as one large batch."
             )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Case:
-    """A plan and sizes, and the search of their largest batch."""
-
-    planned: bool
-    plan: Plan
-    dims: dict[str, int]
-    probes: BatchProbes = field(init=False)
-    search: BatchSearch = field(init=False)
-    copies: ReplicaSearch | None = None
-    settled: ReplicaAdvice | None = None
-    """How many copies train fastest at the batch described; ``None``: not asked for, not yet known, or none fits."""
-
-    def settle(self, found: ReplicaAdvice) -> None:
-        """Go on with the fastest number of copies, whose run is the first of the search of their batch."""
-        self.settled, self.probes.replicas = found, found.fastest
-        self.search.runs[self.search.batch] = found.best
-
-    def go_on_with_fewest(self) -> None:
-        """Where not even they fit at the batch described, a smaller one is looked for."""
-        assert self.copies is not None
-        ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
-
-    @property
-    def replicas(self) -> ReplicaAdvice | None:
-        """How many copies; those that did not fit at the batch described are told by their largest batch."""
-        if self.settled is not None or self.copies is None or not self.search.fitting:
-            return self.settled
-        reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
-        return ReplicaAdvice(
-            fastest=self.probes.replicas,
-            probes=(self.search.fitting[-1],),
-            limited_by=f"{self.search.limits.name}, {reason}",
-        )
-
-    def row(self) -> BatchRow:
-        """What fits, by the runs so far."""
-        return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
-
-    @property
-    def text(self) -> str:
-        """`` at S=128, under the plan``, or nothing."""
-        sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
-        return sizes + (" under the plan" if self.planned else "")
 
 
 def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from memopt_cli.documents import kept_below
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import Traced
+from memopt_cli.measure.jobs import Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.optimizer_text import is_function
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
@@ -128,6 +128,8 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
         precision=request.precision or before.precision,
         loss=request.loss,  # code: that of the baseline was refused
         optimizer=request.optimizer or before.optimizer,
+        micro_batches=before.micro_batches,
+        clip_norm=before.clip_norm,
         seed=before.seed if request.seed is None else request.seed,
     )
 
@@ -190,14 +192,14 @@ def _plan(path: str | None, prepared: Prepared) -> Plan:
 def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> StepMemory:
     with prepared.session(timeout_s, "small batch") as session:  # the original may not fit where the plan does
         progress.stage("measuring a step")
-        measured = session.measure(plan)
-        if not isinstance(measured, Measurement):
+        measured = session.ask(MeasureJob(plan=plan))
+        if not isinstance(measured, Measured):
             raise_failure(measured)
         progress.stage("recording a step")
-        traced = session.trace(plan, fake=False)
+        traced = session.ask(TraceJob(plan=plan, fake=False))
         if not isinstance(traced, Traced):
             raise_failure(traced, "a step of the model could not be recorded: ")
-    return _step_memory(plan, measured, traced.trace)
+    return _step_memory(plan, measured.measurement, traced.trace)
 
 
 def _step_memory(plan: Plan, measured: Measurement, trace: StepTrace) -> StepMemory:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import Limits, fit_line
+from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import (

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from memopt_cli.measure.jobs import Traced
+from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import CountedPlan, NotTried
-from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.progress import Progress
+from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
+from memopt_cli.units import format_bytes
+
+Answer = TypeVar("Answer")
 
 
 class SearchProbes:
-    """Dry runs (or real ones) of plans, and trials of chunks; what was asked before is answered from memory."""
+    """Jobs for a search; what was asked before is answered from memory."""
 
-    def __init__(
-        self,
-        session: Callable[[], Session],
-        original: CountedPlan,
-        *,
-        fake: bool,
-        limit_s: float | None,
-        allow_inexact: bool = False,
-    ) -> None:
+    def __init__(self, session: Callable[[], Session], original: CountedPlan, *, limit_s: float | None) -> None:
         self._session = session
         self._original = original
-        self._fake = fake
         self._limit_s = limit_s
-        self._allow_inexact = allow_inexact
         self._started = time.monotonic()
         self._over = ""
-        self._counted: dict[Plan, Counted | Failure] = {original.plan: original.counted}
-        self._traced: dict[Plan, Traced | Failure] = {}
-        self._rules: dict[str, ChunkRule | Refused] = {}
+        self._answers: dict[Job[object], object] = {}
 
     @property
     def over(self) -> str:
@@ -46,41 +39,93 @@ class SearchProbes:
         timed_out = self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
         return bool(self._over) or timed_out
 
-    @property
-    def improved(self) -> bool:
-        """Whether a plan was tried that lowers the peak."""
-        peaks = (found.allocated_peak_bytes for found in self._counted.values() if isinstance(found, Counted))
-        return min(peaks) < self._original.peak_bytes
-
-    @property
-    def refusals(self) -> dict[str, str]:
-        """Paths of the modules that may not run in chunks, and why."""
-        return {path: rule.reason for path, rule in self._rules.items() if isinstance(rule, Refused)}
-
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
         self._over = reason
 
-    def count(self, plan: Plan) -> Counted | Failure | NotTried:
-        """The peaks of one step under a plan."""
-        if plan not in self._counted:
+    def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
+        """The answer to a job, which runs at most once."""
+        if job not in self._answers:
             if self.over:
                 return NotTried(reason=self.over)
-            self._counted[plan] = self._session().count(plan, fake=self._fake)
-        return self._counted[plan]
+            self._answers[job] = self._session().ask(job)
+        answer: Answer | Failure = self._answers[job]  # type: ignore[assignment]
+        return answer
 
-    def trace(self, plan: Plan) -> Traced | Failure | NotTried:
-        """A step under a plan, recorded."""
-        if plan not in self._traced:
-            if self.over:
-                return NotTried(reason=self.over)
-            self._traced[plan] = self._session().trace(plan, fake=self._fake)
-        return self._traced[plan]
+    @property
+    def improved(self) -> bool:
+        """Whether a plan was tried that lowers the peak."""
+        counted = (found for found in self._answers.values() if isinstance(found, Counted))
+        return any(found.allocated_peak_bytes < self._original.peak_bytes for found in counted)
 
-    def chunking(self, path: str) -> ChunkRule | Refused:
-        """Whether the module at a path may run in chunks."""
-        if path not in self._rules:
-            if self.over:
-                return Refused(reason=self.over)
-            self._rules[path] = self._session().chunking(path, allow_inexact=self._allow_inexact)
-        return self._rules[path]
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Paths of the modules that may not run in chunks, and why."""
+        asked = ((job.path, rule_in(found)) for job, found in self._answers.items() if isinstance(job, ChunkingJob))
+        return {path: rule.reason for path, rule in asked if isinstance(rule, Refused)}
+
+
+def rule_in(answer: object) -> ChunkRule | Refused:
+    """How a module may run in chunks, by the answer to a :class:`ChunkingJob`: a failure is a refusal."""
+    match answer:
+        case ChunkingFound(rule=rule):
+            return rule
+        case NotTried(reason=reason):
+            return Refused(reason=reason)
+    return Refused(reason=f"trying it failed: {answer}")
+
+
+def planner_probes(
+    probes: SearchProbes, original: CountedPlan, progress: Progress, *, fake: bool, allow_inexact: bool
+) -> Probes:
+    """What a planner may ask, with its progress shown.
+
+    ``fake``: of tensors without data; ``allow_inexact``: chunks that differ by their batch statistics alone will do.
+    """
+    reporter = _Reporter(progress, original.peak_bytes)
+
+    def count(plan: Plan) -> Counted | Failure | NotTried:
+        found = original.counted if plan == original.plan else probes.ask(CountJob(plan=plan, fake=fake))
+        return reporter.counted(plan, found)
+
+    def trace(plan: Plan) -> StepTrace | Failure | NotTried:
+        traced = probes.ask(TraceJob(plan=plan, fake=fake))
+        return traced.trace if isinstance(traced, Traced) else traced
+
+    return Probes(
+        count=count,
+        chunking=lambda path: rule_in(probes.ask(ChunkingJob(path=path, allow_inexact=allow_inexact))),
+        report=reporter.report,
+        trace=trace,
+        late=probes.late,
+    )
+
+
+class _Reporter:
+    """Tells progress what is tried, with the peaks: ``segments: 8 · 380.1 MiB → 341.7 MiB``."""
+
+    def __init__(self, progress: Progress, start_bytes: int) -> None:
+        self._progress = progress
+        self._best_bytes = start_bytes
+        self._tried = 0
+
+    def report(self, text: str) -> None:
+        """Tell what is tried next, which takes a while."""
+        self._progress.update(self._tried, None, f"{text} · {format_bytes(self._best_bytes)}")
+
+    def counted(self, plan: Plan, found: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
+        """Tell what became of a plan, if it was tried; the same."""
+        if not isinstance(found, NotTried):
+            self._tried += 1
+            peak = found.allocated_peak_bytes if isinstance(found, Counted) else None
+            tried = f"segments: {len(plan.segments)}" + (", saved packed" if plan.packed else "")
+            self._progress.update(self._tried, None, f"{tried} · {self._compared(peak)}")
+            self._best_bytes = min(self._best_bytes, peak or self._best_bytes)
+        return found
+
+    def _compared(self, peak_bytes: int | None) -> str:
+        """A peak beside the least so far; an arrow to a new least."""
+        if peak_bytes is None:
+            return "cannot run"
+        least, shown = format_bytes(self._best_bytes), format_bytes(peak_bytes)
+        return f"{least} → {shown}" if peak_bytes < self._best_bytes else f"{shown}, the least is {least}"

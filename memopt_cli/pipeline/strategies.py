@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memopt_cli.batching.advice import Limits, fit_line
+from memopt_cli.batch_size.lines import fit_line
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batch_probes import SESSION_LOST, replaceable
+from memopt_cli.online.jobs import AgreementJob, OnlineJob
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.recommendation import check_inputs
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -70,8 +72,8 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     )
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
-    open_session = functools.partial(prepared.session, request.timeout_s, "small batch")
-    with replaceable(open_session, job.session_lost) as session:
+    open_session = functools.partial(prepared.session, request.timeout_s)
+    with Sessions(open_session, job.session_lost, "small batch") as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
         header=file_header(prepared),
@@ -149,7 +151,7 @@ class _Job:
         yield self._curve(
             name,
             name,
-            lambda steps: session().probe(used, batch, {symbol: steps}),
+            lambda steps: session().ask(ProbeJob(plan=used, batch=batch, dims={symbol: steps})),
             functools.partial(_verified, session, used, batch) if name == "plan" else lambda: (True, "by definition"),
         )
 
@@ -232,11 +234,11 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
 
 
 def _probe_online(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
-    return session().probe_online(rule, symbol, steps)
+    return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
 
 
 def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
-    found = session().agreement(rule, symbol, steps)
+    found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
     if not isinstance(found, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(found)}"
     if found.exact:
@@ -246,7 +248,7 @@ def _agreement(session: Callable[[], Session], rule: OnlineRule, symbol: str, st
 
 
 def _verified(session: Callable[[], Session], plan: Plan, batch: int) -> tuple[bool | None, str]:
-    found = session().verify(plan, batch)
+    found = session().ask(VerifyJob(plan=plan, batch=batch))
     if not isinstance(found, Verification):
         return None, f"it could not be verified: {describe(found)}"
     how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memopt_cli.loading.input_spec import BATCH
-from memopt_cli.measure.jobs import Sizes
+from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -92,7 +92,7 @@ def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> S
     batch = prepared.batch
     if any(segment.chunks > 1 for segment in plan.segments):
         with prepared.session(timeout_s) as session:
-            found = session.least_sizes(plan)
+            found = session.ask(SizesJob(plan=plan))
         return found if isinstance(found, Sizes) else Sizes(batch=batch)
     share = _QUICK_S / (_STEPS * step_s)
     return Sizes(batch=max(1, min(batch, int(batch * share))))
@@ -101,9 +101,10 @@ def _sizes(prepared: Prepared, plan: Plan, step_s: float, timeout_s: float) -> S
 def _verified_at(
     prepared: Prepared, plan: Plan, sizes: Sizes, timeout_s: float, asked_s: float = 0.0
 ) -> Verification | Failure:
+    job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     with prepared.session(timeout_s) as session:
-        found = session.verify(plan, sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
+        found = session.ask(job)
     if not isinstance(found, Verification | StepFailed):
         with prepared.session(timeout_s) as session:
-            found = session.verify(plan, sizes.batch, dims=sizes.dims)
+            found = session.ask(replace(job, further=False))
     return found

@@ -71,7 +71,12 @@ class TextReport:
         console = _console(stream)
         for number, line in enumerate(profiling.headline(found)):
             _print(console, line, style=None if number else "bold")
-        tables = (profiling.category_table(found), profiling.module_table(found), profiling.saved_table(found))
+        tables = (
+            profiling.phase_table(found),
+            profiling.category_table(found),
+            profiling.module_table(found),
+            profiling.saved_table(found),
+        )
         for part in (profiling.plot(found, _PLOT_COLUMNS), *tables):
             _print(console)
             console.print(part, markup=False)

@@ -2,8 +2,8 @@
 
 A private name is one that begins with an underscore, or lies in a module that does.  Each stands here once, with what
 it is for and what it replaces; ``tests/runtime/test_private_torch.py`` fails where PyTorch changes what it does, and
-``tests/runtime/test_private_names.py`` where another file uses one.  All were seen in PyTorch 2.6 to 2.14 (``make
-compat``), but where a note says otherwise.  What is read at every operator is an alias or an ``attrgetter``, which cost
+``tests/runtime/test_private_names.py`` where another file uses one.  All were seen in PyTorch 2.8 to 2.14 (``make
+compat``).  What is read at every operator is an alias or an ``attrgetter``, which cost
 nothing.
 
 Not here: the names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and operators
@@ -303,7 +303,7 @@ running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 
 
 def hooks_on_saving() -> Any:
-    """The innermost (pack, unpack) on what autograd saves now; ``None`` if there is none."""
+    """The innermost (pack, unpack) on what autograd saves now; ``None`` if there is none.  New in PyTorch 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -446,7 +446,7 @@ def original_of(module: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- settings
 
 MKLDNN: Final = (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
-"""How to read and set whether that library's kernels are used; ``torch.backends.mkldnn`` can be read alone in 2.6."""
+"""How to read and set whether that library's kernels are used."""
 
 
 def is_started(device: torch.device) -> bool:

@@ -2,6 +2,31 @@
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
 neuron membranes and counters advance once a step, however often forward runs.
+
+One segment, two time steps; its membrane ``v``, a matrix, is assigned anew in each (``self.v = 0.5 * self.v + x``), its
+``count`` goes up in place (``self.count.add_(1)``)::
+
+    forward 1   StartingState(module)   v = A, count = 0    taken: both by reference, and a copy of each
+                ... runs ...            v = B, count = 1
+                settle()                                    A did not change: its copy goes, the reference stays,
+                                                            and who writes to A later hands over a copy of it;
+                                                            count did: its copy (0) stays
+    forward 2   StartingState(module)   v = B, count = 1
+                ... runs ...            v = C, count = 2
+                settle()
+    backward 2  with replay():          v = B, count = 1    forward runs again, up to C and 2
+                afterwards              v = C, count = 2    as if it had not
+    backward 1  with replay():          v = A, count = 0
+                afterwards              v = C, count = 2
+
+A segment within another does not hold its ``v`` from forward to backward: the one around makes it again.  It *lends*
+its large tensors: ``lend()`` hands them to PyTorch's checkpoint as inputs of the segment, which the recomputation
+around makes anew; ``settle()`` then *forgets* them, a gap (:class:`_Forgotten`) with the ``id`` of each in its place;
+and ``replay(lent)`` fills the gaps with what the checkpoint gives back, in the same order::
+
+    lend()           gives [B]    saved by the checkpoint around, no longer by us
+    settle()         v = gap
+    replay([B'])     v = B'       equal to B, and of the graph that the recomputation around has just made
 """
 
 from __future__ import annotations

@@ -89,15 +89,19 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     return replace(full, storages=tuple(storages)), ""
 
 
+_LIKE = ("forward", "backward")
+"""Phases that a step of a few samples has as well; it may lack the optimizer's."""
+
+
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
-    """Whether the same operators made as many storages; the small step may lack the optimizer's."""
-    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase != "update"] for trace in (full, small))
+    """Whether the same operators made as many storages."""
+    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase in _LIKE] for trace in (full, small))
     return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
 
 
 def _born_in_turn(trace: StepTrace) -> list[int]:
-    """The storages that are neither of the optimizer nor made in its update."""
-    updates = {index for op in trace.ops if op.phase == "update" for index in op.makes}
+    """The storages that are neither of the optimizer nor made once the gradients are there."""
+    updates = {index for op in trace.ops if op.phase not in _LIKE for index in op.makes}
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import Phase
+from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
 from memopt_cli.runtime.container import recomputing_module
@@ -37,7 +37,7 @@ from memopt_cli.runtime.private_torch import (
     tree_leaves,
 )
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks, seed_everything
+from memopt_cli.step import Step, module_hooks, seed_everything, take
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
@@ -75,6 +75,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_tick = 0
+        self.phase_peaks: dict[Phase, PhasePeak] = {}
         self._tick = 0
         self.module_running = module_running
         self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
@@ -93,8 +94,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
         if func is _NUMBER and self.phase == "update" and is_fake(args[0]):
-            return 0.5  # optimizers read counters and divide by 1 - them; no size depends on it
-        output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
+            output: Any = 0.5  # optimizers read counters, and divide by them and by 1 less them; no size depends on it
+        else:
+            output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         self._formula = formula_at(self._tick, self._formula) if self.phase == "backward" else None
         self._tick += counts
@@ -177,7 +179,18 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= storage.nbytes if storage.died is None else 0
         storage.nbytes = 0
 
+    def enter(self, phase: Phase) -> None:
+        """The step goes on to its next phase."""
+        self.settle()
+        self.phase = phase
+        self.phase_peaks[phase] = PhasePeak(
+            phase=phase, tensor_peak_bytes=self.live_bytes, allocated_peak_bytes=self.live_bytes
+        )
+
     def _raise_peaks(self, live_bytes: int, workspace_bytes: int) -> None:
+        in_phase = self.phase_peaks.get(self.phase)
+        if in_phase is not None:
+            self.phase_peaks[self.phase] = in_phase.raised(live_bytes, live_bytes + workspace_bytes)
         if live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_tick = live_bytes, self._tick
         if live_bytes + workspace_bytes > self.allocated_peak_bytes:
@@ -274,14 +287,15 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
 
 def run_step(step: Step, log: StorageLog) -> None:
     """One step under an active ``log``; leaves the gradients."""
-    output = step.forward()
-    log.phase = "backward"
-    step.backward(output)
+
+    def enter(phase: Phase) -> None:
+        if log.phase == "backward":
+            _label_gradients(log, step.model)
+        log.enter(phase)
+
+    take(step, enter)
     log.settle()
-    del output
     _label_gradients(log, step.model)
-    log.phase = "update"
-    step.update()
 
 
 def resident_bytes(step: Step) -> int:

@@ -6,24 +6,16 @@ in the order in which forward makes them; the numbers at which modules begin and
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.records import CompressorName, ModuleCall, OpTrace, Phase, StepTrace, StorageTrace
+from memopt_cli.records import ModuleCall, OpTrace, StepTrace, StorageTrace
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.container import recomputing_module
-from memopt_cli.runtime.private_torch import next_node, number_of, running_node, tree_leaves
 from memopt_cli.runtime.state import ModuleState, StartingState
-from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks, reset_gradients
-from memopt_cli.trace.contents import Contents, aside
+from memopt_cli.step import Step, reset_gradients
+from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import (
     Codecs,
     Storage,
@@ -33,10 +25,9 @@ from memopt_cli.trace.log import (
     packed_as,
     resident_bytes,
     run_step,
-    shapes_of,
 )
 from memopt_cli.trace.modules import ModuleNotes, ancestry, taking_notes
-from memopt_cli.trace.operators import draws, flops_of, modified, name_of
+from memopt_cli.trace.step_log import StepLog
 from memopt_cli.workspace import Workspaces
 
 
@@ -72,9 +63,10 @@ def record(
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     start.enter()
-    freed = log.freed(_lives_without_autograd(step) if frees else [])
+    records = _Records(log)
+    freed = records.freed(_lives_without_autograd(step) if frees else [])
     before.restore()
-    saved = log.saved_bytes()
+    saved = records.saved_bytes()
     return StepTrace(
         modules=tuple(
             note.to_record(path, find_part(step.model, path), order, saved[path])
@@ -84,9 +76,9 @@ def record(
         allocated_peak_bytes=max(log.peak_bytes, log.allocated_peak_bytes),
         resident_bytes=resident,
         batch=batch,
-        ops=log.op_records(),
-        storages=log.storage_records(freed),
-        calls=log.call_records(),
+        ops=records.op_records(),
+        storages=records.storage_records(freed),
+        calls=records.call_records(),
     )
 
 
@@ -107,141 +99,17 @@ def _nothing_saved(_: None) -> Tensor:
     raise AssertionError("this forward has no backward")
 
 
-@dataclass(slots=True)
-class _Call:
-    path: str
-    caller: int
-    """Index of the call it was made in; -1: none."""
-    start: int
-    inputs: tuple[int, ...]
-    end: int = 0
-    outputs: tuple[int, ...] = ()
-    backward: range = range(0)
+class _Records:
+    """What the log of a step that has run says of it."""
 
-
-@dataclass(slots=True)
-class _Op:
-    name: str
-    phase: Phase
-    module: str
-    call: int | None
-    """The call whose forward it differentiates (-1: one outside of modules); ``None`` in forward."""
-    reads: tuple[int, ...]
-    mutates: tuple[int, ...]
-    random: bool
-    flops: int
-    workspace_bytes: int
-    fixed_workspace_bytes: int
-
-
-class StepLog(StorageLog):  # type: ignore[no-untyped-call]
-    """The counter of storages, with notes on every operator, every call of a module and what autograd saves."""
-
-    def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
-        super().__init__(module_running, workspaces)
-        self._contents: Contents | None = None
-        self._ops: list[_Op] = []
-        self._calls: list[_Call] = []
-        self._innermost = -1
-        self._turns: list[tuple[int, int]] = [(0, -1)]
-        """From which node of autograd on which call was the innermost."""
-        self._op_of_node: dict[int, int] = {}
-        self._savers: dict[int, dict[int, None]] = defaultdict(dict)
-        """Storage -> the nodes that hold it."""
-        self._packed: dict[int, tuple[CompressorName, int]] = {}
-        self._forward_ops = 0
-
-    # ------------------------------------------------------------------------------------------ while it runs
-
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
-        phase, call = self._whence()
-        module = self.module_running() if call is None else self._calls[call].path if call >= 0 else ""
-        if phase == "forward":
-            self._op_of_node.setdefault(next_node() - 1, len(self._ops))
-        if self.phase == "forward":
-            self._forward_ops += 1
-        self._ops.append(
-            _Op(
-                name=name_of(func),
-                phase=phase,
-                module=module,
-                call=call,
-                reads=self._indices(tree_leaves((args, kwargs))),
-                mutates=self._indices(modified(func, args, kwargs)),
-                random=draws(func, args, kwargs),
-                flops=flops_of(func, args, kwargs, output),
-                workspace_bytes=workspace_bytes,
-                fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
-            )
-        )
-
-    def _fixed_bytes(self, func: Any, args: Any) -> int:
-        return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
-
-    @contextmanager
-    def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
-        """Note the calls of modules and what autograd saves; ``contents`` looks into that."""
-        self._contents = contents
-
-        def enter(path: str, module: nn.Module, inputs: Any) -> None:
-            if self.phase == "forward":
-                self._calls.append(_Call(path, self._innermost, len(self._ops), self._indices(tensors_of(inputs))))
-                self._turn(len(self._calls) - 1)
-
-        def leave(path: str, module: nn.Module, output: Any) -> None:
-            if self.phase == "forward":
-                call = self._calls[self._innermost]
-                call.end, call.outputs = len(self._ops), self._indices(tensors_of(output))
-                self._turn(call.caller)
-
-        with module_hooks(model, enter, leave), saved_tensors_hooks(self._save, lambda alias: alias):
-            yield
-
-    def _turn(self, call: int) -> None:
-        self._innermost = call
-        self._turns.append((next_node(), call))
-
-    def _whence(self) -> tuple[Phase, int | None]:
-        """The phase of the operator that runs and, in backward, the call whose forward it differentiates."""
-        if self.phase != "backward" or recomputing_module():
-            return self.phase, None
-        node = running_node()
-        if node is None:  # the loss
-            return "forward", None
-        number = number_of(node)
-        if number <= self._last_node:
-            return "backward", self._turns[bisect.bisect_right(self._turns, (number, len(self._calls))) - 1][1]
-        # Nodes that add a gradient to a parameter run at once when it is complete: with the operator before.
-        return "backward", (self._ops[-1].call if self._ops[-1].call is not None else -1)
-
-    @property
-    def _last_node(self) -> int:
-        return next(reversed(self._op_of_node), 0) + 1
-
-    def _save(self, alias: Tensor) -> Tensor:
-        """Autograd holds ``alias`` as it would hold the tensor itself: no storage lives longer for it."""
-        storage = self.known(alias)
-        if storage is not None and storage.kind != "parameters":
-            self._savers[storage.index][next_node() - 1] = None
-            if self._contents is not None and storage.index not in self._packed:
-                with aside():
-                    whole = (
-                        alias if alias.nbytes == storage.nbytes else alias.new_empty(0).set_(alias.untyped_storage())
-                    )
-                self._packed[storage.index] = self._contents.codec_of_saved(whole)
-        return alias
-
-    def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
-        seen = (self.known(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        return tuple(dict.fromkeys(storage.index for storage in seen if storage is not None))
-
-    # ------------------------------------------------------------------------------------------ when it has run
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
 
     def saved_bytes(self) -> dict[str, int]:
         """Bytes born in a module, or below it, and alive when the model's forward had ended."""
         total: dict[str, int] = defaultdict(int)
-        for s in self.storages:
-            if s.kind == "activations" and s.born <= self._forward_ops and not _dead(s, self._forward_ops):
+        for s in self._log.storages:
+            if s.kind == "activations" and s.born <= self._log.forward_ops and not _dead(s, self._log.forward_ops):
                 for path in ancestry(s.path):
                     total[path] += s.nbytes
         return total
@@ -251,19 +119,21 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
 
         ``lives``: the same forward when autograd keeps nothing.  If it ran otherwise, the last use in forward counts.
         """
-        same = [(s.born, s.nbytes) for s in self.storages[: len(lives)]] == [(born, size) for born, size, _ in lives]
+        same = [(s.born, s.nbytes) for s in self._log.storages[: len(lives)]] == [
+            (born, size) for born, size, _ in lives
+        ]
         ends = dict(enumerate(died for *_, died in lives)) if same else self._last_uses()
-        return [s.died if ends.get(s.index) is None else ends[s.index] for s in self.storages]
+        return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages]
 
     def _last_uses(self) -> dict[int, int | None]:
-        born = {s.index: s.born for s in self.storages if 0 < s.born <= self._forward_ops}
-        uses = {index: op for op, ran in enumerate(self._ops[: self._forward_ops], 1) for index in ran.reads}
+        born = {s.index: s.born for s in self._log.storages if 0 < s.born <= self._log.forward_ops}
+        uses = {index: op for op, ran in enumerate(self._log.ops[: self._log.forward_ops], 1) for index in ran.reads}
         return {index: max(uses.get(index, 0), tick) for index, tick in born.items()}
 
     def op_records(self) -> tuple[OpTrace, ...]:
         """Every operator of the step; ``seconds`` are not known here."""
         made: dict[int, list[int]] = defaultdict(list)
-        for s in self.storages:
+        for s in self._log.storages:
             made[s.born - 1].append(s.index)
         return tuple(
             OpTrace(
@@ -278,22 +148,22 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                 workspace_bytes=op.workspace_bytes,
                 fixed_workspace_bytes=op.fixed_workspace_bytes,
             )
-            for index, op in enumerate(self._ops)
+            for index, op in enumerate(self._log.ops)
         )
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
         """Every storage; instants in ticks become operators: the n-th runs between ticks n and n + 1."""
-        return tuple(self._storage_record(s, tick) for s, tick in zip(self.storages, freed, strict=True))
+        return tuple(self._storage_record(s, tick) for s, tick in zip(self._log.storages, freed, strict=True))
 
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
         # A graph that ended in forward, its output being dropped, holds nothing.
-        nodes = () if _dead(s, self._forward_ops - 1) else self._savers.get(s.index, ())
-        savers = (self._op_of_node.get(node) for node in nodes)
-        compressor, packed = self._packed.get(s.index, ("null", s.nbytes))
+        nodes = () if _dead(s, self._log.forward_ops - 1) else self._log.savers.get(s.index, ())
+        savers = (self._log.op_of_node.get(node) for node in nodes)
+        compressor, packed = self._log.packed.get(s.index, ("null", s.nbytes))
         return StorageTrace(
             nbytes=s.nbytes,
             kind=s.kind,
-            module=self._ops[s.born - 1].module if s.born else s.path,
+            module=self._log.ops[s.born - 1].module if s.born else s.path,
             born=s.born - 1,
             died=self._end_of(s.died),
             freed=self._end_of(freed),
@@ -303,14 +173,14 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         )
 
     def _end_of(self, tick: int | None) -> int | None:
-        return tick if tick is not None and tick < len(self._ops) else None
+        return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:
         """Every call of a module in forward."""
-        for index, op in enumerate(self._ops):
+        for index, op in enumerate(self._log.ops):
             call = -1 if op.call is None else op.call
             while call >= 0:
-                known = self._calls[call]
+                known = self._log.calls[call]
                 known.backward = range(known.backward.start if known.backward else index, index + 1)
                 call = known.caller
         return tuple(
@@ -323,7 +193,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                 inputs=call.inputs,
                 outputs=call.outputs,
             )
-            for call in self._calls
+            for call in self._log.calls
         )
 
 

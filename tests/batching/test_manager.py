@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memopt_cli.batching.config import BatchShaping, parse_batch_shaping
+from memopt_cli.batch_size.config import BatchShaping, parse_batch_shaping
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.rows import RowQueue, rows_of
 from memopt_cli.errors import BatchShapeError, UsageError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.batching.config import AlertThresholds, PerformanceMonitoring
+from memopt_cli.batch_size.config import AlertThresholds, PerformanceMonitoring
 from memopt_cli.batching.monitor import PerformanceMonitor
 from memopt_cli.errors import UsageError
 

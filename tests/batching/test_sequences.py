@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
-from memopt_cli.batching.samplers import TokenBudgetSampler
+from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.batching.sequences import (
     collate_nested,
     collate_packed,

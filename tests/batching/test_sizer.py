@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt_cli.batching.config import AdaptiveSizing
+from memopt_cli.batch_size.config import AdaptiveSizing
 from memopt_cli.batching.sizer import AdaptiveBatchSizer, agree_on_batch_size, largest_fitting
 from memopt_cli.errors import MemoryBudgetError, UsageError
 

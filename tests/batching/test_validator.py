@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt_cli.batching.config import Validation
+from memopt_cli.batch_size.config import Validation
 from memopt_cli.batching.requirements import ShapeRequirements, infer_requirements, sample_input
 from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError

@@ -173,7 +173,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
-    from memopt_cli.batching.config import read_batch_shaping
+    from memopt_cli.batch_size.config import read_batch_shaping
 
     flags = ("-i", "TxBx64", "--dim", "B=8", "--dim", "T=1:2", "--memory", "512KiB", "--json", "-o", "b.yaml")
     import torch

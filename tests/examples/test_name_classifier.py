@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
-from memopt_cli.batching.length_strategies import compare_length_strategies
+from memopt_cli.batch_size.length_strategies import compare_length_strategies
 from memopt_cli.errors import BatchShapeError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _WeightNorm
 
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import InputSpec, ModelSource, StepFailed
 from memopt_cli.spec_text import parse_tensor
@@ -35,9 +35,11 @@ def test_only_on_arguments_that_fit(name: str, tmp_path_factory: pytest.TempPath
         return Session(Subject(source=ModelSource(location=str(path)), spec=spec), 60.0)
 
     with session(right) as given:
-        assert "do not fit each other" not in str(given.measure(ORIGINAL, steps=1))  # a layer without parameters fails
+        assert "do not fit each other" not in str(
+            given.ask(MeasureJob(plan=ORIGINAL, steps=1))
+        )  # a layer without parameters fails
     with session(wrong) as given:
-        refused = given.measure(ORIGINAL, steps=1)
+        refused = given.ask(MeasureJob(plan=ORIGINAL, steps=1))
     assert isinstance(refused, StepFailed), refused
     assert f"{name}." in refused.message
     assert "given arguments that do not fit each other" in refused.message

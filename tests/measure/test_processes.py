@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import (
     Crashed,
     InputSpec,
-    Measurement,
     ModelSource,
     OutOfMemory,
     Plan,
@@ -89,8 +88,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Sessi
 
 def of(session: Session) -> tuple[int, int]:
     """Process id of its subprocess and of the process that this was forked from."""
-    assert session._process is not None
-    pid = session._process.pid
+    pid = session.pid
+    assert pid is not None
     return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -99,10 +98,10 @@ def test_sessions_share_what_they_are_forked_from_and_nothing_else(start: Callab
         (one, server), (other, same) = of(first), of(second)
         assert one != other
         assert server == same
-        assert isinstance(first.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(first.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
         os.kill(one, signal.SIGKILL)
-        assert isinstance(first.measure(ORIGINAL, steps=1), OutOfMemory)
-        assert isinstance(second.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(first.ask(MeasureJob(plan=ORIGINAL, steps=1)), OutOfMemory)
+        assert isinstance(second.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_it_has_the_folder_and_the_environment_of_its_session(
@@ -115,7 +114,7 @@ def test_it_has_the_folder_and_the_environment_of_its_session(
         if said:
             monkeypatch.setenv("MEMOPT_TEST", said)
         with start() as session:
-            assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
         assert (folder / "here").read_text() == said
 
 
@@ -124,12 +123,12 @@ def test_after_the_death_of_the_server_another_is_started(start: Callable[[], Se
     with start() as session:
         _, server = of(session)
         os.kill(server, signal.SIGKILL)
-        answer = session.measure(ORIGINAL, steps=1)
+        answer = session.ask(MeasureJob(plan=ORIGINAL, steps=1))
         assert isinstance(answer, Crashed)
         assert answer.reason == "the process that it is forked from has ended"
     with start() as session:
         assert of(session)[1] != server
-        assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_one_that_imports_after_the_fork(start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +139,7 @@ def test_one_that_imports_after_the_fork(start: Callable[[], Session], monkeypat
             assert of(late)[1] != of(early)[1]
             assert "libtorch" not in Path(f"/proc/{of(late)[1]}/maps").read_text()
             assert "libtorch" in Path(f"/proc/{of(early)[1]}/maps").read_text()
-            assert isinstance(late.measure(ORIGINAL, steps=1), Measurement)
+            assert isinstance(late.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[[], Session]) -> None:
@@ -157,7 +156,7 @@ def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[[], Sessi
         thread.join()
         (gone,) = servers
         assert not Path(f"/proc/{gone}").exists()
-        assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 @pytest.mark.usefixtures("nothing_kept")
@@ -179,7 +178,7 @@ def test_an_environment_that_changes_ends_no_session(
         monkeypatch.setenv("MEMOPT_TEST", "changed")
         with start() as inner:
             assert of(inner)[1] != of(outer)[1]
-        assert isinstance(outer.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 def test_threads_work_after_the_fork(start: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +186,20 @@ def test_threads_work_after_the_fork(start: Callable[[], Session], monkeypatch: 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("said").write_text("large")
     with start() as session:
-        assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
 
 
 @pytest.mark.parametrize(("said", "code", "tail"), [("leave", 1, "the last words"), ("leave silently", 0, "")])
 def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[[], Session]) -> None:
     Path("said").write_text(said)
     with start() as session:
-        assert session.measure(ORIGINAL) == Crashed(reason=f"exit code {code}", output_tail=tail)
+        assert session.ask(MeasureJob(plan=ORIGINAL)) == Crashed(reason=f"exit code {code}", output_tail=tail)
 
 
 def test_what_is_registered_for_the_end_runs(start: Callable[[], Session], tmp_path: Path) -> None:
     Path("said").write_text("register")
     with start() as session:
-        assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
         assert not (tmp_path / "at the end").exists()
     assert (tmp_path / "at the end").exists()
 
@@ -226,7 +225,7 @@ def test_it_ends_with_the_server(start: Callable[[], Session]) -> None:
 def daemon_of(session: Session) -> int:
     """A process in a session of its own, whose parent has ended."""
     Path("said").write_text("daemon")
-    assert isinstance(session.measure(ORIGINAL, steps=1), Measurement)
+    assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
     told = Path("daemon")
     assert wait_for(lambda: told.exists() and told.read_text() != "")
     return int(told.read_text())

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure import processes, runner
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure import channel, processes, runner
+from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, ProbeJob, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
@@ -30,6 +30,8 @@ Answering = Callable[..., Session]
 
 class Made:
     """In the place of a subprocess: one that lives and answers what it likes."""
+
+    pid = 0
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -107,31 +109,31 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
 )
 def test_nonsense_is_a_crash(line: bytes, answering: Answering) -> None:
     with answering(iter([line + b"\n"])) as session:
-        assert session.probe(ORIGINAL, 1) == NONSENSE
+        assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
         assert session.ended
 
 
 def test_a_failure_is_believed(answering: Answering) -> None:
     with answering(iter([json.dumps(FAILED).encode() + b"\n"])) as session:
-        assert session.probe(ORIGINAL, 1) == StepFailed(message="x")
+        assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == StepFailed(message="x")
 
 
 def test_a_line_without_an_end(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(channel, "MOST_LINE_BYTES", 1 << 20)
     with answering(repeat(b"x" * 4096)) as session:
-        assert session.probe(ORIGINAL, 1) == NONSENSE
+        assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
 
 def test_one_that_never_pauses_runs_out_of_time(answering: Answering) -> None:
     with answering(repeat(b"x"), timeout_s=0.1) as session:
-        assert session.probe(ORIGINAL, 1) == TimedOut(limit_s=0.1)
+        assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == TimedOut(limit_s=0.1)
 
 
 def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None:
     """To more than a pipe holds."""
     plan = Plan(segments=tuple(SegmentPlan(path=f"a.{i}") for i in range(10_000)))
     with answering(iter([]), timeout_s=0.1) as session:
-        assert session.measure(plan) == TimedOut(limit_s=0.1)
+        assert session.ask(MeasureJob(plan=plan)) == TimedOut(limit_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -147,4 +149,4 @@ def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None
 def test_a_file(pieces: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MOST_FILE_BYTES", 1 << 20)
     with open(os.devnull, "wb") as file, answering(iter(pieces)) as session:
-        assert session.save(ORIGINAL, file) == NONSENSE
+        assert session.save(SaveJob(plan=ORIGINAL), file) == NONSENSE

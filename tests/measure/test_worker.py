@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -17,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
+from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
@@ -41,6 +43,7 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
+    to_data,
 )
 
 ORIGINAL = Plan()
@@ -69,7 +72,7 @@ def plan(*paths: str, **fields: Any) -> Plan:
 
 
 def everything(worker: Worker) -> dict[str, Any]:
-    model = worker._model
+    model = worker.bench.model
     return {
         "tensors": {name: t.clone() for name, t in model.state_dict().items()},
         "classes": [type(module) for module in model.modules()],
@@ -115,13 +118,45 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
     assert after["classes"] == before["classes"]
 
 
-def test_answers_do_not_depend_on_the_order(worker: Callable[..., Worker]) -> None:
-    one, other = worker(), worker()
-    counts = [one.do(CountJob(plan=p, fake=True)) for p in (ORIGINAL, plan("0", "1"))]
-    assert [other.do(CountJob(plan=p, fake=True)) for p in (plan("0", "1"), ORIGINAL)] == counts[::-1]
-    measured = [one.do(MeasureJob(plan=p, steps=1)) for p in (ORIGINAL, plan("0", "1"), ORIGINAL)]
-    assert measured[0].tensor_peak_bytes == measured[2].tensor_peak_bytes
-    assert measured[0].allocated_peak_bytes == measured[2].allocated_peak_bytes
+PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
+TOLD_APART = [
+    # each of these once knew more, or something else, when others of them had been answered before
+    TraceJob(fake=True),
+    TraceJob(fake=False),
+    TraceJob(fake=True, plan=PACKED),
+    CountJob(plan=ORIGINAL, fake=True),
+    CountJob(plan=PACKED, fake=True),
+    CountJob(plan=Plan(segments=(SegmentPlan(path="1", chunks=2),)), fake=True),
+    ChunkingJob(path="1"),
+    ChunkingJob(path="2"),
+    MeasureJob(plan=ORIGINAL, steps=1),
+    MeasureJob(plan=PACKED, steps=1),
+    ProbeJob(plan=PACKED, batch=5),
+]
+
+
+def without_times(record: Any) -> Any:
+    """What of an answer repeats to the bit."""
+    if isinstance(record, dict):
+        return {
+            name: without_times(value)
+            for name, value in record.items()
+            if not name.endswith(("_s", "seconds")) and name != "process_peak_bytes"
+        }
+    return [without_times(item) for item in record] if isinstance(record, list | tuple) else record
+
+
+@pytest.mark.parametrize("where", ["the data", "nothing"])
+def test_answers_do_not_depend_on_the_order(where: str) -> None:
+    build = depends_on_data if where == "the data" else functools.partial(two_alike, nn.Tanh())
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 40), values="spikes:0.5"),), dims={"B": 8}, source="here")
+    subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings())
+    answers: list[dict[Any, Any]] = []
+    for jobs in (TOLD_APART, TOLD_APART[::-1], [*TOLD_APART[5:], *TOLD_APART[:5]]):
+        one = Worker(subject, build=build)
+        answers.append({job: without_times(to_data(one.do(job))) for job in jobs})
+    for job in TOLD_APART:
+        assert answers[0][job] == answers[1][job] == answers[2][job], job
 
 
 IN_CHUNKS = plan("2", chunks=2, inexact=True)
@@ -130,7 +165,7 @@ IN_CHUNKS = plan("2", chunks=2, inexact=True)
 @pytest.mark.parametrize("p", [ORIGINAL, plan("0", "1"), IN_CHUNKS], ids=["original", "plan", "chunks"])
 def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable[..., Worker]) -> None:
     one = worker()
-    measured = one.do(MeasureJob(plan=p, steps=1))
+    measured = one.do(MeasureJob(plan=p, steps=1)).measurement
     assert one.do(CountJob(plan=p, fake=True)).tensor_peak_bytes == measured.tensor_peak_bytes
     real = one.do(CountJob(plan=p, fake=False))
     assert real.tensor_peak_bytes == measured.tensor_peak_bytes
@@ -139,8 +174,8 @@ def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable
 
 def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
-    found = one.do(MeasureJob(plan=ORIGINAL, steps=3))
-    parameters = sum(p.nbytes for p in one._model.parameters())
+    found = one.do(MeasureJob(plan=ORIGINAL, steps=3)).measurement
+    parameters = sum(p.nbytes for p in one.bench.model.parameters())
     assert found.breakdown.parameters_bytes == parameters
     assert found.breakdown.inputs_bytes == 8 * 4 * 32 * 32 * 4
     assert found.breakdown.optimizer_bytes >= 2 * parameters
@@ -180,20 +215,21 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 ) -> None:
     batches: list[int] = []
 
-    def watched(take: Callable[[], object], device: str, held_bytes: int) -> Allocated:
-        handle = one._model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
+    def watched(take: MarkedStep, device: str, held_bytes: int) -> Allocated:
+        handle = one.bench.model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
         try:
             return measure_allocated(take, device, held_bytes)
         finally:
             handle.remove()
 
-    monkeypatch.setattr("memopt_cli.measure.worker.measure_allocated", watched)
+    for place in ("steps", "small_step"):
+        monkeypatch.setattr(f"memopt_cli.measure.answers.{place}.measure_allocated", watched)
     one = worker()
     one.do(TraceJob(fake=True))
     one.do(CountJob(plan=plan("0", "1"), fake=True))
     one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
     assert batches == [8, 3]
-    growing = one._workspaces_for(plan("2", chunks=2))._runs["aten::convolution"]
+    growing = workspaces_for(one.bench, plan("2", chunks=2))._runs["aten::convolution"]
     assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
 
 
@@ -204,7 +240,7 @@ def test_a_small_batch_tells_the_workspace_of_a_large_one(batch_first: bool, tmp
     shape = ("B", 12, 32) if batch_first else (12, "B", 32)
     spec = InputSpec(tensors=(TensorSpec(shape=shape),), dims={"B": 64}, source="here")
     subject = Subject(source=ModelSource(location=path), spec=spec, settings=StepSettings())
-    measured = Worker(subject).do(MeasureJob(plan=ORIGINAL, steps=1))
+    measured = Worker(subject).do(MeasureJob(plan=ORIGINAL, steps=1)).measurement
     estimated = Worker(replace(subject, data="small batch")).do(CountJob(plan=ORIGINAL, fake=True))
     assert measured.allocated_peak_bytes > 1.1 * measured.tensor_peak_bytes
     assert estimated.allocated_peak_bytes == pytest.approx(measured.allocated_peak_bytes, rel=0.06)
@@ -222,9 +258,9 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
 def test_a_probe_takes_a_long_step_once(
     long_s: float, steps: range, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.worker._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
     one, taken = worker(), []
-    one._model.register_forward_hook(lambda *_: taken.append(1))
+    one.bench.model.register_forward_hook(lambda *_: taken.append(1))
     found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
     assert len(taken) in steps
     assert found.step_s > 0
@@ -242,11 +278,11 @@ def test_a_long_step_is_timed_once_warm_and_once_while_its_memory_is_recorded(
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.worker._LONG_S", long_s)
-    monkeypatch.setattr("memopt_cli.measure.worker._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
     one, taken = worker(), []
-    one._model.register_forward_hook(lambda *_: taken.append(1))
-    found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up))
+    one.bench.model.register_forward_hook(lambda *_: taken.append(1))
+    found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
     assert len(taken) == steps
     assert len(found.step_times_s) == timed
 
@@ -302,11 +338,22 @@ class ByData(ByBatch):
         return super().forward(x[:2] if isinstance(x, FakeTensor) else x)
 
 
+def two_alike(first: nn.Module) -> nn.Module:
+    """Two modules that differ in their widths alone."""
+    torch.manual_seed(0)
+    heavy, light = (nn.Sequential(nn.Linear(40, width), nn.Tanh(), nn.Linear(width, 40)) for width in (400, 20))
+    return nn.Sequential(first, heavy, light)
+
+
+def depends_on_data() -> nn.Module:
+    return two_alike(ByBatch())
+
+
 def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 40), values="spikes:0.5"),), dims={"B": 8}, source="here")
     subject = Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(), data=data)
     with LocalSession(subject, 60.0, build=model) as session:
-        found = session.trace(fake=True)
+        found = session.ask(TraceJob(fake=True))
     assert isinstance(found, Traced)
     return found
 
@@ -322,7 +369,7 @@ def test_where_operators_depend_on_the_data_a_full_step_tells_of_it(model: type[
 
 
 def test_a_full_step_that_cannot_be_recorded_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_record_really", lambda *_: 1 / 0)
+    monkeypatch.setattr("memopt_cli.measure.answers.dry_runs.record_on_data", lambda *_: 1 / 0)
     found = traced(ByBatch)
     assert found.fake
     assert found.has_dry_runs
@@ -368,7 +415,7 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
         tried.append(path)
         return capture_call(step, path)
 
-    monkeypatch.setattr("memopt_cli.measure.worker.capture_call", capture)
+    monkeypatch.setattr("memopt_cli.measure.answers.chunks.capture_call", capture)
     worker.do(TraceJob(fake=True))
     for path in ("0", "2", "0", "3"):
         assert worker.do(ChunkingJob(path=path)).rule == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)

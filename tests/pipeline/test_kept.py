@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.jobs import VerifyJob
+from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import kept
-from memopt_cli.records import Plan
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -93,16 +93,15 @@ def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.
 
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_a_file_that_has_come_to_exist_meanwhile(
-    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], memopt: Memopt, net: nn.Module, answered: Callable[..., None]
 ) -> None:
     """It costs neither its owner's content nor the plan."""
-    verify = LocalSession.verify
 
-    def meanwhile(session: LocalSession, plan: Plan, batch: int, **named: Any) -> Any:
+    def meanwhile(session: Session, job: VerifyJob, ask: Callable[..., Any]) -> Any:
         Path("net.memopt.pt").write_text("theirs")
-        return verify(session, plan, batch, **named)
+        return ask(job)
 
-    monkeypatch.setattr(LocalSession, "verify", meanwhile)
+    answered(VerifyJob, meanwhile)
     done = memopt("optimize", "net.pt", *STEP, *flags)
     assert done.code == 0, done.err
     if flags:
@@ -116,18 +115,18 @@ def test_a_file_that_has_come_to_exist_meanwhile(
 
 
 def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
-    memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
+    memopt: Memopt, user_code: str, answered: Callable[..., None]
 ) -> None:
     """Pressed while the plan that failed is narrowed: none of its parts has been proven as a whole."""
-    verify, asked = LocalSession.verify, []
+    asked = []
 
-    def pressed(session: LocalSession, plan: Plan, batch: int, **named: Any) -> Any:
-        asked.append(plan)
+    def pressed(session: Session, job: VerifyJob, ask: Callable[..., Any]) -> Any:
+        asked.append(job.plan)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return verify(session, plan, batch, **named)
+        return ask(job)
 
-    monkeypatch.setattr(LocalSession, "verify", pressed)
+    answered(VerifyJob, pressed)
     done = memopt("optimize", "faulty:one_sees_backward", *STEP, "--code-path", user_code)
     assert (done.code, done.out, done.changed) == (130, "", set())
 

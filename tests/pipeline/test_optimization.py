@@ -32,11 +32,11 @@ from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import Subject
+from memopt_cli.measure.jobs import Measured, MeasureJob, Subject, TraceJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.goal import GoalSearch
-from memopt_cli.pipeline.optimization import applied_row
+from memopt_cli.pipeline.proof import applied_row
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Crashed,
@@ -356,24 +356,20 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
 
 
 def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
-    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+    optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     """As the system does it where memory runs out: no exception tells of it."""
     torch.save(deep_net(), "net.pt")
-    measure = LocalSession.measure
 
-    def killed(session: LocalSession, plan: Plan, *arguments: Any, **settings: Any) -> Any:
-        if not plan.segments:
-            return OutOfMemory(detail="the profiling subprocess was killed")
-        return measure(session, plan, *arguments, **settings)
+    def killed(session: Session, job: MeasureJob, ask: Callable[..., Any]) -> Any:
+        return ask(job) if job.plan.segments else OutOfMemory(detail="the profiling subprocess was killed")
 
-    def trace(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+    def trace(session: Session, job: TraceJob, ask: Callable[..., Any]) -> Any:
         assert session._subject.data == "small batch"
-        return traced(session, plan, **settings)
+        return ask(job)
 
-    traced = LocalSession.trace
-    monkeypatch.setattr(LocalSession, "measure", killed)
-    monkeypatch.setattr(LocalSession, "trace", trace)
+    answered(MeasureJob, killed)
+    answered(TraceJob, trace)
     done = optimize("net.pt", *SPEC, "--budget", "60%", "--json", "--snapshot", "step.pickle")
     assert done.code == 0, done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
@@ -383,15 +379,31 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     assert summary.verification.passed
 
 
+def test_where_recording_a_full_step_was_killed_it_is_planned_from_a_few_samples(
+    optimize: Memopt, answered: Callable[..., None]
+) -> None:
+    recorded: list[str] = []
+
+    def killed(session: Session, job: TraceJob, ask: Callable[..., Any]) -> Any:
+        recorded.append(session._subject.data)
+        return ask(job) if recorded[-1] == "small batch" else OutOfMemory(detail="the profiling subprocess was killed")
+
+    answered(TraceJob, killed)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1")
+    assert done.code == 0, done.err
+    assert recorded[:2] == ["full size", "small batch"]
+    assert "verified: " in done.out
+
+
 def address_space_without_tensors() -> int:
     """Bytes that a profiling subprocess maps to measure the same model on tiny inputs."""
     source = ModelSource(location="deep.pt", trust=Trust(code_paths=("train.py",)))
     spec = InputSpec(tensors=(TensorSpec(shape=(16, 2)),), source="here")
     segments = tuple(SegmentPlan(path=f"blocks.{n}") for n in range(8))
     with Session(Subject(source=source, spec=spec, settings=StepSettings()), 60) as session:
-        assert isinstance(session.measure(Plan(segments=segments)), Measurement)
-        assert session._process is not None
-        lines = Path(f"/proc/{session._process.pid}/status").read_text().splitlines()
+        assert isinstance(session.ask(MeasureJob(plan=Plan(segments=segments))), Measured)
+        lines = Path(f"/proc/{session.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPeak"))
 
 
@@ -790,7 +802,7 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
         batch=64,
         full_size=True,
     )
-    monkeypatch.setattr("memopt_cli.measure.worker.verify", lambda *_, **__: found)
+    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", lambda *_, **__: found)
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1")
     assert (done.code, done.changed) == (1, set())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, UsageError
-from memopt_cli.measure.runner import Session
+from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import profile
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -201,8 +202,8 @@ def test_wrong_inputs_are_explained_alike(fake: bool, model_file: str) -> None:
         profiled(model_file, "128x255", fake=fake)
 
 
-def test_a_step_that_does_not_fit_is_estimated(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "measure", lambda *_, **__: OutOfMemory(detail="you tried"))
+def test_a_step_that_does_not_fit_is_estimated(model_file: str, answered: Callable[..., None]) -> None:
+    answered(MeasureJob, lambda *_: OutOfMemory(detail="you tried"))
     found = profiled(model_file, f"{HUGE}x256")
     assert isinstance(found.measurement, OutOfMemory)
     assert found.peak.allocated_bytes > 6 * HUGE * 256 * 4

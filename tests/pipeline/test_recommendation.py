@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memopt_cli.batching.accumulation import accumulate
-from memopt_cli.batching.length_strategies import BatchExtent
-from memopt_cli.batching.samplers import TokenBudgetSampler
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.length_strategies import BatchExtent
+from memopt_cli.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import prepare as prepare_module
@@ -36,6 +37,7 @@ from memopt_cli.records import (
     InputSpec,
     ModelSource,
     NoBatchFits,
+    OutOfMemory,
     Plan,
     SegmentPlan,
     StepSettings,
@@ -89,7 +91,7 @@ def peak_of(location: str, spec: str, batch: int, plan: Plan = ORIGINAL, **setti
         settings=StepSettings(**settings),
     )
     with LocalSession(subject, 60.0) as session:
-        probe = session.probe(plan, batch)
+        probe = session.ask(ProbeJob(plan=plan, batch=batch))
     assert isinstance(probe, BatchProbe)
     return probe.allocated_peak_bytes
 
@@ -210,8 +212,8 @@ class TestInProcess:
         found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
         assert found.accumulation is not None
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
-        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, accumulates=True) <= MIB
-        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
+        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
+        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
@@ -272,14 +274,12 @@ class TestInProcess:
             )
 
     @pytest.mark.parametrize("objective", ["throughput", "max"])
-    def test_a_plan_that_is_slower(self, objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        probe = LocalSession.probe
+    def test_a_plan_that_is_slower(self, objective: str, tmp_path: Path, answered: Callable[..., None]) -> None:
+        def timed(session: Session, job: ProbeJob, ask: Callable[..., Any]) -> Any:
+            run, step_s = ask(job), (1 + bool(job.plan.segments)) * 1e-3 * job.batch
+            return replace(run, step_s=step_s) if isinstance(run, BatchProbe) else run
 
-        def timed(self: Any, plan: Plan, batch: int, *rest: Any, **more: Any) -> Any:
-            run = probe(self, plan, batch, *rest, **more)
-            return replace(run, step_s=(1 + bool(plan.segments)) * 1e-3 * batch) if isinstance(run, BatchProbe) else run
-
-        monkeypatch.setattr(LocalSession, "probe", timed)
+        answered(ProbeJob, timed)
         location = saved(tmp_path / "net.pt", deep_net())
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
         (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
@@ -338,11 +338,9 @@ def test_a_run_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def ended(self) -> bool:
             return self.gone
 
-        def probe(self, plan: Plan, batch: int, *rest: Any, **more: Any) -> Any:
-            from memopt_cli.records import OutOfMemory
-
-            if batch <= 100:
-                return super().probe(plan, batch, *rest, **more)
+        def ask(self, job: Any) -> Any:
+            if not isinstance(job, ProbeJob) or job.batch <= 100:
+                return super().ask(job)
             self.gone = True
             return OutOfMemory(detail="killed")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.errors import BaselineError, UsageError
-from memopt_cli.measure.runner import Session
+from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import baseline, check, compare_files
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -262,11 +262,11 @@ def never(*_: object, **__: object) -> None:
     ],
 )
 def test_another_baseline_is_not_comparable(
-    changes: dict[str, Any], said: str, history: History, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], said: str, history: History, answered: Callable[..., None]
 ) -> None:
     history.record()
     history.rewrite(**changes)
-    monkeypatch.setattr(Session, "measure", never)
+    answered(MeasureJob, never)
     with pytest.raises(BaselineError, match=said) as caught:
         history.check()
     assert "memopt baseline" in caught.value.hint
@@ -283,10 +283,10 @@ def test_another_baseline_is_not_comparable(
     ],
 )
 def test_another_step_is_not_comparable(
-    request_: dict[str, Any], said: str, history: History, monkeypatch: pytest.MonkeyPatch
+    request_: dict[str, Any], said: str, history: History, answered: Callable[..., None]
 ) -> None:
     history.record()
-    monkeypatch.setattr(Session, "measure", never)
+    answered(MeasureJob, never)
     with pytest.raises(BaselineError, match=said):
         history.check(**request_)
 
@@ -295,11 +295,11 @@ class Other(nn.Sequential):
     """A model of another class."""
 
 
-def test_a_baseline_of_another_model_is_not_comparable(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_of_another_model_is_not_comparable(history: History, answered: Callable[..., None]) -> None:
     history.record()
     history.model = str(Path(history.model).with_name("other.pt"))
     torch.save(Other(nn.Linear(128, 128), nn.Tanh()), history.model)
-    monkeypatch.setattr(Session, "measure", never)
+    answered(MeasureJob, never)
     with pytest.raises(
         BaselineError, match=r"another model, Sequential of .*model\.pt; .*other\.pt holds Other"
     ) as caught:
@@ -358,10 +358,10 @@ def test_no_gpu_for_a_baseline_of_one(history: History, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1]", "no json", '{"schema_version": 1}', "\x00\xff"])
-def test_no_baseline_is_never_green(content: str | None, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_baseline_is_never_green(content: str | None, history: History, answered: Callable[..., None]) -> None:
     if content is not None:
         Path(history.baseline).write_text(content)
-    monkeypatch.setattr(Session, "measure", never)
+    answered(MeasureJob, never)
     with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is no baseline: "):
         history.check()
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.batching.advice import Limits
+from memopt_cli.batch_size.runs import Limits
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
+from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch
@@ -203,7 +204,9 @@ def peak_of(location: str, batch: int, replicas: int, plan: Plan = ORIGINAL) -> 
         source=ModelSource(location=location, trust=Trust(pickle=True)), spec=spec(), settings=StepSettings()
     )
     with LocalSession(subject, 60.0) as session:
-        probe = session.probe(plan, batch, replicas=replicas)
+        probe = session.ask(
+            ReplicasJob(plan=plan, batch=batch, replicas=replicas) if replicas > 1 else ProbeJob(plan=plan, batch=batch)
+        )
     assert isinstance(probe, BatchProbe)
     assert probe.replicas == replicas
     return probe.allocated_peak_bytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.measure.jobs import Subject, VerifyJob
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline.prepare import Prepared
@@ -92,11 +92,9 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
 
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
     with one.session(60) as session:
-        measurement = session.measure(plan)
-        left = session.fingerprint()
-    assert isinstance(measurement, Measurement), measurement
-    assert isinstance(left, Fingerprint)
-    return measurement, left
+        found = session.ask(MeasureJob(plan=plan))
+    assert isinstance(found, Measured), found
+    return found.measurement, found.left
 
 
 def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
@@ -167,15 +165,10 @@ def test_a_measurement_is_no_larger_for_it() -> None:
     one = prepared()
     measurement, left = measured(one, EXACT)
     with one.session(60) as session:
-        counted = session.count(EXACT, fake=True)
+        counted = session.ask(CountJob(plan=EXACT, fake=True))
     assert not isinstance(counted, Failure)
     assert measurement.tensor_peak_bytes == counted.tensor_peak_bytes
     assert left.repeats
-
-
-def test_before_a_measurement_there_is_no_fingerprint() -> None:
-    with prepared().session(60) as session:
-        assert session.fingerprint() == StepFailed(message="no step has been measured")
 
 
 class OfOneSize(Net):

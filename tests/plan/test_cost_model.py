@@ -107,7 +107,7 @@ def taken(step: Step) -> Workspaces:
     """What the step's kernels take for themselves."""
     for _ in range(2):  # the first run fills caches
         step.model.zero_grad(set_to_none=True)
-        found = measure_allocated(lambda: step.backward(step.forward()), "cpu", resident_bytes(step)).workspaces
+        found = measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step)).workspaces
     return found
 
 

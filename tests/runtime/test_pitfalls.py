@@ -26,6 +26,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memopt_cli.equality import effects
+from memopt_cli.measure import answers
+from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.measure.worker import Worker
 from memopt_cli.records import InputSpec, ModelSource, Plan, StepSettings, TensorSpec
@@ -507,14 +509,14 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
     source = ModelSource(location=str(tmp_path / "net.pt"))
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
     calls: list[str] = []
-    worker._model.register_forward_pre_hook(lambda *_: calls.append("step"))
-    timed = Worker._timed
+    worker.bench.model.register_forward_pre_hook(lambda *_: calls.append("step"))
+    timed = answers.timed._timed
 
-    def timing(self: Worker, step: Step) -> float:
+    def timing(bench: Bench, step: Step) -> float:
         calls.append("timed")
-        return timed(self, step)
+        return timed(bench, step)
 
-    monkeypatch.setattr(Worker, "_timed", timing)
+    monkeypatch.setattr(answers.timed, "_timed", timing)
     worker.do(MeasureJob(plan=Plan(), steps=3))
     assert calls.index("step") < calls.index("timed")
 
@@ -525,7 +527,7 @@ def test_pitfall_31_allocated_and_reserved_are_both_reported(tmp_path: Path) -> 
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 4)),), dims={"B": 8}, source="here")
     source = ModelSource(location=str(tmp_path / "net.pt"))
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings(device="cuda:0")))
-    found = worker.do(MeasureJob(plan=Plan(), steps=3))
+    found = worker.do(MeasureJob(plan=Plan(), steps=3)).measurement
     assert found.reserved_peak_bytes >= found.allocated_peak_bytes >= found.tensor_peak_bytes > 0
 
 

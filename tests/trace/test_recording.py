@@ -63,7 +63,7 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
     count(plain)  # makes the optimizer's state
-    accumulating = replace(plain, settings=replace(plain.settings, accumulates=True))
+    accumulating = replace(plain, settings=replace(plain.settings, micro_batches=2))
     counted = count(accumulating)
     assert all(p.grad is None for p in net.parameters())
     plain.backward(plain.forward())

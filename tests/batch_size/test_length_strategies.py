@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt_cli.batching.length_strategies import BatchExtent, compare_length_strategies, read_lengths
+from memopt_cli.batch_size.length_strategies import BatchExtent, compare_length_strategies, read_lengths
 from memopt_cli.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.batching.config import (
+from memopt_cli.batch_size.config import (
     AdaptiveSizing,
     BatchShaping,
     MemoryAwareShaping,

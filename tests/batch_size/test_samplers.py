@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memopt_cli.batching.samplers import LengthBucketSampler, LengthSampler, TokenBudgetSampler, divisible
+from memopt_cli.batch_size.samplers import LengthBucketSampler, LengthSampler, TokenBudgetSampler, divisible
 from memopt_cli.batching.sequences import padding_report
 from memopt_cli.errors import BatchShapeError, UsageError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt_cli.batching.samplers import LengthBucketSampler, TokenBudgetSampler
+from memopt_cli.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler
 from memopt_cli.documents import MOST_BYTES, printable, read_bytes
 from memopt_cli.errors import BatchShapeError, UsageError
 

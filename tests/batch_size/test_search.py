@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt_cli.batching import capacity
-from memopt_cli.batching.advice import MOST_PROBES, BatchSearch, Limits, between, fit_line, largest_root
-from memopt_cli.batching.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.batch_size import capacity
+from memopt_cli.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
+from memopt_cli.batch_size.lines import between, fit_line, largest_root
+from memopt_cli.batch_size.runs import MOST_PROBES, Limits
+from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import MeasurementError
 from memopt_cli.records import (
     BatchAdvice,
@@ -578,9 +580,9 @@ def test_a_run_whose_dry_run_failed_teaches_nothing_of_the_dry_runs() -> None:
     found = machine.search(64)
     for batch in (62, 31, 124):
         found.run(batch)
-    assert found.peak_bytes(62) == line(62)
-    assert found.peak_bytes(200) == pytest.approx(line(200))
-    assert found.measured_ratio() == pytest.approx(1)
+    assert found.model.peak_bytes(62) == line(62)
+    assert found.model.peak_bytes(200) == pytest.approx(line(200))
+    assert found.model.measured_ratio() == pytest.approx(1)
     assert machine.advise(64).recommended_batch == LARGEST
 
 

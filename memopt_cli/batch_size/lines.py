@@ -1,0 +1,94 @@
+"""Numbers that rise as a few lines joined: where they meet a bound, and what lies between known ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+_MOST_DRY_RUNS = 24
+_STRAIGHT = 0.002
+"""Share of the bound up to which a predicted peak is on a line."""
+_LARGEST = 1 << 40
+"""No number: the value does not rise."""
+
+
+def largest_root(value: Callable[[int], float], bound: float, *, start: int) -> int:
+    """The largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is more.
+
+    ``value`` rises, about as a few lines joined: each next number lies where the line through the two nearest known
+    ones meets the bound, strictly between those known to be below it and above it; half-way where that advanced little.
+    After one that is above by a hair the next is to be surely below: so near to the end, no other would be.
+    """
+    known: dict[int, float] = {}
+    low, high, aim = 0, _LARGEST, bound
+    number, gap = start, math.inf
+    while high - low > _within_reach(low) and len(known) < _MOST_DRY_RUNS:
+        known[number] = value(number)
+        if known[number] <= bound:
+            low = number
+        else:
+            high = number
+            if known[number] <= (1 + _STRAIGHT) * bound:
+                aim = (1 - _STRAIGHT) * bound
+        if _is_settled(known, low, bound):
+            return low
+        is_bent = high < _LARGEST and 2 * (high - low) > gap  # the line through two sides of a bend hardly advances
+        number = (low + high) // 2 if is_bent else min(max(_meeting(known, aim), low + 1), high - 1)
+        gap = high - low if high < _LARGEST else math.inf
+    return low if high < _LARGEST else start
+
+
+def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
+    """``low`` is on the line through the two known numbers nearest to it, which is beyond the bound right after it."""
+    others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
+    if low not in known or len(others) < 2:
+        return False
+    intercept, slope = fit_line([(n, known[n]) for n in others])
+    is_on_line = abs(intercept + slope * low - known[low]) <= _STRAIGHT * bound
+    return is_on_line and known[low] + slope * _within_reach(low) > (1 + _STRAIGHT) * bound
+
+
+def _within_reach(number: int) -> int:
+    """How much larger a number may be that passes for the same: 1 %."""
+    return max(1, number // 100)
+
+
+def between(known: Mapping[int, float], number: int) -> float | None:
+    """The value at a number between known ones that are on one line; ``None`` where it is not known.
+
+    Of values that rise as a few lines joined, the steepest last, there is no other line between three on one.
+    """
+    below = sorted((n for n in known if n < number), reverse=True)[:2]
+    above = sorted(n for n in known if n > number)[:2]
+    if not below or not above or len(below) + len(above) < 3:
+        return None
+    if not all(math.isfinite(known[n]) for n in (*below, *above)):
+        return None
+    left, right = below[0], above[0]
+    slope = (known[right] - known[left]) / (right - left)
+    outer = [(known[left] - known[n]) / (left - n) for n in below[1:]]
+    outer += [(known[n] - known[right]) / (n - right) for n in above[1:]]
+    if any(abs(other - slope) <= _STRAIGHT * abs(slope) for other in outer):
+        return known[left] + slope * (number - left)
+    return None
+
+
+def _meeting(known: dict[int, float], bound: float) -> int:
+    """Where the line through the two numbers nearest to the bound meets it; doubled or halved from a single one."""
+    below = sorted(n for n, value in known.items() if value <= bound)
+    above = sorted(n for n, value in known.items() if bound < value < math.inf)
+    pair = sorted([*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]])
+    if len(pair) == 2:
+        (left, right), rise = pair, known[pair[1]] - known[pair[0]]
+        if rise > 0:
+            return math.floor(left + (bound - known[left]) * (right - left) / rise)
+    return 2 * below[-1] if below else (above or [*known])[0] // 2
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares: ``(intercept, slope)`` of ``y = intercept + slope * x``; the points differ in x."""
+    n = len(points)
+    mean_x = sum(x for x, _ in points) / n
+    mean_y = sum(y for _, y in points) / n
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return mean_y - slope * mean_x, slope

@@ -1,0 +1,74 @@
+"""The model of the peak of a batch, corrected by every run.
+
+It is ``a + k * predicted``.  ``predicted`` is what tensors take at a batch size, from a dry run on
+tensors without data: a line in the batch, with other lines where another instant becomes the peak.  ``a`` and ``k`` are
+what was measured beyond it (kernel workspace, the allocator's rounding): in proportion after one run, the line through
+the two nearest runs after more.  Where no dry run is possible, ``predicted`` is the batch itself, and the same model is
+``a + c * batch``, fitted to the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memopt_cli.batch_size.lines import fit_line, largest_root
+from memopt_cli.batch_size.runs import Runs
+from memopt_cli.records import BatchProbe
+
+Predict = Callable[[int], float]
+"""Batch size -> bytes of tensors at the peak by a dry run, infinite where that fails; the same answer every time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PeakModel:
+    """``predict`` and the runs say what a batch takes."""
+
+    batch: int
+    """As the inputs are described."""
+    runs: Runs
+    predict: Predict | None
+    """``None``: the step cannot run on tensors without data."""
+    ratio: float = 1.0
+    """Measured over predicted, before anything was measured here."""
+    aside: set[int] = field(default_factory=set)
+    """Runs that the model does without: a dry run to compare one with costs more than it tells."""
+
+    def peak_bytes(self, batch: int) -> float:
+        """The allocated peak of a batch, by the model; what was measured where it was."""
+        run = self.runs.get(batch)
+        if isinstance(run, BatchProbe):
+            return run.allocated_peak_bytes
+        predicted, compared = self.predicted(batch), self._compared
+        if len(compared) < 2:
+            return predicted * self.measured_ratio()
+        near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
+        known = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
+        if known[0][0] == known[1][0] or math.isinf(predicted):
+            return predicted + known[0][1] - known[0][0]
+        intercept, slope = fit_line(known)
+        return intercept + slope * predicted
+
+    def measured_ratio(self) -> float:
+        """Measured over predicted, of the largest batch that has both."""
+        if not self._compared:
+            return self.ratio
+        return self._compared[-1].allocated_peak_bytes / max(1.0, self.predicted(self._compared[-1].batch))
+
+    @property
+    def _compared(self) -> list[BatchProbe]:
+        """The runs whose dry run gave a number, too, by batch."""
+        runs = (run for run in self.runs.measured if run.batch not in self.aside)
+        return [run for run in runs if math.isfinite(self.predicted(run.batch))]
+
+    def predicted(self, batch: int) -> float:
+        """By a dry run; without one the batch itself, in proportion to which the peak is taken to be."""
+        return batch if self.predict is None else self.predict(batch)
+
+    def largest_within(self, budget_bytes: int) -> int:
+        """The largest multiple that fits by the model, to 1 %; 0 if none does."""
+        unit = self.runs.limits.multiple_of
+        return unit * largest_root(
+            lambda units: self.peak_bytes(units * unit), budget_bytes, start=max(1, self.batch // unit)
+        )

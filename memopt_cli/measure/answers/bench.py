@@ -1,0 +1,145 @@
+"""The model of a profiling subprocess, loaded once, on which steps are run; every job finds it as it was loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from memopt_cli import trace
+from memopt_cli.apply import apply_plan, remove_plan, remove_segments
+from memopt_cli.errors import UsageError
+from memopt_cli.loading import load_model
+from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
+from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
+from memopt_cli.records import Plan
+from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place
+from memopt_cli.verify import first_samples
+
+Found = TypeVar("Found")
+Knowledge = TypeVar("Knowledge")
+
+
+class Bench:
+    """A loaded model, its steps, and what was found out of the original: nothing that depends on earlier jobs."""
+
+    def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None = None) -> None:
+        """``build`` makes the model; without it, it is loaded from its file."""
+        self.subject = subject
+        self.settings = subject.settings
+        self.mode = trace.fake_mode()
+        without_data = subject.data == "none"
+        with self.mode if without_data else contextlib.nullcontext():
+            model = remove_plan(build() if build else load_model(subject.source).module)
+            self.model = (trace.place_fake if without_data else place)(model, self.settings)
+        if subject.layer_runs:
+            group_layers(self.model)
+        self.batch = batch_of(subject.spec)
+        self._start = StartingState(self.model)
+        self._loss = user_function(self.settings.loss, "--loss") if self.settings.loss else None
+        self._make_optimizer = _optimizer_maker(self.settings.optimizer)
+        self._optimizer = self._make_optimizer(self.model)
+        self._known: dict[Callable[[Bench], Any], Any] = {}
+
+    def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
+        """What ``find_out(bench)`` says of the original, which stays true: asked once for all jobs."""
+        if find_out not in self._known:
+            self._known[find_out] = find_out(self)
+        found: Knowledge = self._known[find_out]
+        return found
+
+    def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
+        """The same was seen in steps that were run for another reason."""
+        self._known.setdefault(find_out, found)
+
+    # ------------------------------------------------------------------------------------------ its state
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Within, a job is done: the model is as it was loaded before and after."""
+        self.enter_start()
+        try:
+            with nothing_sampled():  # fingerprints and verification compare all there is, and time is measured
+                yield
+        finally:
+            remove_segments(self.model)
+            self.reset()
+
+    @contextlib.contextmanager
+    def planned(self, model: nn.Module, plan: Plan) -> Iterator[None]:
+        """Within, a plan is on the model, or on a copy of it."""
+        self.enter_start()
+        apply_plan(model, plan)
+        try:
+            yield
+        finally:
+            remove_segments(model)
+
+    def enter_start(self) -> None:
+        """Put the model's tensors and generators where they were when it was loaded."""
+        self._start.enter()
+
+    def reset(self) -> None:
+        """The same, without gradients; a plan stays on the model."""
+        self.model.zero_grad(set_to_none=True)
+        self.enter_start()
+
+    # ------------------------------------------------------------------------------------------ its steps
+
+    def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
+        """A step at these sizes, or as the inputs are described.
+
+        Raises :class:`UsageError` for another batch of inputs from a file.
+        """
+        spec = replace(self.subject.spec, dims={**self.subject.spec.dims, **(dims or {})})
+        if batch is not None and batch != self.batch:
+            spec = with_batch(spec, batch)
+        settings = self.settings
+        args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
+        return Step(
+            model=self.model,
+            args=args,
+            kwargs=kwargs,
+            settings=settings,
+            loss=self._loss,
+            optimizer=self._optimizer,
+            make_optimizer=self._make_optimizer,
+            scaler=make_scaler(settings),
+        )
+
+    def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
+        """The same; of inputs from a file, the first samples."""
+        try:
+            return self.step(batch, dims)
+        except UsageError:
+            step = self.step(dims=dims)
+            args, kwargs = first_samples(step.args, step.kwargs, batch)
+            return replace(step, args=args, kwargs=kwargs)
+
+    def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
+        """What ``run`` finds of a step at full size; ``None`` where that does not fit, or is not to be tried."""
+        if self.subject.data != "full size":
+            return None
+        self.enter_start()
+        try:
+            return run(self.step())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            self.reset()
+
+
+def _optimizer_maker(text: str) -> OptimizerMaker:
+    choice = parse_optimizer(text)
+    return optimizer_maker(choice, user_function(text, "--optimizer") if isinstance(choice, MadeOptimizer) else None)

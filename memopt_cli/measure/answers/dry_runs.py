@@ -1,0 +1,167 @@
+"""Steps that are recorded or counted, on tensors without data where the model allows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from memopt_cli import trace
+from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
+from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
+from memopt_cli.measure.answers.workspaces import workspaces_for
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced, TraceJob
+from memopt_cli.records import Counted, Plan
+from memopt_cli.step import is_out_of_memory, run_checked
+from memopt_cli.workspace import Workspaces
+
+
+def trace_step(bench: Bench, job: TraceJob) -> Traced:
+    """A step under a plan, with the seconds of its operators where it may be run at full size.
+
+    Where its operators depend on the data, or on how many samples there are, only a full step on data tells all of it.
+    One is recorded if it may be; should that fail, the answer is what is known without.
+    """
+    if not job.fake:
+        return _timed(bench, job.plan, record_on_data(bench, job.plan))
+    traced = _timed(bench, job.plan, _recorded(bench, job.plan))
+    if not _wants_data(bench, traced):
+        return traced
+    try:
+        really = _timed(bench, job.plan, record_on_data(bench, job.plan))
+    except Exception:  # the model's own code, or too little memory
+        return traced
+    return replace(really, dry_run_bytes=traced.dry_run_bytes)
+
+
+def count(bench: Bench, job: CountJob) -> Counted:
+    """A step under a plan, at the sizes of the job."""
+    counted = (_count_without_data if job.fake else count_on_data)(bench, job)
+    return replace(counted, holders=counted.holders[:HOLDERS])
+
+
+def _count_without_data(bench: Bench, job: CountJob) -> Counted:
+    described = job.batch is None and not job.dims
+    workspaces = workspaces_for(bench, job.plan) if described else Workspaces()
+    fake = bench.known(_described) if described else _fake(bench, job.batch, job.dims)
+    codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
+    with bench.planned(fake.step.model, job.plan):
+        return fake.count(workspaces, codecs)
+
+
+def count_on_data(bench: Bench, job: CountJob) -> Counted:
+    """A step that is run."""
+    step = bench.step(job.batch, job.dims)
+    with bench.planned(bench.model, job.plan):
+        counted = trace.count(step)
+        return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+def _recorded(bench: Bench, plan: Plan) -> Traced:
+    """On tensors without data if the model allows; what was not seen in a small step is ``unknown``."""
+    return bench.known(_original) if plan == ORIGINAL else _record(bench, plan)
+
+
+def _original(bench: Bench) -> Traced:
+    return _record(bench, ORIGINAL)
+
+
+def _record(bench: Bench, plan: Plan) -> Traced:
+    workspaces = workspaces_for(bench, plan)
+    packs = plan.packed or any(segment.compressor != "null" for segment in plan.segments)
+    try:
+        fake, codecs = bench.known(_described), bench.known(_codecs) if packs else None
+        with bench.planned(fake.step.model, plan):
+            recorded = fake.record(bench.batch, workspaces, codecs)
+    except Exception as error:  # the model's own code may raise anything on tensors without data
+        if isinstance(error, MemoptError) or is_out_of_memory(error):
+            raise
+        reason = f"the model cannot run on tensors without data ({first_line(error)})"
+        if bench.subject.data != "full size":
+            _require_data(bench, reason)
+        return replace(record_on_data(bench, plan), note=reason)
+    traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes)
+    small = bench.known(small_step)
+    if small is None:
+        return traced
+    with bench.planned(bench.model, plan):
+        seen = small.recorded if plan == ORIGINAL else look_into(bench, small.step)
+    recorded, no_contents = trace.with_contents(recorded, seen)
+    return replace(traced, trace=recorded, unknown=(no_contents,) if no_contents else ())
+
+
+def record_on_data(bench: Bench, plan: Plan) -> Traced:
+    """A step that is run."""
+    workspaces = workspaces_for(bench, plan)
+    with bench.planned(bench.model, plan):
+        recorded = trace.record(bench.step(), bench.batch, contents=True, workspaces=workspaces)
+    return Traced(trace=recorded, fake=False, dry_run_bytes=None)
+
+
+def _wants_data(bench: Bench, traced: Traced) -> bool:
+    """Whether a full step on data tells more, and may be run."""
+    return traced.fake and bool(traced.unknown) and bench.subject.data == "full size"
+
+
+def _require_data(bench: Bench, reason: str) -> NoReturn:
+    """Say why a step that wants data cannot be recorded: its inputs are wrong, or it is not to be run."""
+    if bench.subject.data == "small batch":
+        run_checked(bench.step(min(SMALL_BATCH, bench.batch)))
+    raise StepError(reason, hint="Take a batch that fits (and memopt profile without --fake).")
+
+
+def _codecs(bench: Bench) -> trace.Codecs:
+    """What the original's step with data holds in less, for steps without."""
+    dry_run = bench.known(_original)
+    if _wants_data(bench, dry_run):
+        with contextlib.suppress(Exception):  # as of a step that is recorded
+            return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
+    return trace.codecs_of(dry_run.trace, dry_run.trace)
+
+
+# ---------------------------------------------------------------------------------------------- their seconds
+
+
+def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
+    """With the seconds of its operators, which takes a step at full size."""
+    if plan == ORIGINAL:
+        times = bench.known(operator_times)
+    else:
+        with bench.planned(bench.model, plan):
+            times = operator_times(bench)
+    if not times:
+        return traced
+    rated = replace(traced.trace, packing_bytes_per_s=bench.known(_packing_bytes_per_s))
+    recorded, no_seconds = trace.with_seconds(rated, times)
+    return replace(traced, trace=recorded, unknown=(*traced.unknown, *([no_seconds] if no_seconds else [])))
+
+
+def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
+    """Of a step under the plan that is on the model, if it may be run and fits."""
+    return bench.at_full_size(trace.time_operators)
+
+
+def _packing_bytes_per_s(bench: Bench) -> float:
+    return trace.packing_bytes_per_s(bench.settings.device)
+
+
+# ---------------------------------------------------------------------------------------------- without data
+
+
+def _described(bench: Bench) -> trace.FakeStep:
+    """The step as the inputs are described."""
+    return _fake(bench, None, {})
+
+
+def _fake(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> trace.FakeStep:
+    # A file or a script of inputs may want data; sizes alone do not.
+    without_data = bench.subject.data != "full size" and bool(bench.subject.spec.tensors)
+    with bench.mode if without_data else contextlib.nullcontext():
+        step = bench.step(batch, dims)
+    return trace.FakeStep(step, bench.mode)

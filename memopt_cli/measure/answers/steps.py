@@ -1,0 +1,21 @@
+"""One step taken while the allocator is watched."""
+
+from __future__ import annotations
+
+import functools
+
+from memopt_cli import trace
+from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.step import Step, reset_gradients, seed_everything, take
+
+HOLDERS = 40
+"""How many modules an answer names as holders of memory."""
+
+
+def allocated_by(bench: Bench, step: Step) -> Allocated:
+    """What the allocator sees of a step from the model's starting state; leaves gradients."""
+    bench.enter_start()
+    reset_gradients(step)
+    seed_everything(bench.settings.seed)
+    return measure_allocated(functools.partial(take, step), bench.settings.device, trace.resident_bytes(step))

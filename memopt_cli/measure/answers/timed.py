@@ -1,0 +1,174 @@
+"""Steps that are run and timed: a measurement of the step as described, probes of others."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt_cli import trace
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import StepError
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.dry_runs import operator_times
+from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
+from memopt_cli.measure.answers.workspaces import full_workspaces
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob
+from memopt_cli.records import BatchProbe, Fingerprint, Measurement, Plan
+from memopt_cli.runtime import find_part
+from memopt_cli.step import (
+    Step,
+    is_out_of_memory,
+    module_hooks,
+    reset_gradients,
+    run_checked,
+    seed_everything,
+    synchronize,
+    take,
+)
+from memopt_cli.verify import fingerprint, left_by, left_on, repeated
+
+_ENOUGH_S = 0.3
+_MOST_STEPS = 20
+"""Short steps are timed until they took this long together, or are so many."""
+_LONG_S = 1.0
+"""A step of this length is timed once, warm, and once while its memory is recorded, which costs it little."""
+
+
+def measure(bench: Bench, job: MeasureJob) -> Measured:
+    """Every segment is seen to run in the first step."""
+    started = time.monotonic()
+    step = bench.step()
+    first_s, first = _install(bench, job.plan, step)
+    is_long = job.warm_up and first_s >= _LONG_S
+    times: tuple[float, ...] = () if job.warm_up else (first_s,)
+    times += _step_times(bench, step, min(1, job.steps - 1) if is_long else job.steps - len(times))
+    bench.enter_start()
+    clock = trace.Clock(bench.settings.device)
+    with clock if job.plan == ORIGINAL else contextlib.nullcontext():
+        counted = trace.count(step)
+    allocated = allocated_by(bench, step)
+    left = repeated(first, fingerprint(left_on(bench.model)))
+    times += (allocated.step_s,) if is_long else ()
+    if job.plan == ORIGINAL:
+        bench.tell(full_workspaces, allocated.workspaces)
+        if clock.times:
+            bench.tell(operator_times, clock.times)
+    measurement = Measurement(
+        tensor_peak_bytes=counted.tensor_peak_bytes,
+        allocated_peak_bytes=allocated.peak_bytes,
+        resident_bytes=counted.resident_bytes,
+        reserved_peak_bytes=allocated.reserved_bytes,
+        process_peak_bytes=_process_peak_bytes(),
+        step_times_s=times,
+        breakdown=counted.breakdown,
+        holders=counted.holders[:HOLDERS],
+        backend=allocated.backend,
+        batch=bench.batch,
+        spent_s=time.monotonic() - started,
+        phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
+    )
+    return Measured(measurement=measurement, left=left)
+
+
+def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
+    """One step alone if it is long."""
+    step = bench.step(job.batch, job.dims)
+    apply_plan(bench.model, job.plan)
+    with device_of(job.limit_bytes, bench.settings.device):
+        peak_bytes, step_s = probed(bench, step)
+    return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
+
+
+def probed(bench: Bench, step: Step) -> tuple[int, float]:
+    """The allocated peak of a step in bytes, and its time, with the optimizer's state in memory."""
+    if step.optimizer is not None and not step.optimizer.state:
+        _timed(bench, step)  # makes it
+    try:
+        allocated = allocated_by(bench, step)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            run_checked(step)  # fails again, and says in which module
+        raise
+    step.model.zero_grad(set_to_none=True)
+    is_long = allocated.step_s >= _LONG_S
+    return allocated.peak_bytes, allocated.step_s if is_long else statistics.median(_step_times(bench, step, 1))
+
+
+@contextlib.contextmanager
+def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
+    """A CUDA device that has so much memory; the CPU's allocator cannot be told, its peak is compared afterwards."""
+    if limit_bytes is None or not device.startswith("cuda"):
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
+    """Apply a plan and take the first step, with every segment seen to run: how long it took, and what it left."""
+    apply_plan(bench.model, plan)
+    idle = {find_part(bench.model, segment.path): segment.path for segment in plan.segments}
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        idle.pop(module, None)
+
+    with module_hooks(bench.model, enter, lambda *_: None):
+        seed_everything(bench.settings.seed)
+        synchronize(bench.settings.device)
+        started = time.perf_counter()
+        output = run_checked(step)
+        step.clip()
+        step.update()
+        synchronize(bench.settings.device)
+        elapsed = time.perf_counter() - started
+    left = fingerprint(left_by(bench.model, output))
+    del output
+    bench.model.zero_grad(set_to_none=True)
+    if idle:
+        raise StepError(
+            f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
+            hint="Remove it from the plan.",
+        )
+    return elapsed, left
+
+
+def _timed(bench: Bench, step: Step) -> float:
+    bench.enter_start()
+    reset_gradients(step)
+    seed_everything(bench.settings.seed)
+    synchronize(bench.settings.device)
+    started = time.perf_counter()
+    take(step)
+    synchronize(bench.settings.device)
+    elapsed = time.perf_counter() - started
+    step.model.zero_grad(set_to_none=True)
+    return elapsed
+
+
+def _step_times(bench: Bench, step: Step, least: int) -> tuple[float, ...]:
+    """At least ``least`` steps; more of steps so short that three would tell little."""
+    times: list[float] = []
+    while len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+        times.append(_timed(bench, step))
+    return tuple(times)
+
+
+def _process_peak_bytes() -> int:
+    """Largest resident set so far.  Not ``ru_maxrss`` on Linux: there it starts from the parent's."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

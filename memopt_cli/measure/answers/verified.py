@@ -1,0 +1,66 @@
+"""A plan against the original: the comparison, and the least sizes at which it tells of every chunk."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from memopt_cli.apply import apply_plan, remove_segments
+from memopt_cli.errors import StepError, UsageError
+from memopt_cli.loading.input_spec import BATCH
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
+from memopt_cli.records import Verification
+from memopt_cli.runtime.cuts import Cut, recorded_cuts
+from memopt_cli.step import seeds_of_backward
+from memopt_cli.verify import first_samples, least_sizes, verify
+
+
+def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
+    """By forwards under the plan."""
+    spec = bench.subject.spec
+    asked = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
+    chunked = sum(segment.chunks > 1 for segment in job.plan.segments)
+
+    def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
+        step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
+        with bench.planned(bench.model, job.plan), recorded_cuts() as found, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fewer chunks than asked
+            seeds_of_backward(step.forward(), step.loss, bench.settings.seed)
+        if len(found) < chunked:
+            raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
+        return found
+
+    sizes = least_sizes(asked, observe)
+    others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
+    return Sizes(batch=sizes[BATCH], dims=others)
+
+
+def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
+    """At the sizes of the job."""
+    step = replace(bench.resized(job.batch, job.dims), optimizer=None)
+    described = bench.subject.spec.dims
+
+    def resize(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            other = bench.step(size, job.dims)
+        except UsageError:  # inputs from a file
+            return first_samples(step.args, step.kwargs, size)
+        return other.args, other.kwargs
+
+    found = verify(
+        step,
+        job.plan,
+        functools.partial(apply_plan, plan=job.plan),
+        remove_segments,
+        batch=job.batch,
+        full_size=job.batch == bench.batch and job.dims.items() <= described.items(),
+        resize=resize if job.further else None,
+        asked_s=job.asked_s,
+    )
+    dims = {**described, **job.dims}
+    dims.pop(BATCH, None)
+    return replace(found, dims=dims)

@@ -1,0 +1,155 @@
+"""The pipes to a profiling subprocess: messages go out, bytes come in, until a deadline.
+
+A time limit, a signal and lack of memory are answers; nothing that a subprocess sends, or leaves out, hangs this end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+from memopt_cli.documents import printable
+from memopt_cli.measure import processes
+from memopt_cli.measure.wire import MOST_LINE_BYTES
+from memopt_cli.records import Crashed, OutOfMemory, TimedOut
+
+_TAIL_BYTES = 4000
+_PATIENCE_S = 5.0
+"""How long a subprocess that was told to end may take before it is killed."""
+_LOOK_S = 1.0
+"""How often a silent subprocess is looked after."""
+_CHUNK = 1 << 20
+
+Ended = TimedOut | OutOfMemory | Crashed
+"""Why a subprocess says nothing more."""
+
+
+class Channel:
+    """One subprocess and the pipes to it."""
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        """Starts it.  ``timeout_s``: between a message and each part of the answer."""
+        self._timeout_s = timeout_s
+        self._buffer = bytearray()
+        self.process: processes.Subprocess | None = None
+        """``None`` once it has ended."""
+        (jobs, jobs_fd), (replies_fd, replies) = os.pipe(), os.pipe()
+        os.set_blocking(jobs_fd, False)
+        self._jobs, self._replies = (os.fdopen(jobs_fd, "wb", buffering=0), os.fdopen(replies_fd, "rb", buffering=0))
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the channel
+        try:
+            self.process = processes.start(jobs, replies, self._output.fileno(), device=device)
+        finally:
+            os.close(jobs)
+            os.close(replies)
+        self.more_time()
+
+    def close(self, *, patiently: bool) -> None:
+        """Leave no process behind; ``patiently``: it has a few seconds to end by itself."""
+        self._jobs.close()
+        if patiently and self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
+                self.process.wait(_PATIENCE_S)
+        self._end()
+        self._replies.close()
+        self._output.close()
+
+    # ------------------------------------------------------------------------------------------ both ways
+
+    def more_time(self) -> None:
+        """What is waited for has the whole time limit from now on."""
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def send(self, message: Any) -> None:
+        """As much as it takes until the deadline: waiting for the answer, one learns why it was not all of it."""
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        # A broken pipe: it has ended; the missing reply says so, with its reason.
+        with contextlib.suppress(BrokenPipeError), selectors.DefaultSelector() as selector:
+            selector.register(self._jobs, selectors.EVENT_WRITE)
+            while left and selector.select(max(0.0, self._deadline - time.monotonic())):
+                left = left[self._jobs.write(left) or 0 :]
+
+    def line(self) -> bytes | Ended:
+        """The next one, with its end."""
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            failure = self.wait_for(searched + 1) if searched <= MOST_LINE_BYTES else self.nonsense()
+            if failure is not None:
+                return failure
+        return self.take(end + 1)
+
+    def take(self, size: int) -> bytes:
+        """As many bytes of what has arrived, or all of it."""
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def wait_for(self, size: int) -> Ended | None:
+        """Until so many bytes have arrived; why they never will."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._replies, selectors.EVENT_READ)
+            while len(self._buffer) < size:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    self._end()
+                    return TimedOut(limit_s=self._timeout_s)
+                if selector.select(min(left_s, _LOOK_S)):
+                    chunk = self._replies.read(_CHUNK)
+                    if not chunk:
+                        return self._post_mortem()
+                    self._buffer += chunk
+                elif self._has_ended():
+                    return self._post_mortem()  # what it has left behind holds the pipe open
+        return None
+
+    # ------------------------------------------------------------------------------------------ its end
+
+    def nonsense(self) -> Crashed:
+        """It has answered what it cannot, and is ended."""
+        self._end()
+        return Crashed(reason="what it answered makes no sense", output_tail=self._tail())
+
+    def _post_mortem(self) -> OutOfMemory | Crashed:
+        assert self.process is not None
+        try:
+            code = self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._end()
+            return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
+        except processes.Lost:
+            self._end()
+            return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
+        self._end()
+        if code == -signal.SIGKILL:
+            return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
+        reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        return Crashed(reason=reason, output_tail=self._tail())
+
+    def _tail(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        text = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        return "\n".join(map(printable, text.strip().splitlines()))
+
+    def _has_ended(self) -> bool:
+        try:
+            return self.process is not None and self.process.poll() is not None
+        except processes.Lost:
+            return True
+
+    def _end(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+
+
+def _signal_name(number: int) -> str:
+    known = number in signal.valid_signals() and number in list(signal.Signals)
+    return signal.Signals(number).name if known else f"signal {number}"

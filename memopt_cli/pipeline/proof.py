@@ -1,0 +1,125 @@
+"""The row whose plan is applied, and its proof: where a plan differs from the original, less of it is applied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.errors import MeasurementError
+from memopt_cli.measure.jobs import VerifyJob
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.narrowing import agreeing
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
+from memopt_cli.progress import Progress
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan, StepFailed, Verification, describe
+
+
+def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
+    """The row whose plan is applied: the chosen one, unless it raises the measured allocated peak of the original.
+
+    Raises :class:`MeasurementError` if no level could be run.
+    """
+    measured = [row for row in (rows[0], chosen) if row is not None and isinstance(row.outcome, Measurement)]
+    best = min(reversed(measured), key=_allocated, default=None)
+    if best is None:
+        failure = rows[-1].outcome
+        assert failure is not None
+        assert not isinstance(failure, Measurement)
+        raise MeasurementError(
+            f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
+            hint="Try a smaller batch (-i, or --dim B=1 where the shape says B), or a machine with more memory.",
+        )
+    return best
+
+
+@dataclass(slots=True, kw_only=True)
+class Prover:
+    """Verifies one of the rows, and puts another in its place where that fails."""
+
+    measurements: PlanMeasurements
+    progress: Progress
+    rows: list[LevelRow]
+    """The first is the original.  Changed where a plan is."""
+    is_asked_for: bool
+    """The last row is what was asked for: no other will do."""
+    notes: list[str] = field(default_factory=list)
+    replaced: bool = False
+    """The row is another than the search chose: its neighbours are not known."""
+
+    def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
+        """The row to apply, verified.  ``chosen``: of the levels.
+
+        Where the model cannot run in float64, in which chunks are verified, that is the best row without chunks.
+        """
+        best = self.rows[-1] if self.is_asked_for else applied_row(self.rows, chosen)
+        if not isinstance(best.outcome, Measurement):
+            assert best.outcome is not None
+            raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
+        found = self._verify(best.plan)
+        if isinstance(found, StepFailed) and _has_chunks(best) and not self.is_asked_for:
+            self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
+            best = self._without_chunks()
+            found = self._verify(best.plan)
+        if not isinstance(found, Verification):
+            raise_failure(found, "verification could not be run: ")
+        return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
+
+    def _without_chunks(self) -> LevelRow:
+        """The best row whose plan runs nothing in chunks."""
+        rows = self.rows
+        at = max(at for at, row in enumerate(rows) if not _has_chunks(row))
+        if rows[at].outcome is None:
+            rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
+        self.replaced = True
+        return applied_row(rows, rows[at])
+
+    def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+        """The row without the segments that differ, in place of it, verified; the failure where that does not help."""
+        self.progress.stage("finding what differs")
+        plan, left_out = self._agreeing(best.plan, failed)
+        row = self.rows[0]
+        if plan.segments or plan.packed:
+            row = replace(best, plan=plan, outcome=self.measurements.measure(plan), predicted_tensor_peak_bytes=None)
+            row = replace(row, predicted_allocated_peak_bytes=None, predicted_slowdown=None)
+            self.replaced = True
+            self.rows[self.rows.index(best)] = row
+            row = applied_row(self.rows, row)
+        found = self._verify(row.plan)
+        if not isinstance(found, Verification) or not found.passed:
+            return best, failed
+        self.notes += [
+            f"'{path or '(root)'}' is no segment: with it {reason}." for path, reason in sorted(left_out.items())
+        ]
+        return row, found
+
+    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, dict[str, str]]:
+        """What of a plan does as the original does, at the sizes at which it failed; see :func:`agreeing`."""
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(self.measurements.session())]
+
+            def verify(plan: Plan) -> Verification | None:
+                if sessions[-1].ended:
+                    sessions.append(stack.enter_context(self.measurements.session()))
+                found = sessions[-1].ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                return found if isinstance(found, Verification) else None
+
+            return agreeing(plan, verify)
+
+    def _verify(self, plan: Plan) -> Verification | Failure:
+        prepared, timeout_s = self.measurements.prepared, self.measurements.timeout_s
+        steps = self.measurements.steps_of(plan)
+        if steps is not None:
+            return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
+        fits = isinstance(self.rows[0].outcome, Measurement)
+        return verified(prepared, plan, timeout_s, self.progress, fits=fits)
+
+
+def _has_chunks(row: LevelRow) -> bool:
+    return any(segment.chunks > 1 for segment in row.plan.segments)
+
+
+def _allocated(row: LevelRow) -> int:
+    assert isinstance(row.outcome, Measurement)
+    return row.outcome.allocated_peak_bytes

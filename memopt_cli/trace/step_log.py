@@ -1,0 +1,154 @@
+"""Notes on one training step while it runs: its operators, its calls of modules, and what autograd saves."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt_cli.records import CompressorName, Phase
+from memopt_cli.runtime.container import recomputing_module
+from memopt_cli.runtime.private_torch import next_node, number_of, running_node, tree_leaves
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.step import module_hooks
+from memopt_cli.trace.contents import Contents, aside
+from memopt_cli.trace.log import StorageLog, shapes_of
+from memopt_cli.trace.operators import draws, flops_of, modified, name_of
+from memopt_cli.workspace import Workspaces
+
+
+@dataclass(slots=True)
+class CalledModule:
+    """One call of a module in forward; instants are numbers of operators."""
+
+    path: str
+    caller: int
+    """Index of the call it was made in; -1: none."""
+    start: int
+    inputs: tuple[int, ...]
+    end: int = 0
+    outputs: tuple[int, ...] = ()
+    backward: range = range(0)
+
+
+@dataclass(slots=True)
+class RanOp:
+    """One operator of the step."""
+
+    name: str
+    phase: Phase
+    module: str
+    call: int | None
+    """The call whose forward it differentiates (-1: one outside of modules); ``None`` in forward."""
+    reads: tuple[int, ...]
+    mutates: tuple[int, ...]
+    random: bool
+    flops: int
+    workspace_bytes: int
+    fixed_workspace_bytes: int
+
+
+class StepLog(StorageLog):  # type: ignore[no-untyped-call]
+    """The counter of storages, with notes on every operator, every call of a module and what autograd saves."""
+
+    def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
+        super().__init__(module_running, workspaces)
+        self._contents: Contents | None = None
+        self.ops: list[RanOp] = []
+        self.calls: list[CalledModule] = []
+        self._innermost = -1
+        self._turns: list[tuple[int, int]] = [(0, -1)]
+        """From which node of autograd on which call was the innermost."""
+        self.op_of_node: dict[int, int] = {}
+        self.savers: dict[int, dict[int, None]] = defaultdict(dict)
+        """Storage -> the nodes that hold it."""
+        self.packed: dict[int, tuple[CompressorName, int]] = {}
+        self.forward_ops = 0
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+        phase, call = self._whence()
+        module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
+        if phase == "forward":
+            self.op_of_node.setdefault(next_node() - 1, len(self.ops))
+        if self.phase == "forward":
+            self.forward_ops += 1
+        self.ops.append(
+            RanOp(
+                name=name_of(func),
+                phase=phase,
+                module=module,
+                call=call,
+                reads=self._indices(tree_leaves((args, kwargs))),
+                mutates=self._indices(modified(func, args, kwargs)),
+                random=draws(func, args, kwargs),
+                flops=flops_of(func, args, kwargs, output),
+                workspace_bytes=workspace_bytes,
+                fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
+            )
+        )
+
+    def _fixed_bytes(self, func: Any, args: Any) -> int:
+        return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
+
+    @contextmanager
+    def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
+        """Note the calls of modules and what autograd saves; ``contents`` looks into that."""
+        self._contents = contents
+
+        def enter(path: str, module: nn.Module, inputs: Any) -> None:
+            if self.phase == "forward":
+                self.calls.append(CalledModule(path, self._innermost, len(self.ops), self._indices(tensors_of(inputs))))
+                self._turn(len(self.calls) - 1)
+
+        def leave(path: str, module: nn.Module, output: Any) -> None:
+            if self.phase == "forward":
+                call = self.calls[self._innermost]
+                call.end, call.outputs = len(self.ops), self._indices(tensors_of(output))
+                self._turn(call.caller)
+
+        with module_hooks(model, enter, leave), saved_tensors_hooks(self._save, lambda alias: alias):
+            yield
+
+    def _turn(self, call: int) -> None:
+        self._innermost = call
+        self._turns.append((next_node(), call))
+
+    def _whence(self) -> tuple[Phase, int | None]:
+        """The phase of the operator that runs and, in backward, the call whose forward it differentiates."""
+        if self.phase != "backward" or recomputing_module():
+            return self.phase, None
+        node = running_node()
+        if node is None:  # the loss
+            return "forward", None
+        number = number_of(node)
+        if number <= self._last_node:
+            return "backward", self._turns[bisect.bisect_right(self._turns, (number, len(self.calls))) - 1][1]
+        # Nodes that add a gradient to a parameter run at once when it is complete: with the operator before.
+        return "backward", (self.ops[-1].call if self.ops[-1].call is not None else -1)
+
+    @property
+    def _last_node(self) -> int:
+        return next(reversed(self.op_of_node), 0) + 1
+
+    def _save(self, alias: Tensor) -> Tensor:
+        """Autograd holds ``alias`` as it would hold the tensor itself: no storage lives longer for it."""
+        storage = self.known(alias)
+        if storage is not None and storage.kind != "parameters":
+            self.savers[storage.index][next_node() - 1] = None
+            if self._contents is not None and storage.index not in self.packed:
+                with aside():
+                    whole = (
+                        alias if alias.nbytes == storage.nbytes else alias.new_empty(0).set_(alias.untyped_storage())
+                    )
+                self.packed[storage.index] = self._contents.codec_of_saved(whole)
+        return alias
+
+    def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
+        seen = (self.known(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(dict.fromkeys(storage.index for storage in seen if storage is not None))
