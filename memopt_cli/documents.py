@@ -143,7 +143,9 @@ def _require_place(descriptor: int, path: str) -> None:
     """The system tells where an open file is: what its name led to before, or leads to later, does not matter."""
     folder = places.get(os.path.abspath(path))
     if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
-        raise OSError(errno.EPERM, f"it leads out of {folder}", str(path))
+        raise OSError(
+            errno.EXDEV, f"it leads out of {folder}", str(path)
+        )  # no lack of leave, for which there are hints
 
 
 def _place(descriptor: int) -> str:
