@@ -8,18 +8,20 @@ a node (``frame[i] = f(*arguments(frame))``), and gave the same bits, but was sl
 short, and ``torch.compile`` made nothing of it.  CPU time of a training step, one thread, medians of 40 to 60
 interleaved steps (of gpt 12), interpreted over generated, PyTorch 2.13:
 
-=================  =======================  =====================
-sample model       batch 1                  batch of the sample
-=================  =======================  =====================
-lif_rnn.ts         1.06 (2.9 ms)            1.04 (19.9 ms)
-lif_rnn.pt2        1.06 (3.0 ms)            1.01 (19.7 ms)
-lif_rnn.traced.ts                           1.01 to 1.04 (17 ms)
-char_rnn.ts        1.08 (1.2 ms)            1.02 to 1.04 (4.9 ms)
-char_rnn.pt2       1.00 to 1.10 (1.2 ms)    1.01 (5.0 ms)
-gpt.ts, gpt.pt2    1.00, 0.98 (248 ms)
-=================  =======================  =====================
+==================  ============  ===================
+sample model        batch 1       batch of the sample
+==================  ============  ===================
+lif_rnn.ts          1.05 to 1.06  1.04
+lif_rnn.pt2         1.05 to 1.10  1.01
+lif_rnn.traced.ts   –             1.01 to 1.04
+char_rnn.ts         1.07 to 1.10  1.02 to 1.04
+char_rnn.pt2        1.00 to 1.10  1.01 to 1.02
+char_rnn.traced.ts  –             1.00
+gpt.ts              1.00          –
+gpt.pt2             0.98          –
+==================  ============  ===================
 
-``torch.compile`` of lif_rnn.ts: 4 graphs of 40 calls and no break as text; 5 graphs of no call and 12 breaks
+``torch.compile`` of lif_rnn.ts: one graph of 339 calls and no break as text; 5 graphs of no call and 12 breaks
 interpreted.
 """
 
