@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.plan import search
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import overhead_s
+from memopt_cli.plan.cost_model import SEGMENT_S, overhead_s
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
 from memopt_cli.plan.search import Allowed, Limits, Solver, Way, _Around, _pareto, _thinned, spent_by
@@ -485,4 +485,4 @@ def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
     way = solver.fastest(60)
     assert way is not None
     assert [segment.path for segment in way.segments()] == ["a", "a"]
-    assert way.added_s == 2.0
+    assert way.added_s == pytest.approx(2 + 2 * SEGMENT_S)
