@@ -21,7 +21,7 @@ PART ?=
 COUNT ?= 100000
 SEED ?= 0
 
-.PHONY: demo samples test lint docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast lint docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -30,6 +30,10 @@ samples: $(SAMPLES)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$(PART)
+
+# Without what starts processes.
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process" tests/$(PART)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
