@@ -21,7 +21,7 @@ PART ?=
 COUNT ?= 100000
 SEED ?= 0
 
-.PHONY: demo samples test test-fast lint docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast lint docs check-docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -44,6 +44,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Slow outputs too: SLOW=1.  Into the pages: UPDATE=1.
+check-docs: $(SAMPLES)
+	$(BIN)/python docs/check.py $(if $(SLOW),--slow) $(if $(UPDATE),--update)
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)
