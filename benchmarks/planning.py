@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
+from memopt_cli.measure.jobs import Traced
 from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, Probes
+from memopt_cli.plan.interface import Candidate, NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import segment
@@ -47,7 +48,8 @@ def prepared(name: str) -> Prepared:
     folder = "benchmarks" if name == SPIKINGJELLY else "sample_models"
     source = ModelSource(location=f"{folder}.{name}:build")
     opening = Opening(source=source, spec=spec_of(name), settings=settings, timeout_s=TIMEOUT_S)
-    return prepare(opening, progress=Progress(), ask=None)
+    ready = prepare(opening, progress=Progress(), ask=None)
+    return replace(ready, subject=replace(ready.subject, layer_runs=True))
 
 
 def spec_of(name: str) -> InputSpec:
@@ -122,12 +124,17 @@ def bench(name: str) -> Iterator[Bench]:
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
         first = Candidate(plan=Plan(level=LEVEL), counted=original)
         probes = SearchProbes(session, first, fake=True, limit_s=None)
+
+        def trace(plan: Plan) -> StepTrace | Failure | NotTried:
+            found = probes.trace(plan)
+            return found.trace if isinstance(found, Traced) else found
+
         yield Bench(
             name=name,
             prepared=ready,
             trace=traced.trace,
             model=CostModel(traced.trace),
-            probes=Probes(count=probes.count, chunking=probes.chunking, report=lambda text: None),
+            probes=Probes(count=probes.count, chunking=probes.chunking, report=lambda text: None, trace=trace),
             original=original,
             recorded_s=time.perf_counter() - started,
         )

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import Counted, OptimizerName, StepSettings, to_data
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,17 +44,19 @@ class TrainMemory:
         *args: Any,
         inputs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
-        optimizer: OptimizerName = "none",
+        optimizer: str = "none",
         seed: int = 0,
     ) -> Counted:
         """The tensor peak of one step on ``model(*args, **inputs)``, in bytes, and who holds it.
 
         ``loss`` is called with the output; without it a scalar output or an entry ``loss`` is the loss, else backward
-        starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on.  The model stays
+        starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on, as ``--optimizer``
+        names it.  The model stays
         where and in the mode it is; its gradients are ``None`` afterwards.
         """
         from memopt_cli.measure.local import undisturbed
-        from memopt_cli.step import Step, make_optimizer, run_checked
+        from memopt_cli.optimizers import optimizer_maker
+        from memopt_cli.step import Step, run_checked
         from memopt_cli.trace import count
 
         settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
@@ -63,7 +66,7 @@ class TrainMemory:
             kwargs=dict(inputs or {}),
             settings=settings,
             loss=loss,
-            optimizer=make_optimizer(model, settings),
+            optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
         )
         with undisturbed():
             run_checked(step)  # the optimizer's state exists from here on

@@ -57,7 +57,7 @@ def terms(measured: Baseline) -> dict[str, str]:
     return of_any | {
         "backend": " + ".join(conditions.backend) or "none",
         "precision": conditions.settings.precision,
-        "optimizer": conditions.settings.optimizer,
+        "optimizer": conditions.settings.optimizer or "none",
         "loss": conditions.settings.loss or "default",
     }
 

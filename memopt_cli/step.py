@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
+from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
@@ -37,6 +38,8 @@ class Step:
     loss: Callable[[Any], Tensor] | None = None
     """The user's loss of the model's output; ``None``: see :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
+    make_optimizer: OptimizerMaker = no_optimizer
+    """Makes one as ``optimizer`` for a copy of the model."""
 
     def forward(self) -> Any:
         """The model's output, under the precision's autocast."""
@@ -49,9 +52,15 @@ class Step:
         torch.autograd.backward(roots, cotangents)
 
     def update(self) -> None:
-        """The optimizer's step, if there is one."""
-        if self.optimizer is not None:
+        """The optimizer's step, if there is one.  Raises :class:`StepError` that names an optimizer which fails."""
+        if self.optimizer is None:
+            return
+        try:
             self.optimizer.step()
+        except (RuntimeError, TypeError) as err:
+            if is_out_of_memory(err):
+                raise
+            raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
 
 def seeds_of_backward(
@@ -73,18 +82,6 @@ def seeds_of_backward(
     _require_gradient(leaves, "the model's output")
     generator = torch.Generator(leaves[0].device).manual_seed(seed)
     return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
-
-
-def make_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer | None:
-    """The optimizer whose state the measured step carries; its rate is zero, so that steps stay alike."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    match settings.optimizer:
-        case "sgd":
-            return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-        case "adamw":
-            return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
-        case _:
-            return None
 
 
 def reset_gradients(step: Step) -> None:

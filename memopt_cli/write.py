@@ -218,7 +218,7 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
 
 def plan_yaml(header: FileHeader, plan: Plan) -> bytes:
     """The content of ``*.plan.yaml``: the header's keys, ``level`` and ``segments``; :func:`read_plan` reads it."""
-    data = {**_header(header), **_short(plan), "segments": [_short(segment) for segment in plan.segments]}
+    data = {**_header(header), **_short(plan), "segments": [{"path": s.path, **_short(s)} for s in plan.segments]}
     return yaml_text(data).encode()
 
 

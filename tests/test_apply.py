@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ def net() -> nn.Sequential:
 
 def plan(*paths: str) -> Plan:
     return Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in paths))
+
+
+def test_a_plan_and_the_runtime_say_the_same_of_a_segment() -> None:
+    planned = {field.name: field.default for field in fields(SegmentPlan) if field.name != "path"}
+    running = {field.name: field.default for field in fields(SegmentConfig) if field.name not in ("path", "recompute")}
+    assert planned == running
 
 
 def test_every_field_reaches_the_segment() -> None:

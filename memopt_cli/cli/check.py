@@ -15,7 +15,7 @@ from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure import processes
-from memopt_cli.records import CheckRequest, OptimizerName, Precision
+from memopt_cli.records import CheckRequest, Precision
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import ComparisonReport
 from memopt_cli.report.json import JsonReport
@@ -65,7 +65,7 @@ def check(
     device: Annotated[str | None, options.DEVICE] = None,
     precision: Annotated[Precision | None, options.PRECISION] = None,
     loss: options.Loss = None,
-    optimizer: Annotated[OptimizerName | None, options.OPTIMIZER] = None,
+    optimizer: options.Optimizer = None,
     seed: Annotated[int | None, options.SEED] = None,
     timeout: options.Timeout = 600.0,
     key: options.Key = None,

@@ -46,7 +46,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None and not file.is_file():
         raise UsageError(f"{file} in this folder is no regular file", hint="Remove it, or name another with --config.")
     data = read_mapping(file, "Write flags and their values, as in level: 4.")
-    unsafe = sorted(_RUNS_CODE & data.keys()) if path is None else []
+    unsafe = sorted(key for key, value in data.items() if _runs_code(key, value)) if path is None else []
     if unsafe:
         raise UnsafeFileError(
             f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
@@ -59,6 +59,11 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None:
         _refuse_paths(context, file, data)
     return path
+
+
+def _runs_code(key: str, value: Any) -> bool:
+    """Whether a value runs code or vouches for it: some name a function where others are plain."""
+    return key in _RUNS_CODE or any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
 
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:

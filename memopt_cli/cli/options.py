@@ -13,7 +13,8 @@ import typer
 from memopt_cli.cli.config import read_config
 from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
 from memopt_cli.errors import UsageError
-from memopt_cli.records import OptimizerName, Precision
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.records import Precision
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
 from memopt_cli.units import parse_bytes, parse_percent
 
@@ -100,6 +101,17 @@ def _check_function(text: str | None) -> str | None:
     if text is not None:
         check_file(text.rpartition(":")[0])
     return text
+
+
+def _check_optimizer(text: str | None) -> str | None:
+    """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
+    if text is None:
+        return None
+    try:
+        choice = parse_optimizer(text)
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+    return _check_function(text) if isinstance(choice, MadeOptimizer) else text
 
 
 def check_file(path: str | None) -> str | None:
@@ -194,14 +206,18 @@ Loss = Annotated[
         "'loss', else every output gets a seeded random gradient.",
     ),
 ]
-OPTIMIZER = typer.Option(
-    "--optimizer",
-    metavar="NAME",
-    rich_help_panel=STEP,
-    help="none, sgd or adamw: its state counts as memory.",
-)
 SEED = typer.Option(metavar="N", parser=whole(0), rich_help_panel=STEP, help="Seed of inputs, dropout and the loss.")
-Optimizer = Annotated[OptimizerName, OPTIMIZER]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        callback=_check_optimizer,
+        rich_help_panel=STEP,
+        show_default="none",
+        help="Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of "
+        "yours that takes the model and returns one.",
+    ),
+]
 Seed = Annotated[int, SEED]
 RunUnder = Annotated[
     str | None,

@@ -49,7 +49,7 @@ def profile(
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
+    optimizer: options.Optimizer = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     key: options.Key = None,
@@ -76,7 +76,7 @@ def profile(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
         plan_path=plan,
         fake=fake,
         timeout_s=timeout,

@@ -38,7 +38,7 @@ def recommend_batch(
     device: options.Device = "auto",
     precision: options.PrecisionChoice = "stored",
     loss: options.Loss = None,
-    optimizer: options.Optimizer = "none",
+    optimizer: options.Optimizer = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = 60.0,
@@ -66,7 +66,7 @@ def recommend_batch(
             context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
         ),
         spec=input_spec(context, inputs, input_data, input_script, sizes),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer, seed=seed),
+        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
         memory=0.9 if memory is None else memory,
         objective=objective or ("max" if replicas is None else "throughput"),
         global_batch=global_batch,

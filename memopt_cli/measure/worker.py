@@ -63,6 +63,8 @@ from memopt_cli.measure.kernels import guard_kernels
 from memopt_cli.measure.wire import Pieces
 from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
@@ -87,7 +89,6 @@ from memopt_cli.step import (
     Step,
     input_dtype,
     is_out_of_memory,
-    make_optimizer,
     module_hooks,
     place,
     reset_gradients,
@@ -150,7 +151,8 @@ class Worker:
             group_layers(self._model)
         self._start = StartingState(self._model)
         self._loss = user_function(self._settings.loss, "--loss") if self._settings.loss else None
-        self._optimizer = make_optimizer(self._model, self._settings)
+        self._make_optimizer = _optimizer_maker(self._settings.optimizer)
+        self._optimizer = self._make_optimizer(self._model)
         self._batch = batch_of(subject.spec)
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
         self._recorded: Traced | None = None
@@ -451,6 +453,7 @@ class Worker:
             settings=self._settings,
             loss=self._loss,
             optimizer=self._optimizer,
+            make_optimizer=self._make_optimizer,
         )
 
     def _resized(self, batch: int, dims: Mapping[str, int]) -> Step:
@@ -614,6 +617,11 @@ class Worker:
         reset_gradients(step)
         seed_everything(self._settings.seed)
         return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
+
+
+def _optimizer_maker(text: str) -> OptimizerMaker:
+    choice = parse_optimizer(text)
+    return optimizer_maker(choice, user_function(text, "--optimizer") if isinstance(choice, MadeOptimizer) else None)
 
 
 @contextlib.contextmanager

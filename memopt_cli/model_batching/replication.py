@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt_cli.model_batching.module import BatchModule
 from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors
-from memopt_cli.step import Step, loss_entry, make_optimizer
+from memopt_cli.step import Step, loss_entry
 
 
 def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
@@ -31,7 +31,7 @@ def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
     (used,) = [trial for trial in batched.trials if trial.used]
     batched.register_forward_pre_hook(lambda *_: batched.reset())
     args, kwargs = _for_each((step.args, step.kwargs), models)
-    optimizer = step.optimizer and make_optimizer(batched, step.settings)
+    optimizer = step.make_optimizer(batched)
     together = replace(step, model=batched, args=args, kwargs=kwargs, loss=_summed(step.loss), optimizer=optimizer)
     return together, ", ".join(filter(None, (used.name, used.variant)))
 

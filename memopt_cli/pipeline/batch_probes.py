@@ -47,10 +47,10 @@ def check_varied(prepared: Prepared) -> None:
 
 def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
     """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
-    if prepared.subject.settings.optimizer != "none" or not prepared.facts.trainable_bytes:
+    if prepared.subject.settings.optimizer or not prepared.facts.trainable_bytes:
         return ()
     state = format_bytes(2 * prepared.facts.trainable_bytes)
-    return (f"No optimizer is counted: AdamW's state would add {state} (--optimizer adamw counts it).",)
+    return (f"No optimizer is counted; AdamW's state would add {state}. Name yours with --optimizer (none: no).",)
 
 
 @dataclass(slots=True, kw_only=True)

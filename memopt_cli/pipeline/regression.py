@@ -14,6 +14,7 @@ import torch
 from memopt_cli.documents import kept_below
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import Traced
+from memopt_cli.optimizer_text import is_function
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
@@ -94,6 +95,8 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
     spec, described, missing = before.header.spec, _describes(request.spec), {}
     if before.conditions and before.conditions.settings.loss and not request.loss:
         missing["--loss"] = before.conditions.settings.loss
+    if before.conditions and is_function(before.conditions.settings.optimizer) and not request.optimizer:
+        missing["--optimizer"] = before.conditions.settings.optimizer
     if spec.script and not described:
         missing["--input-script"] = spec.script
     if missing:

@@ -58,7 +58,11 @@ from memopt_cli.runtime.unsafe import as_of, as_of_checkpoint, marks, run_plainl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentConfig:
-    """How a segment runs."""
+    """How a segment runs: what an entry of a plan says of it, by the same names.
+
+    A record of the runtime's own, beside the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds these
+    fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
+    """
 
     compressor: str = "null"
     """Name of the codec of the stored input tensors, a key of :data:`~memopt_cli.runtime.compressor.COMPRESSORS`, or

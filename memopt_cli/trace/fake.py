@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, input_dtype, make_optimizer
+from memopt_cli.step import Step, input_dtype
 from memopt_cli.trace.counting import count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
@@ -60,7 +60,8 @@ class FakeStep:
                 kwargs=kwargs,
                 settings=step.settings,
                 loss=step.loss,
-                optimizer=make_optimizer(model, step.settings),
+                optimizer=step.make_optimizer(model),
+                make_optimizer=step.make_optimizer,
             )
         self._start = StartingState(model)
         if self.step.optimizer is not None:

@@ -88,6 +88,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.settle()
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
+        if func is _NUMBER and self.phase == "update" and isinstance(args[0], FakeTensor):
+            return 0.5  # optimizers read counters and divide by 1 - them; no size depends on it
         output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         self._formula = formula_at(self._tick, self._formula) if self.phase == "backward" else None
@@ -346,6 +348,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 _DEVICE = torch.ops.prim.device.default
+_NUMBER = torch.ops.aten._local_scalar_dense.default
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 """What it makes says that it is zero and holds nothing."""
 

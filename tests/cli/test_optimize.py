@@ -207,6 +207,7 @@ RUNS_CODE = {
     "sandbox": "false",
     "code-path": "evil.py",
     "loss": "evil.py:loss",
+    "optimizer": "evil.py:make",
     "input-script": "evil.py:make",
     "allow-package": "sympy",
     "allow-global": "builtins.exec",

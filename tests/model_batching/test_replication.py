@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.replication import replicated_step
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.records import StepSettings
-from memopt_cli.step import Step, make_optimizer
+from memopt_cli.step import Step
 
 
 class WithLoss(nn.Module):
@@ -62,8 +64,8 @@ def test_without_a_loss_every_output_gets_a_gradient() -> None:
 
 def test_the_optimizer_is_one_for_all_copies() -> None:
     model = nn.Linear(5, 2)
-    settings = StepSettings(device="cpu", optimizer="adamw")
-    one = replace(step_of(model), settings=settings, optimizer=make_optimizer(model, settings))
+    make = optimizer_maker(parse_optimizer("adamw"))
+    one = replace(step_of(model), optimizer=make(model), make_optimizer=make)
     many, _ = replicated_step(one, 3, one)
     gradients(many)
     many.update()

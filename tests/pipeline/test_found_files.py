@@ -110,10 +110,11 @@ def test_no_baseline_runs_code_or_reads_another_file(
     assert not (folder / "canary").exists()
 
 
-def test_no_baseline_names_a_loss(memopt: Memopt, folder: Path, in_process: None) -> None:
+@pytest.mark.parametrize("setting", ["loss", "optimizer"])
+def test_no_baseline_names_a_function(setting: str, memopt: Memopt, folder: Path, in_process: None) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "model.pt")
     data = record(memopt)
-    data["conditions"]["settings"]["loss"] = f"{folder}/evil.py:loss"
+    data["conditions"]["settings"][setting] = f"{folder}/evil.py:loss"
     Path("memopt-baseline.json").write_text(json.dumps(data))
     assert memopt("check", "model.pt", "-q").code == 4
     assert not (folder / "canary").exists()

@@ -767,6 +767,18 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     assert row.outcome.resident_bytes >= 4 * parameters
 
 
+def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("train.py").write_text(
+        "import torch\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)\n"
+    )
+    done = optimize("net.pt", *SPEC, *"--level 2 --optimizer train.py:make --json".split())
+    assert done.code == 0, done.err
+    row = from_data(MemOptSummary, json.loads(done.out)["summary"]).levels[0]
+    assert isinstance(row.outcome, Measurement)
+    assert row.outcome.breakdown.optimizer_bytes >= 3 * sum(p.nbytes for p in small_net().parameters())
+
+
 def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Verification(
         passed=False,

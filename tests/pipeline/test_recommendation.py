@@ -214,7 +214,7 @@ class TestInProcess:
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
-    @pytest.mark.parametrize(("optimizer", "said"), [("none", ["130.0 KiB"]), ("adamw", [])])
+    @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
     def test_what_an_optimizer_would_add_is_said(self, optimizer: str, said: list[str], tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         model[0].requires_grad_(False)  # 4 × (64 × 64 + 64) bytes require gradients, AdamW keeps two of each

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.records import (
     InputSpec,
     ModuleCall,
-    OptimizerName,
     OpTrace,
     Plan,
     SegmentPlan,
@@ -30,7 +31,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime.found_statistics import RepeatableNorm
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step, make_optimizer
+from memopt_cli.step import Step
 from memopt_cli.trace import (
     Codecs,
     FakeStep,
@@ -57,7 +58,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
-def test_a_step_that_accumulates_is_one_after_another(optimizer: OptimizerName) -> None:
+def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
     """Beside one that finds the gradients which a step has really left."""
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
@@ -77,12 +78,11 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: OptimizerName) 
     assert counted.breakdown.gradients_bytes == sum(p.nbytes for p in net.parameters())
 
 
-def step_of(
-    model: nn.Module, *args: Any, optimizer: OptimizerName = "none", loss: Callable[[Any], Tensor] | None = None
-) -> Step:
+def step_of(model: nn.Module, *args: Any, optimizer: str = "none", loss: Callable[[Any], Tensor] | None = None) -> Step:
     settings = StepSettings(optimizer=optimizer)
-    made = make_optimizer(model, settings)
-    return Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss, optimizer=made)
+    make = optimizer_maker(parse_optimizer(optimizer))
+    step = Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss)
+    return replace(step, optimizer=make(model), make_optimizer=make)
 
 
 def sample_step(name: str) -> Step:

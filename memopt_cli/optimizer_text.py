@@ -1,0 +1,92 @@
+"""``--optimizer``: a name of PyTorch's, ``adamw:fused``, or a function of the user's, ``train.py:make_optimizer``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from memopt_cli.errors import UsageError, shortened
+
+Implementation = Literal["default", "for-loop", "foreach", "fused"]
+"""How an optimizer goes over the parameters, which decides what its step takes beside its state."""
+
+_LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
+_FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptimizer:
+    """None is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """A class of ``torch.optim``."""
+
+    class_name: str
+    implementation: Implementation = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOptimizer:
+    """What a function of the user's returns for the model."""
+
+    reference: str
+    """``file.py:function``."""
+
+
+OptimizerChoice = NoOptimizer | NamedOptimizer | MadeOptimizer
+
+_CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
+    "sgd": ("SGD", _FUSED),
+    "adam": ("Adam", _FUSED),
+    "adamw": ("AdamW", _FUSED),
+    "adagrad": ("Adagrad", _FUSED),
+    "adadelta": ("Adadelta", _LOOPS),
+    "adafactor": ("Adafactor", _LOOPS),
+    "adamax": ("Adamax", _LOOPS),
+    "asgd": ("ASGD", _LOOPS),
+    "muon": ("Muon", ("default",)),
+    "nadam": ("NAdam", _LOOPS),
+    "radam": ("RAdam", _LOOPS),
+    "rmsprop": ("RMSprop", _LOOPS),
+}
+"""Name -> its class and its implementations.
+
+LBFGS wants a closure, SparseAdam sparse gradients, and Rprop moves parameters at a rate of zero: they are left out.
+"""
+
+_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
+_OWN = "Or write train.py:function, which takes the model and returns its optimizer."
+
+
+def is_function(text: str) -> bool:
+    """Whether it names code of the user's."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
+def parse_optimizer(text: str) -> OptimizerChoice:
+    """What ``text`` names; nothing, or ``none``, is :class:`NoOptimizer`.
+
+    Raises :class:`UsageError` for a name or an implementation that there is not.
+    """
+    if text in ("", "none"):
+        return NoOptimizer()
+    if is_function(text):
+        return MadeOptimizer(text)
+    name, colon, implementation = text.partition(":")
+    if name == "lbfgs":
+        raise UsageError("lbfgs runs forward and backward within its step; memopt measures steps that do so once")
+    if name not in _CLASSES:
+        raise UsageError(f"unknown optimizer {shortened(text)}", hint=f"Known: none, {', '.join(_CLASSES)}. {_OWN}")
+    class_name, implementations = _CLASSES[name]
+    for known in get_args(Implementation):
+        if known == (implementation if colon else "default") and known in implementations:
+            return NamedOptimizer(class_name, known)
+    others = ", ".join(f"{name}:{known}" for known in implementations[1:])
+    raise UsageError(
+        f"{name} has no implementation {shortened(implementation)}",
+        hint=f"Write {name}{f', {others}' if others else ''}.",
+    )

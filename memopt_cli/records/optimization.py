@@ -1,0 +1,97 @@
+"""``memopt optimize`` and ``memopt apply``: what they were asked for, and what they did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.records.header import FileHeader
+from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.model import ModelSource
+from memopt_cli.records.search import SearchGoal, SearchRequest
+from memopt_cli.records.settings import StepSettings
+from memopt_cli.records.summary import MemOptSummary
+from memopt_cli.records.trace import StepTrace
+from memopt_cli.records.verification import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeRequest:
+    """Everything ``memopt optimize`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    search: SearchRequest = SearchRequest()
+    goal: SearchGoal = SearchGoal()
+    output: str | None = None
+    """Path of the optimized model; ``None``: beside the original."""
+    dry_run: bool = False
+    """Search and report, write nothing."""
+    plan_only: bool = False
+    """Write no model: the plan is applied where it trains."""
+    force: bool = False
+    """Existing files may be replaced."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+    longest_step_s: float | None = None
+    """The step that verifies the recommended batch is to take no longer; ``None``: see ``pipeline.batch_advice``."""
+    recommend_batch: bool = True
+    """Find the batch that fits, too."""
+    record_steps: bool = False
+    """Record a step before and after, for a report that shows them."""
+    search_limit_s: float | None = None
+    """No plan is tried any more when the search has taken this long: the best so far is taken."""
+    measure_levels: bool = False
+    """Measure the plan of every level, not the applied one alone."""
+    interruptible: bool = False
+    """Ctrl-C in the search ends the search alone: the best so far is measured, verified and written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRequest:
+    """Everything ``memopt apply`` was asked for."""
+
+    source: ModelSource
+    plan_path: str
+    spec: InputSpec | None = None
+    """As in :class:`OptimizeRequest`; only needed to verify."""
+    settings: StepSettings = StepSettings()
+    verify: bool = False
+    """Compare with the original first; nothing is written if they differ."""
+    output: str | None = None
+    force: bool = False
+    timeout_s: float = 600.0
+    """Of loading the model, of the comparison, and of each piece of the file that is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyResult:
+    """What ``memopt apply`` did."""
+
+    files: tuple[str, ...]
+    verification: Verification | None = None
+    """``None`` unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSteps:
+    """One training step as it was, and under the plan that is applied."""
+
+    original: StepTrace
+    optimized: StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeResult:
+    """What ``memopt optimize`` did."""
+
+    header: FileHeader
+    summary: MemOptSummary
+    files: tuple[str, ...]
+    """Paths written; empty for a dry run."""
+    steps: RecordedSteps | None = None
+    """``None`` unless asked for."""
+    ended_by: MemoptError | None = None
+    """What kept it from its end once the plan was found; all that was found before is here."""

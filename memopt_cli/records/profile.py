@@ -1,0 +1,104 @@
+"""``memopt profile``: where the memory of a step goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt_cli.records.header import FileHeader
+from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory
+from memopt_cli.records.model import ModelSource
+from memopt_cli.records.plan import CompressorName, Plan
+from memopt_cli.records.settings import StepSettings
+from memopt_cli.records.trace import Phase, StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """Everything ``memopt profile`` was asked for."""
+
+    source: ModelSource
+    spec: InputSpec | None
+    """``None``: look for it beside the model, then guess."""
+    settings: StepSettings = StepSettings()
+    plan_path: str | None = None
+    """A plan to run the step under; ``None``: the model as it is."""
+    fake: bool = False
+    """Estimate on tensors without data; run no step at full size."""
+    timeout_s: float = 600.0
+    """Time limit of one profiling subprocess answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """A moment of a recorded step: while an operator runs."""
+
+    allocated_bytes: int
+    """Storages alive, and the operator's workspace."""
+    op: int
+    """Index into the trace's operators; -1: before the first."""
+    name: str
+    """The operator; empty before the first."""
+    phase: Phase
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleUse:
+    """One module's part of the memory, the modules below it included."""
+
+    path: str
+    class_name: str
+    calls: int
+    held_bytes: int
+    """Activations and temporaries that it holds at the instant of the allocated peak."""
+    saved_bytes: int
+    """What forward leaves alive for backward."""
+    seconds: float
+    """Its operators in forward and backward; 0 where only tensors without data ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A storage that autograd keeps for backward."""
+
+    nbytes: int
+    made_by: str
+    """The operator that made it; empty for what existed before the step."""
+    module: str
+    """Of the operator that saved it first."""
+    op: str
+    """The operator that saved it first."""
+    savers: int
+    """How many operators did."""
+    compressor: CompressorName
+    """The smallest codec that holds its contents exactly."""
+    packed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Where the memory of one training step goes."""
+
+    header: FileHeader
+    plan: Plan
+    measurement: Measurement | OutOfMemory | None
+    """``None``: the step was not to be run at full size."""
+    fake: bool
+    """The step was recorded on tensors without data."""
+    tensor_peak_bytes: int
+    peak: Instant
+    """Of the allocated peak, as recorded."""
+    breakdown: Breakdown
+    """At that instant."""
+    workspace_bytes: int
+    """What the operator of that instant holds for itself."""
+    modules: tuple[ModuleUse, ...]
+    """In the order of first call."""
+    saved: tuple[SavedTensor, ...]
+    """Largest first."""
+    live_bytes: tuple[int, ...]
+    """Storages alive before the first operator, and when each has run."""
+    flops: int
+    notes: tuple[str, ...]
+    trace: StepTrace

@@ -1,0 +1,33 @@
+"""How a training step is run."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+from memopt_cli.optimizer_text import parse_optimizer
+
+Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
+
+PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How one training step is run."""
+
+    device: str = "cpu"
+    """``cpu`` or ``cuda:N`` (already resolved)."""
+    precision: Precision = "stored"
+    """``stored`` keeps the file's dtypes; ``fp32`` and ``fp64`` cast; ``bf16`` and ``fp16`` run under autocast."""
+    loss: str | None = None
+    """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
+    optimizer: str = ""
+    """Whose state counts, as :func:`~memopt_cli.optimizer_text.parse_optimizer` takes it; empty: nobody named one."""
+    accumulates: bool = False
+    """It finds the gradients of earlier micro-batches, and adds to them."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        parse_optimizer(self.optimizer)

@@ -1,0 +1,110 @@
+"""What one optimization did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memopt_cli.records.batch import BatchAdvice
+from memopt_cli.records.measurement import Failure, Measurement
+from memopt_cli.records.plan import Plan
+from memopt_cli.records.verification import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelRow:
+    """One level's line in the summary."""
+
+    level: int
+    plan: Plan
+    outcome: Measurement | Failure | None
+    """``None``: it was not measured; what is predicted has to do."""
+    predicted_tensor_peak_bytes: int | None
+    """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
+    predicted_allocated_peak_bytes: int | None
+    """The same with the workspaces of kernels recorded from the original."""
+    candidates: int
+    """Plans that were dry-run for this level, beside those for the levels below."""
+    search_s: float
+    note: str = ""
+    predicted_slowdown: float | None = None
+    """Step time over that of the original, by the cost model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoPoint:
+    """One plan between least time and least memory."""
+
+    plan: Plan
+    predicted_allocated_peak_bytes: int
+    predicted_slowdown: float
+    """Step time over that of the original, by the cost model."""
+    outcome: Measurement | Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What another plan would give: its dry run's peak, and the cost model's time."""
+
+    peak_bytes: int
+    slowdown: float
+    """Step time over that of the original."""
+
+
+@dataclass(slots=True)
+class MemOptSummary:
+    """What one optimization did.
+
+    The fields down to ``skipped_errors`` keep their names and order: they are a file format.
+    """
+
+    profile: str | None
+    checkpoint_budget: str | None
+    prefer: str | None
+    device: str
+    requested_level: int
+    applied_level: int
+    compress_x: bool
+    allow_expensive_profiling: bool
+    applied_steps: list[str] = field(default_factory=list)
+    skipped_steps: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    gc_wrap_count: int = 0
+    manual_compressor_count: int = 0
+    bit_compressor_count: int = 0
+    null_compressor_count: int = 0
+    spatial_split_count: int = 0
+    temporal_split_count: int = 0
+    unwrap_count: int = 0
+    gc_container_count: int = 0
+    tcgc_container_count: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    gc_candidate_count: int = 0
+    gc_selected_count: int = 0
+    gc_selection_policy: str = "all_candidates"
+    gc_selected_modules: list[str] = field(default_factory=list)
+    gc_selection_explanation: str = ""
+    recommendation: str = ""
+    peak_memory_mb: float | None = None
+    """Measured allocated peak of the applied plan in MiB."""
+    total_gc_count: int = 0
+    total_sliding_count: int = 0
+    compressed_layers: int = 0
+    skipped_errors: int = 0
+    levels: list[LevelRow] = field(default_factory=list)
+    plan: Plan | None = None
+    verification: Verification | None = None
+    advice: BatchAdvice | None = None
+    model_format: str = ""
+    spent_s: float = 0.0
+    """Wall time of the whole optimization."""
+    budget_bytes: int | None = None
+    """The allocated peak that was not to be exceeded."""
+    frontier: list[ParetoPoint] = field(default_factory=list)
+    """Fastest first; a plan that was picked from it is the applied one."""
+    interrupted: bool = False
+    """By the user, in the search: the plan is the best of what had been tried."""
+    faster: Outlook | None = None
+    """The next plan on the frontier with a shorter step than the applied one, of those that were dry-run."""
+    smaller: Outlook | None = None
+    """The next with a lower peak."""

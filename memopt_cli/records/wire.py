@@ -1,0 +1,143 @@
+"""Records as plain JSON and YAML values, and back.
+
+:func:`to_data` turns any record into plain values and :func:`from_data` reads them back, checking every field; plans,
+summaries and the messages of profiling subprocesses all use this one pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union
+
+from memopt_cli.errors import UsageError, shortened
+from memopt_cli.records.batch import BatchAdvice, BatchEstimate, NoBatchFits
+from memopt_cli.records.measurement import Crashed, Measurement, OutOfMemory, StepFailed, TimedOut
+from memopt_cli.records.plan import ChunkRule, Refused
+
+Record = TypeVar("Record")
+
+_TAGGED = (
+    *(Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused),
+    *(BatchAdvice, BatchEstimate, NoBatchFits),
+)
+"""Members of a union of records, which plain data must tell apart."""
+
+
+def to_data(value: Any) -> Any:
+    """A record -> dicts, lists and scalars; a measurement's outcome carries its class name as ``kind``."""
+    if is_dataclass(value) and not isinstance(value, type):
+        data = {f.name: to_data(getattr(value, f.name)) for f in fields(value)}
+        return {"kind": type(value).__name__, **data} if type(value) in _TAGGED else data
+    if isinstance(value, Mapping):
+        return {key: to_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_data(item) for item in value]
+    return value
+
+
+def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
+    """The inverse of :func:`to_data`.
+
+    Raises :class:`UsageError` that names the place (``segments[2].chunks``) for a missing or unknown key and for a
+    value of the wrong type.
+    """
+    result: Record = _read(cls, data, where or cls.__name__)
+    return result
+
+
+def _read(annotation: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if is_dataclass(annotation):
+        return _read_record(annotation, data, where)
+    if origin in (Union, types.UnionType):
+        return _read_union(arguments, data, where)
+    if origin is Literal:
+        if data not in arguments:
+            raise UsageError(f"{where} is {shortened(data)}; it must be one of {', '.join(map(str, arguments))}")
+        return data
+    if origin in (tuple, list):
+        if not isinstance(data, list | tuple):
+            raise UsageError(f"{where} must be a list, not {shortened(data)}")
+        return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
+        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_named(k)}") for k, v in data.items()}
+    return data if annotation is Any else _read_scalar(annotation, data, where)
+
+
+def _named(key: Any) -> str:
+    """A key of a file as a place in it."""
+    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY else shortened(key)
+
+
+_LONGEST_KEY = 60
+
+
+@functools.cache
+def _hints_of(cls: type) -> dict[str, Any]:
+    """Types of the fields; a trace has thousands of records, and resolving names takes long."""
+    return typing.get_type_hints(cls)
+
+
+def _read_record(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
+    known = {f.name: f for f in fields(cls)}
+    refuse_unknown((key for key in data if key != "kind"), known, where)
+    hints = _hints_of(cls)
+    values = {}
+    for name, f in known.items():
+        if name in data:
+            values[name] = _read(hints[name], data[name], f"{where}.{name}")
+        elif f.default is MISSING and f.default_factory is MISSING:
+            raise UsageError(f"{where} lacks the key {name!r}")
+    try:
+        return cls(**values)
+    except UsageError as err:
+        raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
+
+
+def refuse_unknown(keys: Iterable[Any], known: Collection[str], where: str) -> None:
+    """Raise :class:`UsageError` for the first key that is not among the known ones, which it lists."""
+    for key in keys:
+        if key not in known:
+            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
+
+
+def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in options:
+        return None
+    options = tuple(o for o in options if o is not type(None))
+    records = {o.__name__: o for o in options if isinstance(o, type) and is_dataclass(o)}
+    if len(records) > 1:
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        if not isinstance(kind, str) or kind not in records:
+            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shortened(kind)}")
+        return _read(records[kind], data, where)
+    for option in options[:-1]:
+        try:
+            return _read(option, data, where)
+        except UsageError:
+            continue
+    return _read(options[-1], data, where)
+
+
+def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
+    if annotation is float and isinstance(data, int) and not isinstance(data, bool):
+        try:
+            return float(data)
+        except OverflowError as err:
+            raise UsageError(f"{where} is too large a number") from err
+    if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
+        wanted, hint = annotation.__name__, ""
+        if annotation is str:
+            wanted = "text"
+            if not isinstance(data, Mapping | list):
+                hint = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
+        raise UsageError(f"{where} must be {wanted}, not {shortened(data)}", hint=hint)
+    return data

@@ -1,0 +1,115 @@
+"""Making the optimizer of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import StepError
+from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
+from memopt_cli.records import StepSettings
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep, count
+
+
+def own(make: Any) -> Any:
+    return optimizer_maker(parse_optimizer("train.py:make"), make)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias]}]
+    return torch.optim.AdamW(groups, lr=0.1, amsgrad=True)
+
+
+def test_none_is_made() -> None:
+    assert optimizer_maker(NoOptimizer())(nn.Linear(2, 2)) is None
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    made = optimizer_maker(parse_optimizer("adamw"))(model)
+    assert made is not None
+    assert [p.shape for g in made.param_groups for p in g["params"]] == [(2, 3)]
+
+
+@pytest.mark.parametrize("text", ["sgd", "adamw", "adafactor", "nadam", "asgd"])
+def test_steps_stay_alike(text: str) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    made = optimizer_maker(parse_optimizer(text))(model)
+    assert made is not None
+    for _ in range(3):
+        model(torch.ones(4, 3)).sum().backward()
+        made.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_the_users_own_counts_with_all_its_state() -> None:
+    model = nn.Linear(64, 32)
+    make = own(two_groups)
+    step = Step(
+        model=model,
+        args=(torch.randn(4, 64),),
+        kwargs={},
+        settings=StepSettings(),
+        optimizer=make(model),
+        make_optimizer=make,
+    )
+    count(step)  # makes its state
+    counted = count(step)
+    assert counted.breakdown.optimizer_bytes >= 3 * sum(p.nbytes for p in model.parameters())
+    assert FakeStep(step).count() == counted
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_the_users_own_changes_no_parameter(rate: Any) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    made = own(lambda model: torch.optim.AdamW(model.parameters(), lr=rate, foreach=False))(model)
+    model(torch.ones(4, 3)).sum().backward()
+    made.step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: None, "returned NoneType, no torch.optim.Optimizer"),
+        (lambda: None, "failed: TypeError"),
+        (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "no parameters of its model"),
+    ],
+)
+def test_an_own_one_that_is_none_of_the_model(make: Any, message: str) -> None:
+    with pytest.raises(StepError) as error:
+        own(make)(nn.Linear(3, 2))
+    assert message in error.value.message
+
+
+def test_one_that_refuses_the_parameters_is_named() -> None:
+    with pytest.raises(StepError, match="Muon refuses the model's parameters"):
+        optimizer_maker(parse_optimizer("muon"))(nn.Linear(3, 2))
+
+
+class WithClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "make"),
+    [
+        (nn.Linear(3, 2), torch.ones(4, 3), lambda model: torch.optim.SparseAdam(model.parameters())),
+        (nn.Embedding(3, 2, sparse=True), torch.tensor([1]), lambda model: torch.optim.Adam(model.parameters())),
+        (nn.Linear(3, 2), torch.ones(4, 3), lambda model: WithClosure(model.parameters())),
+    ],
+)
+def test_one_that_cannot_take_a_step_is_named(model: nn.Module, args: torch.Tensor, make: Any) -> None:
+    step = Step(model=model, args=(args,), kwargs={}, settings=StepSettings(), optimizer=own(make)(model))
+    step.backward(step.forward())
+    with pytest.raises(StepError, match="cannot take a step"):
+        step.update()
