@@ -16,7 +16,7 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
 
-SESSION_LOST = "A profiling subprocess died; another took over."
+SESSION_LOST = "A profiling subprocess died; restarted."
 
 
 @contextlib.contextmanager

@@ -809,7 +809,9 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     )
     assert done.code == 0, done.err
     assert "verified: " in done.out
-    (line,) = (line for line in done.out.splitlines() if line.startswith("'2' is no segment: with it gradient of 2."))
+    (line,) = (
+        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: with it gradient of 2.")
+    )
     assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
     assert {segment.path for segment in plan.segments} == {"0", "1"}
