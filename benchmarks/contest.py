@@ -177,7 +177,7 @@ def _serve(pipe: Connection, subject: Subject, prepare: Prepare, threads: int) -
         step = replace(step, model=prepare(step))
         prepared_s = time.perf_counter() - started
         take(step)
-        peak = measure_allocated(lambda: take(step), subject.settings.device, resident_bytes(step)).peak_bytes
+        peak = measure_allocated(lambda _: take(step), subject.settings.device, resident_bytes(step)).peak_bytes
         pipe.send(Ready(peak, prepared_s))
     except Exception as error:  # a way that does not work for this model is an answer
         pipe.send(first_line(error))

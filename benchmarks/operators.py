@@ -47,7 +47,7 @@ _MOST_SAMPLES = 12
 _LONGEST_S = 20
 SCALES = (1, 2, 4, 8, 16, 32)
 TOLERANCE = 0.02
-PLANS = {"segment": Plan(level=1, segments=(SegmentPlan(path="operator"),)), "packed": Plan(level=1, packed=True)}
+PLANS = {"segment": Plan(segments=(SegmentPlan(path="operator"),)), "packed": Plan(packed=True)}
 _OPINFO = "torch.testing._internal.opinfo"
 _SIZED = (
     "torch.testing._internal.common_methods_invocations",

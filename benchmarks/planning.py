@@ -15,7 +15,8 @@ from memopt_cli.pipeline.batch_probes import replaceable
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
+from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.targets import segment
@@ -79,9 +80,9 @@ class Bench:
         """A planner that knows nothing yet but the recorded step."""
         return Planner(self.trace, self.start(), self.probes, SearchOptions(level=LEVEL))
 
-    def start(self) -> Candidate:
+    def start(self) -> CountedPlan:
         """The original."""
-        return Candidate(plan=Plan(level=0), counted=self.original)
+        return CountedPlan(plan=Plan(), counted=self.original)
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -89,7 +90,7 @@ class Bench:
         if not isinstance(counted, Counted):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
-        return Priced(candidate=Candidate(plan=plan, counted=counted), slowdown=slowdown)
+        return Priced(dry_run=CountedPlan(plan=plan, counted=counted), level=level_of(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """One step in a process of its own; every plan once."""
@@ -119,10 +120,10 @@ def bench(name: str) -> Iterator[Bench]:
     ready = prepared(name)
     with replaceable(lambda: ready.session(TIMEOUT_S), lambda: None) as session:
         traced = session().trace(fake=True)
-        original = session().count(Plan(level=LEVEL), fake=True)
+        original = session().count(Plan(), fake=True)
         if isinstance(traced, Failure) or not traced.has_dry_runs or not isinstance(original, Counted):
             raise SystemExit(f"{name}: no step could be recorded without data: {traced}, {original}")
-        first = Candidate(plan=Plan(level=LEVEL), counted=original)
+        first = CountedPlan(plan=Plan(), counted=original)
         probes = SearchProbes(session, first, fake=True, limit_s=None)
 
         def trace(plan: Plan) -> StepTrace | Failure | NotTried:
@@ -152,7 +153,7 @@ class LongSearch:
         self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
         self._packable = one.model.packable_bytes > 0
         self.found: dict[Plan, Priced] = {}
-        for plan in (Plan(level=LEVEL), *start):
+        for plan in (Plan(), *start):
             self._try(plan)
 
     def run(self, seconds: float) -> list[Priced]:
@@ -169,7 +170,7 @@ class LongSearch:
         return list(self.found.values())[1 : count + 1]
 
     def _step(self) -> None:
-        plan = self._random.choice(self._good()).candidate.plan
+        plan = self._random.choice(self._good()).plan
         for _ in range(self._random.choice((1, 1, 1, 2, 3))):
             plan = self._changed(plan)
         self._try(plan)

@@ -44,7 +44,7 @@ from memopt_cli.measure import processes
 from memopt_cli.pipeline.goal import GoalSearch
 from memopt_cli.pipeline.optimization import find_levels
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, Probes
+from memopt_cli.plan.interface import CountedPlan, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
@@ -58,7 +58,7 @@ from memopt_cli.records import (
     Refused,
     SearchGoal,
     SearchOptions,
-    SearchRequest,
+    SearchOverrides,
     StepSettings,
     from_data,
     to_data,
@@ -166,7 +166,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         recommend_batch=False,
         measure_levels=True,
     )
-    return find_levels(request, resolve(SearchRequest(level=level, max_slowdown=math.inf)), ready, Progress())
+    return find_levels(request, resolve(SearchOverrides(level=level, max_slowdown=math.inf)), ready, Progress())
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -197,8 +197,8 @@ def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
         with bench(name) as one:
             planner = one.planner()
             own = [planner.within(LEVEL, limit) for limit in one.budgets(planner, FIVE)]
-            for priced in LongSearch(one, [p.candidate.plan for p in own if p]).first(FIVE):
-                plan, dry = priced.candidate.plan, priced.peak_bytes
+            for priced in LongSearch(one, [p.plan for p in own if p]).first(FIVE):
+                plan, dry = priced.plan, priced.peak_bytes
                 measured, model = one.measured_peak(plan), one.model.predict(plan).allocated_peak_bytes
                 dry_errors.append(abs(dry / measured - 1))
                 model_errors.append(abs(model / dry - 1))
@@ -240,12 +240,12 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
         with bench(name) as one:
             planner = one.planner()
             limits = one.budgets(planner, FIVE)
-            start = [priced.candidate.plan for limit in limits if (priced := planner.within(LEVEL, limit))]
+            start = [priced.plan for limit in limits if (priced := planner.within(LEVEL, limit))]
             found = LongSearch(one, start).run(options.seconds)
             best = min(priced.peak_bytes for priced in found)
-            ranked = sorted(found, key=lambda p: one.model.predict(p.candidate.plan).allocated_peak_bytes)
+            ranked = sorted(found, key=lambda p: one.model.predict(p.plan).allocated_peak_bytes)
             six = min(priced.peak_bytes for priced in ranked[:6])
-            own = min(priced.peak_bytes for priced in found if priced.candidate.plan in start)
+            own = min(priced.peak_bytes for priced in found if priced.plan in start)
         mib = [f"{peak / 2**20:.1f} MiB" for peak in (best, six, own)]
         rows.append([name, str(len(found)), *mib, f"{six / best - 1:+.2%}", f"{own / best - 1:+.2%}"])
         print(*rows[-1], flush=True)
@@ -277,7 +277,7 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             for limit, plan in zip(limits, own, strict=True):
                 used.append(one.measured_peak(plan) / limit)
                 fitting = sorted((p for p in found if p.peak_bytes <= limit), key=lambda p: p.slowdown)
-                others = [p.candidate.plan for p in fitting[:2]]
+                others = [p.plan for p in fitting[:2]]
                 kept.append({"budget_bytes": limit, "plan": plan, "others": others})
         KEPT.mkdir(parents=True, exist_ok=True)
         (KEPT / f"{name}.json").write_text(json.dumps(to_data(kept)))
@@ -361,7 +361,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         seconds: list[float] = []
         planner = Planner(
             trace,
-            Candidate(plan=Plan(level=0), counted=original),
+            CountedPlan(plan=Plan(), counted=original),
             _dry_runs(fake, original, seconds),
             SearchOptions(level=2),
         )
@@ -371,7 +371,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         total_s = time.perf_counter() - started
         assert found is not None
         started = time.perf_counter()
-        CostModel(trace).predict(found.candidate.plan)
+        CostModel(trace).predict(found.plan)
         price_s = time.perf_counter() - started
         cells = [total_s - sum(seconds), price_s, sum(seconds), total_s]
         share = f"{found.peak_bytes / trace.allocated_peak_bytes:.2f}"

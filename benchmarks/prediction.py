@@ -69,7 +69,7 @@ class Draws:
         paths = self._chance.sample(
             self.subject.usable, min(len(self.subject.usable), self._chance.randint(1, _MOST_SEGMENTS))
         )
-        return Plan(level=3, segments=tuple(map(self._segment, paths)))
+        return Plan(segments=tuple(map(self._segment, paths)))
 
     def _segment(self, path: str) -> SegmentPlan:
         kind = self._chance.choice(["plain", "plain", "chunks", "chunks", "kept"])

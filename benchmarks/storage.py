@@ -100,7 +100,7 @@ def vgg(options: argparse.Namespace) -> None:
         "memopt at the peak of SpikingJelly's level 4": theirs.peak_bytes,
         f"memopt at {_SHARE} of its activation peak": resident + int(_SHARE * (theirs.peak_bytes - resident)),
     }
-    packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(level=1, packed=True)))
+    packing = Contestant("packing alone", subject, functools.partial(planned, plan=Plan(packed=True)))
     _contest("vgg", subject, [packing, theirs, *_plans(SPIKINGJELLY, budgets), *_least(SPIKINGJELLY)], options)
 
 
@@ -131,8 +131,8 @@ def _found(one: Bench, label: str, search: Callable[[], Priced | None]) -> Itera
     if found is None:
         print(f"{label}: nothing found in {seconds:.0f} s", file=sys.stderr)
         return
-    prepare = functools.partial(planned, plan=found.candidate.plan)
-    print(f"{label}: {found.candidate.plan}", file=sys.stderr)
+    prepare = functools.partial(planned, plan=found.plan)
+    print(f"{label}: {found.plan}", file=sys.stderr)
     yield Contestant(label, one.prepared.subject, prepare, search_s=seconds)
 
 

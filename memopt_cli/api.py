@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -42,7 +43,7 @@ from memopt_cli.records import (
     Plan,
     Preference,
     Profile,
-    SearchRequest,
+    SearchOverrides,
     StepFailed,
     StepSettings,
     Verification,
@@ -145,7 +146,7 @@ def memory_optimization(
         dummy_input = inputs_of(net, example_forward)
     unsaid = level is None and profile is None and prefer is None
     instances = _instances(net, instance)
-    request = SearchRequest(
+    request = SearchOverrides(
         level=0 if unsaid else level,
         modules=instances,
         parts=_parts(net, instances, split_fn) if split_fn is not None else None,
@@ -169,16 +170,14 @@ def memory_optimization(
     settings = StepSettings(device=resolve_device())
     with _logged(verbose) as progress:
         if dummy_input is None or resolved.options.level == 0:
-            summary = _unmeasured(net, listed_modules(net), resolved, settings.device)
-            assert summary.plan is not None
-            if not summary.plan.is_empty:
-                summary.verification = _verified_by_guess(net, summary, settings, progress)
-            apply_plan(net, summary.plan)
+            found = _unmeasured(net, listed_modules(net), resolved, settings.device)
+            if not found.plan.is_empty:
+                found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
+            apply_plan(net, found.plan)
         else:
-            summary = _measured(net, dummy_input, request, resolved, settings, progress)
-    summary.notes[:0] = notes
-    summary.spent_s = time.monotonic() - started
-    return (net, summary) if return_summary else net
+            found = _measured(net, dummy_input, request, resolved, settings, progress)
+    found.notes[:0] = notes
+    return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
 
 def apply_gc(
@@ -201,7 +200,8 @@ def apply_gc(
     and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    request = SearchRequest(
+    started = time.monotonic()
+    request = SearchOverrides(
         level=1,
         modules=_instances(net, instance),
         compress_x=compress_x,
@@ -216,11 +216,10 @@ def apply_gc(
         modules = listed_modules(net)
     else:
         modules = observed_modules(net, dummy_input, StepSettings(device=device))
-    summary = _unmeasured(net, modules, resolved, device)
-    assert summary.plan is not None
-    apply_plan(net, summary.plan)
-    summary.notes[:0] = notes
-    return (net, to_data(summary)) if return_summary else net
+    found = _unmeasured(net, modules, resolved, device)
+    apply_plan(net, found.plan)
+    found.notes[:0] = notes
+    return (net, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else net
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
@@ -269,11 +268,11 @@ def _local_rank(variable: str, devices: int) -> int:
 def _measured(
     net: nn.Module,
     inputs: Inputs,
-    request: SearchRequest,
+    request: SearchOverrides,
     resolved: Resolved,
     settings: StepSettings,
     progress: Progress,
-) -> MemOptSummary:
+) -> Findings:
     """The pipeline of ``memopt optimize``, less the files and the batch that fits; the plan is on ``net`` then."""
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
@@ -282,16 +281,15 @@ def _measured(
         asked = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
-        summary = find_plan(asked, resolved, prepared, progress)
-        assert summary.plan is not None
-        assert summary.verification is not None
-        if not summary.verification.passed:
-            raise _difference(summary.verification)
-        apply_plan(net, summary.plan)  # before anything that can fail
+        found = find_plan(asked, resolved, prepared, progress)
+        assert found.verification is not None
+        if not found.verification.passed:
+            raise _difference(found.verification)
+        apply_plan(net, found.plan)  # before anything that can fail
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
-            summary.notes += _warm_up(net, prepared, summary.plan)
-    return summary
+            found.notes.extend(_warm_up(net, prepared, found.plan))
+    return found
 
 
 def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
@@ -304,24 +302,23 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
 
 
 def _verified_by_guess(
-    net: nn.Module, summary: MemOptSummary, settings: StepSettings, progress: Progress
+    net: nn.Module, findings: Findings, settings: StepSettings, progress: Progress
 ) -> Verification | None:
     """On inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
 
     Raises :class:`VerificationError`.
     """
-    assert summary.plan is not None
     try:
         spec = guessed_spec(net)
         if spec is None:
             raise StepError("no layer tells of its inputs")
         inputs, _ = make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)
         with processes.kept(), prepared_model(net, inputs, settings) as prepared:
-            found = verified(prepared, summary.plan, _GUESS_LIMIT_S, progress)
+            found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
     except MemoptError as err:
         found = StepFailed(message=err.message)
     if not isinstance(found, Verification):
-        summary.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
+        findings.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
         return None
     if not found.passed:
         raise _difference(found)
@@ -335,27 +332,26 @@ def _difference(found: Verification) -> VerificationError:
     )
 
 
-def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> MemOptSummary:
+def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> Findings:
     """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
     selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
-    plan = segments_plan(selection, options) if selection else Plan(level=0)
+    plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(left_out(modules, options) if options.level else ())]
     if plan.segments and options.compress_x and not any(m.calls for m in modules):
         notes.append("Without dummy_input, inputs are stored packed only where x_compressor says how.")
-    return summarize(
-        Findings(
-            resolved=resolved,
-            asked_codecs=codec_paths(net),
-            model_format=FORMAT,
-            device=device,
-            plan=plan,
-            selection=selection,
-            skipped=skipped,
-            notes=notes,
-        )
+    return Findings(
+        resolved=resolved,
+        asked_codecs=codec_paths(net),
+        model_format=FORMAT,
+        device=device,
+        plan=plan,
+        applied_level=1 if selection else 0,
+        selection=selection,
+        skipped=skipped,
+        notes=notes,
     )
 
 

@@ -48,7 +48,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that is installed on ``model``; of the level it was made at nothing is left."""
+    """The plan that is installed on ``model``."""
     installed = {path: config for path, module in named_parts(model) if (config := segment_of(module))}
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
@@ -56,7 +56,7 @@ def plan_of(model: nn.Module) -> Plan:
         if config.recompute
     )
     packed = any(not config.recompute for config in installed.values())
-    return Plan(level=0, segments=tuple(segments), packed=packed)
+    return Plan(segments=tuple(segments), packed=packed)
 
 
 def remove_plan(model: nn.Module) -> nn.Module:

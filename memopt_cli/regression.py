@@ -58,6 +58,8 @@ def terms(measured: Baseline) -> dict[str, str]:
         "backend": " + ".join(conditions.backend) or "none",
         "precision": conditions.settings.precision,
         "optimizer": conditions.settings.optimizer or "none",
+        "micro-batches": str(conditions.settings.micro_batches),
+        "clipping": "none" if conditions.settings.clip_norm is None else f"{conditions.settings.clip_norm:g}",
         "loss": conditions.settings.loss or "default",
     }
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.optimizers import OptimizerMaker, no_optimizer
-from memopt_cli.records import StepSettings
+from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory
 from memopt_cli.runtime.tree import tensors_of
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -40,6 +41,8 @@ class Step:
     optimizer: torch.optim.Optimizer | None = None
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes one as ``optimizer`` for a copy of the model."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss, and skips updates whose gradients are not finite."""
 
     def forward(self) -> Any:
         """The model's output, under the precision's autocast."""
@@ -48,19 +51,65 @@ class Step:
 
     def backward(self, output: Any) -> None:
         """Gradients into ``.grad``."""
-        roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
+        with _autocast(self.settings):
+            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
+        if self.scaler is not None:
+            roots, cotangents = _scaled(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)
+
+    def clip(self) -> None:
+        """Unscale the gradients and clip them, as far as the step does either."""
+        if self.scaler is not None and self.optimizer is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
     def update(self) -> None:
         """The optimizer's step, if there is one.  Raises :class:`StepError` that names an optimizer which fails."""
         if self.optimizer is None:
             return
         try:
-            self.optimizer.step()
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         except (RuntimeError, TypeError) as err:
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
+
+
+def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
+    """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn."""
+    entered("forward")
+    output = step.forward()
+    entered("backward")
+    step.backward(output)
+    del output
+    if step.scaler is not None or step.settings.clip_norm is not None:
+        entered("clip")
+        step.clip()
+    if step.optimizer is not None:
+        entered("update")
+        step.update()
+
+
+def _scaled(
+    scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """A loss becomes a scaled one, as in a training script; what stands for a loss is scaled where it is."""
+    for cotangent in cotangents:
+        if cotangent is not None:
+            cotangent.mul_(scaler.scale(torch.ones((), device=cotangent.device)))
+    return [
+        scaler.scale(root) if cotangent is None else root for root, cotangent in zip(roots, cotangents, strict=True)
+    ], cotangents
+
+
+def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
+    """Of a step in float16, whose gradients would be lost without."""
+    return torch.amp.GradScaler(torch.device(settings.device).type) if settings.precision == "fp16" else None
 
 
 def seeds_of_backward(
@@ -87,7 +136,7 @@ def seeds_of_backward(
 def reset_gradients(step: Step) -> None:
     """Leave the gradients that the step is to find: none, or zeros where it accumulates."""
     step.model.zero_grad(set_to_none=True)
-    if step.settings.accumulates:
+    if step.settings.micro_batches > 1:
         for parameter in step.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -171,8 +220,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "bad_alloc" in text)
+    return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
 
 
 @dataclass(slots=True)

@@ -216,10 +216,10 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     return json_text({**to_data(header), "summary": to_data(summary)}).encode()
 
 
-def plan_yaml(header: FileHeader, plan: Plan) -> bytes:
-    """The content of ``*.plan.yaml``: the header's keys, ``level`` and ``segments``; :func:`read_plan` reads it."""
-    data = {**_header(header), **_short(plan), "segments": [{"path": s.path, **_short(s)} for s in plan.segments]}
-    return yaml_text(data).encode()
+def plan_yaml(header: FileHeader, plan: Plan, level: int) -> bytes:
+    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan."""
+    segments = [{"path": segment.path, **_short(segment)} for segment in plan.segments]
+    return yaml_text({**_header(header), "level": level, **_short(plan), "segments": segments}).encode()
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
@@ -237,8 +237,8 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
     of_plan = [f.name for f in fields(Plan)]
-    refuse_unknown(data, [*_HEADER_KEYS, *of_plan], str(path))
-    header = _read_header({key: data[key] for key in data if key not in of_plan}, str(path))
+    refuse_unknown(data, [*_HEADER_KEYS, "level", *of_plan], str(path))
+    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
@@ -269,8 +269,9 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
     try:
         data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
         version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads {SCHEMA_VERSION}")
+        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool | float):
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 1 to {SCHEMA_VERSION}")
+        data = _as_of_today(data) if version == 1 else data
         header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
         if "summary" in data:
             memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
@@ -284,6 +285,21 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err
 
 
+def _as_of_today(data: Any) -> Any:
+    """JSON of version 1 by the keys of today; nothing depended on those that are gone."""
+    if isinstance(data, list):
+        return [_as_of_today(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    values = {key: _as_of_today(value) for key, value in data.items()}
+    if "segments" in values:  # a plan
+        values.pop("level", None)
+    if "predicted_tensor_peak_bytes" in values:  # a level
+        values.pop("note", None)
+        values = {"dry_runs" if key == "candidates" else key: value for key, value in values.items()}
+    return values
+
+
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
@@ -295,7 +311,7 @@ def _summarized(summary: MemOptSummary) -> StepMemory:
     if measured is None:
         raise UsageError(f"it is a summary whose level {summary.applied_level} has no measurement")
     return StepMemory(
-        plan=summary.plan or Plan(level=0),
+        plan=summary.plan or Plan(),
         tensor_peak_bytes=measured.tensor_peak_bytes,
         allocated_peak_bytes=measured.allocated_peak_bytes,
         step_s=measured.step_s,

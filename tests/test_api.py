@@ -662,7 +662,7 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
         LocalSession(prepared.subject, 0.0, build) as session,
     ):
         forwards.clear()
-        measured = session.measure(Plan(level=0), steps=3, warm_up=warm_up)
+        measured = session.measure(Plan(), steps=3, warm_up=warm_up)
     assert isinstance(measured, Measurement)
     assert len(measured.step_times_s) == 3
     assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
@@ -847,7 +847,7 @@ net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
     with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
-        print(type(session).__name__, type(session.measure(Plan(level=0))).__name__, *prepared.notes)
+        print(type(session).__name__, type(session.measure(Plan())).__name__, *prepared.notes)
 
 def optimize():
     _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)

@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 
 def plan(*paths: str) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in paths))
+    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths))
 
 
 def test_a_plan_and_the_runtime_say_the_same_of_a_segment() -> None:
@@ -43,7 +43,7 @@ def test_every_field_reaches_the_segment() -> None:
         SegmentPlan(path="0", compressor="bit", chunks=3, axis=1, seq_inputs=2, seq_outputs=4),
         SegmentPlan(path="1", compressor="sparse", spatial_split=True),
     )
-    assert apply_plan(model, Plan(level=3, segments=segments)) is model
+    assert apply_plan(model, Plan(segments=segments)) is model
     assert segment_of(model[0]) == SegmentConfig(compressor="bit", chunks=3, axis=1, seq_inputs=2, seq_outputs=4)
     assert segment_of(model[1]) == SegmentConfig(compressor="sparse", spatial_split=True)
     assert isinstance(model[0], TCGCContainer)
@@ -84,7 +84,7 @@ def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
     assert segment_of(model[0]) is None
 
 
-@pytest.mark.parametrize("second", [plan("0"), Plan(level=1, packed=True)])
+@pytest.mark.parametrize("second", [plan("0"), Plan(packed=True)])
 def test_a_plan_over_another_is_told_how_to_take_that_off(second: Plan) -> None:
     model = apply_plan(net(), replace(plan("0"), packed=True))
     with pytest.raises(PlanError, match="it is a segment already") as caught:
@@ -116,14 +116,14 @@ def test_a_module_of_two_names_is_one_module() -> None:
 def test_what_a_hand_edited_plan_may_say(fields: dict[str, Any], reason: str) -> None:
     model = net()
     with pytest.raises(PlanError) as error:
-        apply_plan(model, Plan(level=1, segments=(SegmentPlan(path="1"), SegmentPlan(path="0", **fields))))
+        apply_plan(model, Plan(segments=(SegmentPlan(path="1"), SegmentPlan(path="0", **fields))))
     assert str(error.value).startswith(f"module '0' cannot be a segment: {reason}")
     assert "'0' in the plan" in error.value.hint
     assert segment_of(model[1]) is None
 
 
 def test_split_or_in_chunks() -> None:
-    bad = Plan(level=3, segments=(SegmentPlan(path="1", spatial_split=True, chunks=2),))
+    bad = Plan(segments=(SegmentPlan(path="1", spatial_split=True, chunks=2),))
     with pytest.raises(PlanError, match="split in space or run in 2 chunks, not both"):
         apply_plan(net(), bad)
 
@@ -215,6 +215,6 @@ def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
         seed=0,
         device="cpu",
     )
-    (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0")))
+    (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0"), 3))
     model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
     assert memopt_cli.plan_of(model).segments == plan("0").segments

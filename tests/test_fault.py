@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 Memopt = Callable[..., Any]
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 AGES_S = 60.0
 """A time limit that is not to be reached."""
 

@@ -175,7 +175,7 @@ def test_all_that_a_step_leaves_is_looked_at() -> None:
 
 def test_logits_that_nobody_reads_are_not_computed_to_look_at_them() -> None:
     head = nn.Linear(4, 6)
-    apply_plan(head, Plan(level=3, segments=(SegmentPlan(path="", chunks=2, through_loss=True),)))
+    apply_plan(head, Plan(segments=(SegmentPlan(path="", chunks=2, through_loss=True),)))
     logits = head(drawn(5, 4))
     nn.functional.cross_entropy(logits, torch.arange(5)).backward()
     found = fingerprint(left_by(head, logits))

@@ -19,8 +19,8 @@ from memopt_cli.verify import first_samples, further_steps, verify
 
 Install = Callable[[Any], object]
 
-EXACT = Plan(level=1, segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
-CHUNKED = Plan(level=3, segments=(SegmentPlan(path="head", chunks=2),))
+EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
+CHUNKED = Plan(segments=(SegmentPlan(path="head", chunks=2),))
 PLANS = pytest.mark.parametrize("plan", [EXACT, CHUNKED], ids=["to the bit", "in float64"])
 
 NEXT, OTHER, MASKS, EVAL, FROZEN, LATE = (
@@ -231,7 +231,7 @@ def test_long_steps_are_taken_of_fewer_samples_and_not_all(monkeypatch: pytest.M
 
 
 def test_nothing_follows_an_empty_plan_or_one_that_differs() -> None:
-    assert check(Net(), Plan(level=0)).further == ()
+    assert check(Net(), Plan()).further == ()
     assert check(Net(), EXACT, when(lambda m, y: True)).further == ()
 
 

@@ -39,7 +39,7 @@ PARTS: dict[str, set[str]] = {
     "measure.sandbox": {"measure.seccomp"},
     "measure.worker": BELOW_STAGES | STAGES | {"measure.model_file", "measure.sandbox"},
     "measure.processes": set(),
-    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker"},
+    "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "runtime"},
     "measure.local": BELOW_STAGES | {"loading", "measure", "measure.model_file", "measure.worker"},
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},

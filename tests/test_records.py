@@ -33,7 +33,7 @@ from memopt_cli.records import (
     to_data,
 )
 
-PLAN = Plan(level=3, segments=(SegmentPlan(path="a.0", compressor="bit"), SegmentPlan(path="", chunks=4, axis=1)))
+PLAN = Plan(segments=(SegmentPlan(path="a.0", compressor="bit"), SegmentPlan(path="", chunks=4, axis=1)))
 MEASUREMENT = Measurement(
     tensor_peak_bytes=100,
     allocated_peak_bytes=120,
@@ -70,9 +70,9 @@ def row(outcome: Measurement | Failure) -> LevelRow:
         outcome=outcome,
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=7,
-        candidates=2,
+        dry_runs=2,
         search_s=1.5,
-        note="a note",
+        repeats=0,
     )
 
 
@@ -151,7 +151,7 @@ input_specs = st.one_of(
         "script": st.none() | names,
     }.items()
 )
-plans = st.builds(Plan, level=counts, segments=st.lists(segments, max_size=3).map(tuple))
+plans = st.builds(Plan, packed=st.booleans(), segments=st.lists(segments, max_size=3).map(tuple))
 
 
 @given(plans | input_specs)
@@ -167,11 +167,11 @@ def test_a_missing_key_takes_its_default() -> None:
     ("cls", "data", "message"),
     [
         (SegmentPlan, {}, "SegmentPlan lacks the key 'path'"),
-        (Plan, {"level": 1, "segment": []}, "Plan has an unknown key 'segment'"),
-        (Plan, {"level": 1, "segments": [{"path": "a"}, {"path": 2}]}, r"Plan.segments\[1\].path must be text, not 2"),
-        (Plan, {"level": 1, "segments": {"path": "a"}}, "Plan.segments must be a list"),
-        (Plan, {"level": True}, "Plan.level must be int, not True"),
-        (Plan, {"level": 1.0}, "Plan.level must be int, not 1.0"),
+        (Plan, {"packed": True, "segment": []}, "Plan has an unknown key 'segment'"),
+        (Plan, {"segments": [{"path": "a"}, {"path": 2}]}, r"Plan.segments\[1\].path must be text, not 2"),
+        (Plan, {"segments": {"path": "a"}}, "Plan.segments must be a list"),
+        (SegmentPlan, {"path": "a", "chunks": True}, "SegmentPlan.chunks must be int, not True"),
+        (SegmentPlan, {"path": "a", "chunks": 1.0}, "SegmentPlan.chunks must be int, not 1.0"),
         (Plan, [], r"Plan must be a mapping, not \[\]"),
         (SegmentPlan, {"path": "a", "compressor": "zip"}, "SegmentPlan.compressor is 'zip'; it must be one of null,"),
         (SegmentPlan, {"path": "a", "spatial_split": 1}, "SegmentPlan.spatial_split must be bool, not 1"),
@@ -197,8 +197,8 @@ def test_an_outcome_of_no_known_kind_is_refused(kind: Any) -> None:
 
 
 def test_the_place_of_an_error_starts_where_the_caller_says() -> None:
-    with pytest.raises(UsageError, match=r"model\.plan\.yaml\.level must be int"):
-        from_data(Plan, {"level": "3"}, where="model.plan.yaml")
+    with pytest.raises(UsageError, match=r"model\.plan\.yaml\.packed must be bool"):
+        from_data(Plan, {"packed": "3"}, where="model.plan.yaml")
 
 
 json_values = st.recursive(
@@ -206,7 +206,7 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
     max_leaves=8,
 )
-RECORDS = (LevelRow, MemOptSummary, OptimizeRequest, Plan)
+RECORDS = (LevelRow, MemOptSummary, OptimizeRequest, SegmentPlan)
 
 
 @given(st.sampled_from(RECORDS), json_values)

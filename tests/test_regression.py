@@ -55,7 +55,7 @@ def a_baseline(*modules: ModuleBytes, peak: int = 1000, settings: StepSettings =
         schema_version=1, memopt="0.1", torch="2.13", model="m.pt", sha256="ab", spec=spec, seed=0, device="cpu"
     )
     made: dict[str, Any] = {
-        "plan": Plan(level=0),
+        "plan": Plan(),
         "tensor_peak_bytes": peak,
         "allocated_peak_bytes": peak,
         "step_s": 0.5,
@@ -108,9 +108,7 @@ def test_percentages_are_exact(before: int, after: int, percent: int) -> None:
 def test_every_metric_is_judged_by_its_own_value() -> None:
     sizes = {name: 100 + rank for rank, name in enumerate(NOTHING)}
     old = a_baseline()
-    new = a_baseline(
-        peak=1001, allocated_peak_bytes=2000, step_s=0.75, breakdown=Breakdown(**sizes), plan=Plan(level=0)
-    )
+    new = a_baseline(peak=1001, allocated_peak_bytes=2000, step_s=0.75, breakdown=Breakdown(**sizes), plan=Plan())
     found = compare(old, new, [parse_limit(f"{metric}:{'0s' if metric == 'step' else 0}") for metric in METRICS])
     assert len(found.exceeded) == len(METRICS)
     values = {change.metric: change.after for change in found.changes}
@@ -214,11 +212,11 @@ def test_a_tensor_too_small_for_the_baseline_is_not_called_new() -> None:
 
 
 def test_plans() -> None:
-    old = Plan(level=3, segments=(SegmentPlan(path="a"), SegmentPlan(path="b"), SegmentPlan(path="c")))
-    new = Plan(level=0, segments=(SegmentPlan(path="c"), SegmentPlan(path="b", chunks=2), SegmentPlan(path="d")))
+    old = Plan(segments=(SegmentPlan(path="a"), SegmentPlan(path="b"), SegmentPlan(path="c")))
+    new = Plan(segments=(SegmentPlan(path="c"), SegmentPlan(path="b", chunks=2), SegmentPlan(path="d")))
     found = compare(a_baseline(plan=old), a_baseline(plan=new)).plan
     assert found == PlanChange(dropped=("a",), added=("d",), changed=("b",))
-    packed = a_baseline(plan=Plan(level=1, packed=True))
+    packed = a_baseline(plan=Plan(packed=True))
     assert compare(packed, a_baseline()).plan == PlanChange(packing="dropped")
     assert compare(a_baseline(), packed).plan == PlanChange(packing="added")
 
@@ -237,7 +235,7 @@ def test_without_a_record_nothing_is_said_of_modules() -> None:
         old,
         conditions=None,
         memory=StepMemory(
-            plan=Plan(level=0),
+            plan=Plan(),
             tensor_peak_bytes=900,
             allocated_peak_bytes=900,
             step_s=1,
@@ -312,13 +310,13 @@ def test_what_stays_in_its_place_is_not_renamed() -> None:
 
 
 def test_a_rename_moves_neither_the_peak_nor_tensors_nor_segments() -> None:
-    plan = Plan(level=1, segments=(SegmentPlan(path="features.0"),))
+    plan = Plan(segments=(SegmentPlan(path="features.0"),))
     place = PeakPlace(op="aten::mm", module="features.0.fc", phase="backward")
     old = a_baseline(*blocks("features"), saved=(a_saved(5, "features.0.act"),), plan=plan)
     new = a_baseline(
         *blocks("backbone"),
         saved=(a_saved(5, "backbone.0.act"),),
-        plan=Plan(level=1, segments=(SegmentPlan(path="backbone.0"),)),
+        plan=Plan(segments=(SegmentPlan(path="backbone.0"),)),
     )
     old = replace(old, memory=replace(old.memory, peak=place))
     new = replace(new, memory=replace(new.memory, peak=replace(place, module="backbone.0.fc")))

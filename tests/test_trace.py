@@ -73,7 +73,7 @@ def test_fake_tensors_count_the_same_bytes(
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], segments: tuple[SegmentPlan, ...]
 ) -> None:
     model, args = make()
-    apply_plan(model, Plan(level=3, segments=segments))
+    apply_plan(model, Plan(segments=segments))
     step = step_of(model, args)
     dry = FakeStep(step)
     fake, real = dry.count(), count(step)
@@ -115,14 +115,14 @@ IN_CHUNKS = segment("1", chunks=2, batch_statistics=True)
 @pytest.mark.parametrize("segments", [(), (segment("1"), segment("2")), (IN_CHUNKS,)])
 def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> None:
     model, args = convolutional()
-    step = step_of(apply_plan(model, Plan(level=1, segments=segments)), args)
+    step = step_of(apply_plan(model, Plan(segments=segments)), args)
     assert len({count(step).tensor_peak_bytes for _ in range(8)}) == 1
 
 
 def test_the_breakdown_adds_up_to_the_peak() -> None:
     for make, segments in PLANS:
         model, args = make()
-        found = count(step_of(apply_plan(model, Plan(level=1, segments=segments)), args, "adamw"))
+        found = count(step_of(apply_plan(model, Plan(segments=segments)), args, "adamw"))
         parts = asdict(found.breakdown)
         assert sum(parts.values()) == found.tensor_peak_bytes
         assert parts["parameters_bytes"] == sum(p.numel() * FLOAT for p in model.parameters())
@@ -195,7 +195,7 @@ def test_gradients_are_summed_in_place_unless_somebody_holds_the_first(held: lis
             held.clear()
 
     take()
-    allocated = measure_allocated(take, "cpu", resident_bytes(step)).peak_bytes
+    allocated = measure_allocated(lambda _: take(), "cpu", resident_bytes(step)).peak_bytes
     assert count(step).tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
     if held is not None:
         held.clear()
@@ -292,7 +292,7 @@ def counted_as_allocated(step: Step) -> None:
         step.model.zero_grad(set_to_none=True)
 
     take()
-    allocated = measure_allocated(take, "cpu", resident_bytes(step)).peak_bytes
+    allocated = measure_allocated(lambda _: take(), "cpu", resident_bytes(step)).peak_bytes
     assert count(step).tensor_peak_bytes == allocated
     assert FakeStep(step).count().tensor_peak_bytes == allocated
 
@@ -323,7 +323,7 @@ def test_segments_lower_the_count() -> None:
     model = nn.Sequential(*(nn.Sequential(*(nn.Sigmoid() for _ in range(10))) for _ in range(5)), nn.Linear(10, 1))
     step = step_of(model, (torch.randn(100, 10, requires_grad=True),))
     before = count(step).breakdown.activations_bytes
-    apply_plan(model, Plan(level=1, segments=tuple(segment(str(i)) for i in range(5))))
+    apply_plan(model, Plan(segments=tuple(segment(str(i)) for i in range(5))))
     after = count(step)
     assert before >= 50 * 4000
     assert after.breakdown.activations_bytes + after.breakdown.temporaries_bytes < 20 * 4000
@@ -333,7 +333,7 @@ def test_segments_lower_the_count() -> None:
 
 def test_what_is_recomputed_belongs_to_the_modules_that_compute_it() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(*(nn.Sigmoid() for _ in range(10))))
-    step = step_of(apply_plan(model, Plan(level=1, segments=(segment("1"),))), (torch.randn(100, 10),))
+    step = step_of(apply_plan(model, Plan(segments=(segment("1"),))), (torch.randn(100, 10),))
     assert {share.path for share in count(step).holders} >= {f"1.{i}" for i in range(8)}
 
 
@@ -404,7 +404,7 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
     model, x = Branches(), torch.randn(256, 64)
     found: dict[str, Counted] = {}
     for codec in ("null", "bit"):
-        apply_plan(model, Plan(level=1, segments=tuple(segment(f"parts.{i}", compressor=codec) for i in range(4))))
+        apply_plan(model, Plan(segments=tuple(segment(f"parts.{i}", compressor=codec) for i in range(4))))
         step = step_of(model, (x,))
         found[codec] = count(step)
         assert FakeStep(step).count() == found[codec]
@@ -530,5 +530,5 @@ def test_a_dry_run_of_a_recurrent_layer_takes_no_memory() -> None:
 
 def test_copies_count_alike() -> None:
     model, args = transformer()
-    apply_plan(model, Plan(level=1, segments=(segment("1"), segment("2"))))
+    apply_plan(model, Plan(segments=(segment("1"), segment("2"))))
     assert count(step_of(copy.deepcopy(model), args)) == count(step_of(model, args))

@@ -94,7 +94,7 @@ def test_the_losses_are_the_same_to_the_bit(
 ) -> None:
     torch.manual_seed(0)
     original = build()
-    optimized = apply_plan(copy.deepcopy(original), Plan(level=1, segments=plan))
+    optimized = apply_plan(copy.deepcopy(original), Plan(segments=plan))
     expected, found = train(original, digits), train(optimized, digits)
     assert found == expected
     assert sum(found[-5:]) < 0.8 * sum(found[:5])
@@ -107,7 +107,7 @@ def test_the_losses_are_the_same_to_the_bit(
 def test_chunks_train_alike_in_float64(digits: tuple[Tensor, Tensor]) -> None:
     torch.manual_seed(0)
     original = conv_net().double()
-    plan = Plan(level=3, segments=segments("2", "5", chunks=3))
+    plan = Plan(segments=segments("2", "5", chunks=3))
     optimized = apply_plan(copy.deepcopy(original), plan)
     in_double = digits[0].double(), digits[1]
     assert train(optimized, in_double) == pytest.approx(train(original, in_double), rel=1e-9)
@@ -159,7 +159,7 @@ def test_gradients_of_the_samples(nested: bool, sample: tuple[str, Step, dict[st
     name, step, expected = sample
     step = on_a_copy(step)
     paths = called(step) if nested or name not in BLOCKS else BLOCKS[name]
-    apply_plan(step.model, Plan(level=2, segments=tuple(SegmentPlan(path=path) for path in paths)))
+    apply_plan(step.model, Plan(segments=tuple(SegmentPlan(path=path) for path in paths)))
     assert sum(segment_of(module) is not None for module in step.model.modules()) == len(paths) > 0
     found = effects(step)
     assert difference(expected, found).relative <= 1e-9

@@ -41,8 +41,8 @@ class Net(nn.Module):
         return scores
 
 
-EXACT = Plan(level=1, segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
-CHUNKED = Plan(level=3, segments=(SegmentPlan(path="head", chunks=2),))
+EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
+CHUNKED = Plan(segments=(SegmentPlan(path="head", chunks=2),))
 
 
 def step_of(model: nn.Module) -> Step:
@@ -58,7 +58,7 @@ def check(plan: Plan, install: Install | None = None, model: nn.Module | None = 
     return verify(step_of(model), plan, install or right, remove_plan, batch=4, full_size=True)
 
 
-@pytest.mark.parametrize(("plan", "exact"), [(Plan(level=0), True), (EXACT, True), (CHUNKED, False)])
+@pytest.mark.parametrize(("plan", "exact"), [(Plan(), True), (EXACT, True), (CHUNKED, False)])
 def test_a_right_plan_passes(plan: Plan, exact: bool) -> None:
     found = check(plan)
     assert found.passed
@@ -74,27 +74,27 @@ INEXACT = SegmentPlan(path="body.1", chunks=2, inexact=True)
 
 
 def test_a_mean_that_is_rounding_alone_is_no_difference() -> None:
-    chunked = Plan(level=3, segments=(SegmentPlan(path="0", chunks=3, batch_statistics=True),))
+    chunked = Plan(segments=(SegmentPlan(path="0", chunks=3, batch_statistics=True),))
     assert check(
         chunked, model=nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False), nn.BatchNorm1d(3))
     ).passed
 
 
 def test_what_is_inexact_as_asked_for_is_named_and_all_else_is_compared() -> None:
-    asked = check(Plan(level=3, segments=(INEXACT,)))
+    asked = check(Plan(segments=(INEXACT,)))
     assert asked.passed
     assert asked.inexact == ("body.1",)
     assert not asked.exact
     with pytest.raises(PlanError, match="statistics of its own"):
-        check(Plan(level=3, segments=(replace(INEXACT, inexact=False),)))
-    both = Plan(level=3, segments=(INEXACT, *CHUNKED.segments))
+        check(Plan(segments=(replace(INEXACT, inexact=False),)))
+    both = Plan(segments=(INEXACT, *CHUNKED.segments))
     assert check(both).passed
     assert not check(both, scaled(1 + 1e-8)).passed
 
 
 def test_norms_train_again_after_that() -> None:
     model = Net()
-    check(Plan(level=3, segments=(INEXACT,)), model=model)
+    check(Plan(segments=(INEXACT,)), model=model)
     assert model.body[1].training
 
 
@@ -209,7 +209,7 @@ class Noisy(nn.Module):
 
 def test_an_original_that_differs_from_itself_proves_nothing() -> None:
     with pytest.raises(StepError, match=r"not repeatable: .* differs between two runs from one seed"):
-        check(Plan(level=1, segments=(SegmentPlan(path="layer"),)), model=Noisy())
+        check(Plan(segments=(SegmentPlan(path="layer"),)), model=Noisy())
 
 
 def test_on_a_gpu_the_originals_own_noise_is_allowed_twice() -> None:
@@ -239,7 +239,7 @@ def test_what_a_model_rounds_to_float32_is_not_taken_for_a_difference() -> None:
     """In a segment's recomputation too."""
     torch.manual_seed(0)
     model = nn.Sequential(Rounding(), nn.Linear(8, 8), Rounding())
-    plan = Plan(level=3, segments=(SegmentPlan(path="0"), SegmentPlan(path="1", chunks=3), SegmentPlan(path="2")))
+    plan = Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="1", chunks=3), SegmentPlan(path="2")))
     found = check(plan, model=model)
     assert found.passed, found
     assert found.worst_difference < 1e-12

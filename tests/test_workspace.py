@@ -187,7 +187,7 @@ def test_the_predicted_allocated_peak_is_the_measured_one(build: Any, segments: 
     step = Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
     measure(step)  # the first run also fills caches of oneDNN
     workspaces = measure(step).workspaces
-    plan = Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in segments))
+    plan = Plan(segments=tuple(SegmentPlan(path=path) for path in segments))
     fake = FakeStep(step)
     apply_plan(fake.step.model, plan)
     predicted = fake.count(workspaces)
@@ -207,7 +207,7 @@ def test_a_recurrent_layer_in_chunks() -> None:
     for step in (full, small):
         measure(step)
     workspaces = measure(full).workspaces.compared(measure(small).workspaces)
-    plan = Plan(level=3, segments=(SegmentPlan(path="lstm", chunks=4, axis=0, seq_inputs=1, seq_outputs=1),))
+    plan = Plan(segments=(SegmentPlan(path="lstm", chunks=4, axis=0, seq_inputs=1, seq_outputs=1),))
     fake = FakeStep(full)
     apply_plan(fake.step.model, plan)
     predicted = fake.count(workspaces)
@@ -229,6 +229,6 @@ class Recurrent(nn.Module):
 def measure(step: Step) -> Any:
     torch.manual_seed(0)
     try:
-        return measure_allocated(lambda: step.backward(step.forward()), "cpu", resident_bytes(step))
+        return measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step))
     finally:
         step.model.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from memopt_cli import write
-from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.errors import BaselineError, UsageError, WriteError
 from memopt_cli.records import (
     BatchAdvice,
     BatchProbe,
@@ -36,6 +36,7 @@ from memopt_cli.write import (
     check_targets,
     output_paths,
     plan_yaml,
+    read_measured,
     read_plan,
     recommended_data,
     summary_json,
@@ -43,7 +44,7 @@ from memopt_cli.write import (
 )
 
 HEADER = FileHeader(
-    schema_version=1,
+    schema_version=2,
     memopt="0.1.0",
     torch="2.13.0",
     model="model.pt",
@@ -242,9 +243,7 @@ segments = st.builds(
     inexact=st.booleans(),
     recompute_states=st.booleans(),
 )
-plans = st.builds(
-    Plan, level=st.integers(0, 4), segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans()
-)
+plans = st.builds(Plan, segments=st.lists(segments, max_size=5).map(tuple), packed=st.booleans())
 words = text.filter(str.isidentifier)
 tensors = st.builds(
     TensorSpec,
@@ -256,7 +255,7 @@ tensors = st.builds(
 sizes = st.dictionaries(words, st.integers(0, 2**13), max_size=3)
 headers = st.builds(
     FileHeader,
-    schema_version=st.just(1),
+    schema_version=st.sampled_from([1, 2]),
     memopt=text,
     torch=text,
     model=text,
@@ -282,7 +281,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None)
 @given(header=headers, plan=plans)
 def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, plan_file: Path) -> None:
-    plan_file.write_bytes(plan_yaml(header, plan))
+    plan_file.write_bytes(plan_yaml(header, plan, 3))
     assert read_plan(plan_file) == (header, plan)
 
 
@@ -293,7 +292,7 @@ def test_every_field_of_a_segment_is_written_and_generated(name: str) -> None:
     other = find(
         segments, lambda segment: getattr(segment, name) != getattr(SegmentPlan(path=""), name), settings=any_will_do
     )
-    assert f"{name}: " in plan_yaml(HEADER, Plan(level=1, segments=(other,))).decode()
+    assert f"{name}: " in plan_yaml(HEADER, Plan(segments=(other,)), 3).decode()
 
 
 @settings(deadline=None)
@@ -307,7 +306,7 @@ def test_any_bytes_are_a_plan_or_a_usage_error(data: bytes, plan_file: Path) -> 
 @settings(deadline=None)
 @given(at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_a_damaged_plan_never_gives_a_traceback(at: int, byte: int, plan_file: Path) -> None:
-    data = bytearray(plan_yaml(HEADER, PLAN))
+    data = bytearray(plan_yaml(HEADER, PLAN, 3))
     data[at % len(data)] = byte
     plan_file.write_bytes(data)
     with suppress(UsageError):  # it may still be a plan
@@ -341,20 +340,22 @@ def test_a_plan_with_any_value_anywhere_is_a_plan_or_a_usage_error(
     plan_file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
     with suppress(UsageError):  # it may still be a plan
         header, plan = read_plan(plan_file)
-        plan_file.write_bytes(plan_yaml(header, plan))
+        plan_file.write_bytes(plan_yaml(header, plan, 3))
         assert read_plan(plan_file) == (header, plan)
 
 
 def test_line_breaks_in_names_are_kept(tmp_path: Path) -> None:
     header = replace(HEADER, model="a\n \x85'\u2028 \u2029\r\n\ufeff: b.pt")
-    (tmp_path / "p.yaml").write_bytes(plan_yaml(header, PLAN))
+    (tmp_path / "p.yaml").write_bytes(plan_yaml(header, PLAN, 3))
     assert read_plan(tmp_path / "p.yaml") == (header, PLAN)
 
 
-PLAN = Plan(level=3, segments=(SegmentPlan(path="features.0", compressor="bit"), SegmentPlan(path="head", chunks=4)))
+PLAN = Plan(segments=(SegmentPlan(path="features.0", compressor="bit"), SegmentPlan(path="head", chunks=4)))
+
+VERSION_1 = Path(__file__).parent / "written_by_version_1"
 
 PLAN_TEXT = f"""\
-schema_version: 1
+schema_version: 2
 memopt: 0.1.0
 torch: 2.13.0
 model: model.pt
@@ -374,18 +375,16 @@ segments:
 
 
 def test_a_plan_is_small_and_readable() -> None:
-    assert plan_yaml(HEADER, PLAN).decode() == PLAN_TEXT
+    assert plan_yaml(HEADER, PLAN, 3).decode() == PLAN_TEXT
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema_version: 1", "schema_version: 2", "reads up to 1"),
-        ("schema_version: 1", "schema_version: true", "not a plan"),
-        ("schema_version: 1\n", "", "not a plan"),
+        ("schema_version: 2", "schema_version: 3", "reads up to 2"),
+        ("schema_version: 2", "schema_version: true", "not a plan"),
+        ("schema_version: 2\n", "", "not a plan"),
         ("level: 3", "levle: 3", "unknown key 'levle'"),
-        ("level: 3\n", "", "lacks the key 'level'"),
-        ("level: 3", "level: three", "level must be int"),
         ("path: head", "path: 22", r"segments\[1\].path must be text, not 22\nYAML takes .*: write it in quotes"),
         ("chunks: 4", "chunk: 4", "unknown key 'chunk'"),
         ("compressor: bit", "compressor: zip", "compressor is 'zip'"),
@@ -410,7 +409,28 @@ def test_a_key_that_no_plan_has_is_told_with_all_that_it_may_have(tmp_path: Path
     with pytest.raises(UsageError, match="unknown key 'extra'") as caught:
         read_plan(tmp_path / "p.yaml")
     keys = caught.value.hint.removeprefix("Known keys: ").removesuffix(".").split(", ")
-    assert keys == [field.name for record in (FileHeader, Plan) for field in fields(record)]
+    assert keys == [*(field.name for field in fields(FileHeader)), "level", *(field.name for field in fields(Plan))]
+
+
+def test_a_plan_of_version_1_is_read() -> None:
+    header, plan = read_plan(VERSION_1 / "net.memopt.plan.yaml")
+    assert header.schema_version == 1
+    assert plan == Plan(segments=(SegmentPlan(path="0", chunks=4),))
+
+
+@pytest.mark.parametrize("name", ["net.memopt.summary.json", "memopt-baseline.json"])
+def test_a_measured_step_of_version_1_is_read(name: str) -> None:
+    found = read_measured(VERSION_1 / name)
+    assert found.header.schema_version == 1
+    assert found.memory.plan == Plan()
+    assert found.memory.tensor_peak_bytes == 74160
+
+
+def test_a_key_that_went_with_version_1_may_not_come_with_version_2(tmp_path: Path) -> None:
+    text = (VERSION_1 / "memopt-baseline.json").read_text()
+    (tmp_path / "b.json").write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(BaselineError, match="unknown key 'level'"):
+        read_measured(tmp_path / "b.json")
 
 
 def test_a_missing_plan(tmp_path: Path) -> None:
@@ -432,7 +452,7 @@ def test_summary_is_json_whatever_it_holds() -> None:
     )
     summary = replace(MemOptSummary(None, None, None, "cpu", 3, 3, True, True), verification=failed)
     data = json.load(io.BytesIO(summary_json(HEADER, summary)), parse_constant=pytest.fail)
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert data["summary"]["verification"]["worst_difference"] is None
 
 

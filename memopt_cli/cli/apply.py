@@ -9,7 +9,7 @@ import typer
 
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest, StepSettings
@@ -18,6 +18,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def apply(
     context: typer.Context,
     model: options.Model,
@@ -38,13 +39,7 @@ def apply(
     loss: options.Loss = None,
     seed: options.Seed = 0,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: options.Output = None,
     force: options.Force = False,
@@ -57,9 +52,7 @@ def apply(
     Nothing is searched or measured.
     """
     request = ApplyRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         plan_path=plan,
         spec=input_spec(context, inputs, input_data, input_script, dims),
         settings=StepSettings(device=device, precision=precision, loss=loss, seed=seed),

@@ -10,15 +10,16 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import OUTPUT
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
-from memopt_cli.records import BaselineRequest, StepSettings
+from memopt_cli.records import BaselineRequest
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def baseline(
     context: typer.Context,
     model: options.Model,
@@ -28,19 +29,9 @@ def baseline(
     input_data: options.InputData = None,
     input_script: options.InputScript = None,
     plan: options.RunUnder = None,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Where to write it.")
@@ -55,11 +46,9 @@ def baseline(
     `memopt check` measures against this file.
     """
     request = BaselineRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
+        settings=step.settings(),
         plan_path=plan,
         output=output,
         force=force,

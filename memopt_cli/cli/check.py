@@ -11,7 +11,7 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import GATE, OUTPUT
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure import processes
@@ -50,6 +50,7 @@ Format = Annotated[
 Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file of memopt baseline.")]
 
 
+@with_parts
 def check(
     context: typer.Context,
     model: options.Model,
@@ -68,13 +69,7 @@ def check(
     optimizer: options.Optimizer = None,
     seed: Annotated[int | None, options.SEED] = None,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -86,9 +81,7 @@ def check(
     recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         baseline_path=baseline,
         limits=tuple(map(parse_limit, fail_on)),
         spec=input_spec(context, inputs, input_data, input_script, dims),

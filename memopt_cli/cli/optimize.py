@@ -9,18 +9,19 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli import search_options as search
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
-from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.measure import processes
-from memopt_cli.records import OptimizeRequest, SearchGoal, SearchRequest, StepSettings
+from memopt_cli.records import OptimizeRequest, SearchGoal, SearchOverrides
 from memopt_cli.report.html import optimize_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def optimize(
     context: typer.Context,
     model: options.Model,
@@ -49,21 +50,11 @@ def optimize(
     max_candidates_per_round: search.MaxCandidatesPerRound = None,
     allow_expensive_profiling: search.AllowExpensiveProfiling = None,
     warmup_in_profile_workers: search.WarmupInProfileWorkers = None,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
     recommend_batch: options.RecommendBatch = True,
     longest_step: options.LongestAdvisedStep = None,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: options.Output = None,
     force: options.Force = False,
@@ -83,12 +74,10 @@ def optimize(
         raise UsageError("--budget and --pick exclude each other", hint="Keep the one that is to choose the plan.")
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
-        search=SearchRequest(
+        settings=step.settings(),
+        search=SearchOverrides(
             level=level,
             targets=tuple(target),
             compress_x=compress_x,

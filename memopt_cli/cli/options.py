@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -75,6 +76,16 @@ def seconds(low: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise typer.BadParameter(f"'{text}' is not a number") from err
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"it is {value:g}; it must be above 0 and finite")
+    return value
 
 
 def _check_model(location: str) -> str:
@@ -219,6 +230,25 @@ Optimizer = Annotated[
     ),
 ]
 Seed = Annotated[int, SEED]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        parser=whole(1),
+        rich_help_panel=STEP,
+        help="Micro-batches of a step. Of several the last is run, which finds the gradients of the others.",
+    ),
+]
+ClipNorm = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NORM",
+        parser=_positive,
+        rich_help_panel=STEP,
+        show_default=False,
+        help="Clip the gradients to this norm before the optimizer's step.",
+    ),
+]
 RunUnder = Annotated[
     str | None,
     typer.Option(

@@ -10,17 +10,18 @@ import typer
 from memopt_cli.cli import options
 from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
-from memopt_cli.cli.source import model_source
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
-from memopt_cli.records import ProfileRequest, StepSettings
+from memopt_cli.records import ProfileRequest
 from memopt_cli.report.html import profile_page
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def profile(
     context: typer.Context,
     model: options.Model,
@@ -46,19 +47,9 @@ def profile(
             "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
         ),
     ] = False,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     html: Html = None,
     snapshot: Snapshot = None,
@@ -72,11 +63,9 @@ def profile(
     When it peaks, by category, by module and by saved tensor.
     """
     request = ProfileRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
+        settings=step.settings(),
         plan_path=plan,
         fake=fake,
         timeout_s=timeout,

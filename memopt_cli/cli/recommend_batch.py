@@ -9,16 +9,17 @@ import typer
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.source import model_source
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted
 from memopt_cli.measure import processes
-from memopt_cli.records import BatchRequest, StepSettings
+from memopt_cli.records import BatchRequest
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
 
+@with_parts
 def recommend_batch(
     context: typer.Context,
     model: options.Model,
@@ -35,20 +36,10 @@ def recommend_batch(
     plan: batch.Plan = None,
     lengths: batch.Lengths = None,
     strategy: batch.Strategies = None,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    optimizer: options.Optimizer = None,
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = 60.0,
-    key: options.Key = None,
-    weights: options.Weights = None,
-    code_path: options.CodePath,
-    allow_package: options.AllowPackage,
-    allow_global: options.AllowGlobal,
-    trust_pickle: options.TrustPickle = False,
-    sandbox: options.Sandbox = True,
+    loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
     output: batch.Output = None,
     force: options.Force = False,
@@ -62,11 +53,9 @@ def recommend_batch(
     """
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
-        source=model_source(
-            context, model, key, weights, code_path, allow_package, allow_global, trust_pickle, sandbox
-        ),
+        source=loading.source(context, model),
         spec=input_spec(context, inputs, input_data, input_script, sizes),
-        settings=StepSettings(device=device, precision=precision, loss=loss, optimizer=optimizer or "", seed=seed),
+        settings=step.settings(),
         memory=0.9 if memory is None else memory,
         objective=objective or ("max" if replicas is None else "throughput"),
         global_batch=global_batch,

@@ -36,6 +36,7 @@ from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES, is_plain
 from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
+from memopt_cli.runtime.private_torch import children_of, parameters_of
 from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
 _PROGRAM: Final = "models/model.json"
@@ -207,7 +208,7 @@ class _Program:
                 values = tuple(self._tensors[self._names[n][1]] for n in scope.constants) if scope else ()
                 modules[path] = make_module(program, values)
                 if path:
-                    module_at(path[:-1])._modules[path[-1]] = modules[path]
+                    children_of(module_at(path[:-1]))[path[-1]] = modules[path]
             return modules[path]
 
         kinds = {target: kind for kind, target in self._names.values()}
@@ -221,7 +222,7 @@ class _Program:
             if not all(map(is_attribute, path)):
                 raise ValueError(f"a tensor is named {name}")
             if isinstance(tensor, nn.Parameter):
-                module_at(path[:-1])._parameters[path[-1]] = tensor
+                parameters_of(module_at(path[:-1]))[path[-1]] = tensor
             elif kinds.get(name) != "tensor_constant":
                 module_at(path[:-1]).register_buffer(path[-1], tensor, persistent=persistent.get(name, True))
         for path in scopes:

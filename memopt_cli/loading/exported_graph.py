@@ -15,6 +15,7 @@ from typing import Any, Final
 from memopt_cli.loading.exported_contents import NO_MODULE, checked_path
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
 from memopt_cli.runtime.lifted.program import VERSION, is_attribute, is_name, is_pure, without_unused
+from memopt_cli.runtime.private_torch import schema_of
 
 Path = tuple[str, ...]
 Operand = Any
@@ -134,7 +135,7 @@ class GraphReader:
             ops.append(_op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
         key, operator = _find(node)
-        schema = operator._schema.arguments
+        schema = schema_of(operator).arguments
         operands = tuple(
             arguments.get(a.name, (_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
         )
@@ -267,12 +268,12 @@ def _find(node: Any) -> tuple[str, Any]:
 
 def _written(operator: Any) -> int | None:
     """The position of the operand that an operator writes and returns."""
-    returned = operator._schema.returns
+    returned = schema_of(operator).returns
     if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
         return None
     written = returned[0].alias_info.before_set
     return next(
-        i for i, a in enumerate(operator._schema.arguments) if a.alias_info and a.alias_info.before_set == written
+        i for i, a in enumerate(schema_of(operator).arguments) if a.alias_info and a.alias_info.before_set == written
     )
 
 

@@ -40,6 +40,7 @@ from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.watch import watched
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.private_torch import original_of
 from memopt_cli.runtime.script_code import UnsafeScript
 
 _SHOWN: Final = 5
@@ -135,7 +136,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> nn.Module:
         if len(found) > 1:
             raise several_models(found, file.path)
         loaded = next(iter(found.values()), loaded)
-    inner = getattr(loaded, "_orig_mod", loaded)
+    inner = original_of(loaded)
     if not isinstance(inner, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
     return inner

@@ -22,6 +22,7 @@ from memopt_cli.runtime.lifted.program import (
     nodes_of,
     without_unused,
 )
+from memopt_cli.runtime.private_torch import children_of, method_names, method_of, script_class
 
 Path = tuple[str, ...]
 
@@ -47,15 +48,15 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
     constants: list[Tensor] = []
     functions = _Functions(unit, mutable)
     methods, failures = [], {}
-    for name in sorted(script._c._method_names()):
+    for name in sorted(method_names(script)):
         if is_method(name):
             try:
-                method = script._c._get_method(name)
+                method = method_of(script, name)
                 lifting = _Graph(method.graph, mutable, functions, script, constants)
                 methods.append(lifting.method(name, method.schema, own=True))
             except Unliftable as reason:
                 failures[name] = str(reason)
-    _, _, named = script._c.qualified_name.rpartition(".")
+    _, _, named = script_class(script).rpartition(".")
     program = (VERSION, named if is_name(named) else "Lifted", tuple(methods), functions.reached(methods))
     return ScriptClass(program, tuple(constants), failures)
 
@@ -63,7 +64,7 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
 def find_module(script: Any, path: Path) -> Any:
     """The module at a path; ``None`` if there is none."""
     for name in path:
-        script = script._modules[name] if script is not None and name in script._modules else None
+        script = children_of(script)[name] if script is not None and name in children_of(script) else None
     return script
 
 

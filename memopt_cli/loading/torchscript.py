@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
@@ -26,6 +25,17 @@ from memopt_cli.loading.script_graph import (
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.private_torch import (
+    attribute_of,
+    buffers_of,
+    children_of,
+    has_method,
+    hooks_of,
+    key_of_script,
+    load_script,
+    parameters_of,
+    script_class,
+)
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.script_code import UnsafeScript
 
@@ -42,11 +52,7 @@ class TorchScript:
         if not trust.pickle:
             check_script_file(file.data, file.path)
         try:
-            unit = torch._C.CompilationUnit()
-            # What torch.jit.load does, keeping hold of the free functions too; PyTorch's stubs are of another version.
-            read: Any = torch._C.import_ir_module_from_buffer
-            archive = read(unit, file.data, torch.device("cpu"), {}, False)
-            script: ScriptModule = torch.jit._recursive.wrap_cpp_module(archive)  # type: ignore[no-untyped-call]
+            script, unit = load_script(file.data)
         except Exception as err:  # a damaged archive can make the compiler raise anything
             raise FileFormatError(
                 f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}",
@@ -92,7 +98,7 @@ def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
 
 
 def _storages(modules: list[nn.Module]) -> set[int]:
-    tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+    tensors = (t for m in modules for t in (*parameters_of(m).values(), *buffers_of(m).values()))
     return {t.untyped_storage().data_ptr() for t in tensors if t is not None} - {0}
 
 
@@ -120,7 +126,7 @@ class _Lifting:
 
     def convert(self, script: Any, path: str) -> nn.Module:
         """The script as a plain module; the same one for a script that stands in two places."""
-        known = self._modules.get(script._c)
+        known = self._modules.get(key_of_script(script))
         if known is not None:
             return known
         reason = self._reason(script)
@@ -129,25 +135,25 @@ class _Lifting:
             module: nn.Module = ScriptLeaf(script, is_trusted=self._is_trusted)
         else:
             module = self._lift(script, path)
-        self._modules[script._c] = module
+        self._modules[key_of_script(script)] = module
         return module
 
     def _lift(self, script: Any, path: str) -> LiftedModule:
         lifted = self._class(script)
         module = make_module(lifted.program, lifted.constants)
         module.training = getattr(script, "training", True)
-        for name, tensor in script._parameters.items():
-            module._parameters[name] = as_parameter(tensor)
-        module._buffers.update(script._buffers.items())
-        for name in sorted(self._used.get(script._c.qualified_name, set()) - {"training"}):
-            if not any(name in held for held in (script._parameters, script._buffers, script._modules)):
-                setattr(module, name, script._c.getattr(name))
-        for name, child in script._modules.items():
-            module._modules[name] = self.convert(child, f"{path}.{name}".lstrip("."))
+        for name, tensor in parameters_of(script).items():
+            parameters_of(module)[name] = as_parameter(tensor)
+        buffers_of(module).update(buffers_of(script).items())
+        for name in sorted(self._used.get(script_class(script), set()) - {"training"}):
+            if not any(name in held for held in (parameters_of(script), buffers_of(script), children_of(script))):
+                setattr(module, name, attribute_of(script, name))
+        for name, child in children_of(script).items():
+            children_of(module)[name] = self.convert(child, f"{path}.{name}".lstrip("."))
         return module
 
     def _class(self, script: Any) -> ScriptClass:
-        name = script._c.qualified_name
+        name = script_class(script)
         if name not in self._classes:
             self._classes[name] = lift_class(script, self._unit, self._mutable)
         return self._classes[name]
@@ -161,18 +167,18 @@ class _Lifting:
 
     def _reason(self, script: Any) -> str:
         """Why a script cannot be lifted; empty if it can."""
-        name = script._c.qualified_name
+        name = script_class(script)
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")
         return self._reasons[name]
 
     def _obstacles(self, script: Any) -> Iterator[str]:
         lifted = self._class(script)
-        called = self._called.get(script._c.qualified_name, ())
+        called = self._called.get(script_class(script), ())
         for method, failure in lifted.failures.items():
             if method == "forward" or method in called:
                 yield failure
-        if script._c._has_method("forward") and (script._c._get_forward_hooks() or script._c._get_forward_pre_hooks()):
+        if has_method(script, "forward") and hooks_of(script):
             yield "it has hooks"
         for path, method in calls_of(lifted.program):
             within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
@@ -186,12 +192,12 @@ class _Lifting:
 
 def _is_tensor(script: Any, name: str) -> bool:
     """Those of a script that stays one are its parameters and buffers as well."""
-    return name in script._parameters or name in script._buffers
+    return name in parameters_of(script) or name in buffers_of(script)
 
 
 def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
     if owner is not None:
-        noted.setdefault(owner._c.qualified_name, set()).add(name)
+        noted.setdefault(script_class(owner), set()).add(name)
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from memopt_cli.records import Phase
 from memopt_cli.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
+MarkedStep = Callable[[Callable[[Phase], None]], object]
+"""A step that says which phase it enters."""
+
 _MEMORY_EVENT = "[memory]"
+_MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
+_PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +33,14 @@ class Allocated:
     backend: str
     workspaces: Workspaces
     """What single operators held for themselves; empty on CUDA, where the allocator does not tell."""
+    phases: Mapping[Phase, int]
+    """Phase -> its peak; empty if the step names none."""
 
 
-def measure_allocated(step: Callable[[], object], device: str, held_before_bytes: int) -> Allocated:
+def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
     """Run ``step`` and measure.
 
+    ``step`` is called with a function to which it tells the phases that it enters, if it has any.
     ``held_before_bytes``: tensors that exist already; the CPU's profiler sees only what is allocated from now on.
     """
     if device.startswith("cuda"):
@@ -38,18 +48,32 @@ def measure_allocated(step: Callable[[], object], device: str, held_before_bytes
     return _on_cpu(step, held_before_bytes)
 
 
-def _on_cpu(step: Callable[[], object], held_before_bytes: int) -> Allocated:
+def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
-        step_s = _seconds(step)
+        step_s = _seconds(lambda: step(_mark))
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     results = profiled.profiler.kineto_results
     allocations = _allocations(results.experimental_event_tree())
     live = peak = held_before_bytes
-    for _, change in allocations:
+    marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
+    phases: dict[Phase, int] = {}
+    for start_ns, change in [*allocations, (sys.maxsize, 0)]:
+        while marks and marks[0][0] <= start_ns:
+            phases[marks.pop(0)[1]] = live
         live += change
         peak = max(peak, live)
-    return Allocated(peak, peak, step_s, "cpu profiler", find_workspaces(_runs(results.events()), allocations))
+        if phases:
+            latest = next(reversed(phases))
+            phases[latest] = max(phases[latest], live)
+    workspaces = find_workspaces(_runs(results.events()), allocations)
+    return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases)
+
+
+def _mark(phase: Phase) -> None:
+    """Leave its name among the events."""
+    with record_function(_MARKS[phase]):
+        pass
 
 
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
@@ -90,17 +114,28 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     return allocations
 
 
-def _on_cuda(step: Callable[[], object], device: str) -> Allocated:
+def _on_cuda(step: MarkedStep, device: str) -> Allocated:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    step_s = _seconds(step, lambda: torch.cuda.synchronize(device))
+    peaks, reserved, entered = [], [], []
+
+    def enter(phase: Phase) -> None:  # what was allocated is counted when it is asked for, not when the device uses it
+        peaks.append(torch.cuda.max_memory_allocated(device))
+        reserved.append(torch.cuda.max_memory_reserved(device))
+        entered.append(phase)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    step_s = _seconds(lambda: step(enter), lambda: torch.cuda.synchronize(device))
+    peaks.append(torch.cuda.max_memory_allocated(device))
+    reserved.append(torch.cuda.max_memory_reserved(device))
     return Allocated(
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.max_memory_reserved(device),
+        max(peaks),
+        max(reserved),
         step_s,
         "cuda caching allocator",
         Workspaces(),
+        dict(zip(entered, peaks[1:], strict=True)),
     )
 
 

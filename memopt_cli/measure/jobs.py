@@ -16,7 +16,7 @@ from memopt_cli.records import (
     StepTrace,
 )
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 """No segments: the model as it is."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()

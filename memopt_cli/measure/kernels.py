@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from memopt_cli.runtime.lifted.arguments import guarded
+from memopt_cli.runtime.private_torch import replace_weight_norm
 
 
 def guard_kernels() -> None:
@@ -18,4 +19,4 @@ def guard_kernels() -> None:
     aten = torch.ops.aten
     torch.ctc_loss = guarded(torch.ctc_loss, aten.ctc_loss.Tensor)
     torch.embedding_bag = guarded(torch.embedding_bag, aten.embedding_bag.padding_idx)
-    torch._weight_norm = guarded(torch._weight_norm, aten._weight_norm.default)
+    replace_weight_norm(lambda function: guarded(function, aten._weight_norm.default))

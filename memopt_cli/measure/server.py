@@ -179,7 +179,9 @@ def _import_early() -> bool:
 def _import_the_rest() -> None:
     """What steps without data want, which takes as long again: while the first subprocess loads the model."""
     with contextlib.suppress(Exception):
-        import torch._dynamo  # noqa: F401
+        from memopt_cli.runtime.private_torch import import_compiler
+
+        import_compiler()
 
 
 def _run(server: int, jobs: int, replies: int, output: int, *, has_imported: bool) -> NoReturn:

@@ -89,6 +89,7 @@ from memopt_cli.step import (
     Step,
     input_dtype,
     is_out_of_memory,
+    make_scaler,
     module_hooks,
     place,
     reset_gradients,
@@ -96,6 +97,7 @@ from memopt_cli.step import (
     seed_everything,
     seeds_of_backward,
     synchronize,
+    take,
 )
 from memopt_cli.trace.log import unique_bytes
 from memopt_cli.verify import fingerprint, first_samples, least_sizes, left_by, left_on, repeated, verify
@@ -118,11 +120,6 @@ _MOST_STEPS = 20
 """Short steps are timed until they took this long together, or are so many."""
 _LONG_S = 1.0
 """A step of this length is timed once, warm, and once while its memory is recorded, which costs it little."""
-
-
-def _take(step: Step) -> None:
-    step.backward(step.forward())
-    step.update()
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +325,7 @@ class Worker:
             backend=allocated.backend,
             batch=self._batch,
             spent_s=time.monotonic() - started,
+            phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
         )
 
     def _fingerprint(self, job: FingerprintJob) -> Fingerprint:
@@ -381,7 +379,7 @@ class Worker:
         return BatchProbe(batch=self._batch, allocated_peak_bytes=max(first, last), step_s=elapsed)
 
     def _allocated_online(self, sequence: OnlineSequence, steps: range) -> int:
-        def take() -> None:
+        def step(_: object) -> None:
             # On the CPU a recording sees only that freed which it saw allocated, and a step frees the states before it.
             for state in sequence.states:
                 state.value = state.value.clone()
@@ -391,7 +389,7 @@ class Worker:
         gc.collect()  # what a cell left in cycles of references would be freed while memory is recorded
         held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
         held -= unique_bytes(state.value for state in sequence.states)
-        return measure_allocated(take, self._settings.device, held).peak_bytes
+        return measure_allocated(step, self._settings.device, held).peak_bytes
 
     def _least_sizes(self, job: SizesJob) -> Sizes:
         spec = self._subject.spec
@@ -454,6 +452,7 @@ class Worker:
             loss=self._loss,
             optimizer=self._optimizer,
             make_optimizer=self._make_optimizer,
+            scaler=make_scaler(self._settings),
         )
 
     def _resized(self, batch: int, dims: Mapping[str, int]) -> Step:
@@ -552,7 +551,7 @@ class Worker:
         try:
             step = replace(self._step(min(_SMALL_BATCH, self._batch)), optimizer=None)
             found: list[StepTrace] = []
-            allocated = measure_allocated(lambda: found.append(self._look_into(step)), self._settings.device, 0)
+            allocated = measure_allocated(lambda _: found.append(self._look_into(step)), self._settings.device, 0)
             return _Small(step, found[0], allocated.workspaces)
         except Exception as error:  # inputs, or a model, of a size that cannot be changed
             if is_out_of_memory(error):
@@ -580,6 +579,7 @@ class Worker:
             synchronize(self._settings.device)
             started = time.perf_counter()
             output = run_checked(step)
+            step.clip()
             step.update()
             synchronize(self._settings.device)
             elapsed = time.perf_counter() - started
@@ -599,7 +599,7 @@ class Worker:
         seed_everything(self._settings.seed)
         synchronize(self._settings.device)
         started = time.perf_counter()
-        _take(step)
+        take(step)
         synchronize(self._settings.device)
         elapsed = time.perf_counter() - started
         step.model.zero_grad(set_to_none=True)
@@ -616,7 +616,7 @@ class Worker:
         self._start.enter()
         reset_gradients(step)
         seed_everything(self._settings.seed)
-        return measure_allocated(lambda: _take(step), self._settings.device, trace.resident_bytes(step))
+        return measure_allocated(functools.partial(take, step), self._settings.device, trace.resident_bytes(step))
 
 
 def _optimizer_maker(text: str) -> OptimizerMaker:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
 
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.runtime import named_parts, segment_of
+from memopt_cli.runtime.private_torch import is_of_vmap
 from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
 
 
@@ -33,7 +33,7 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
 def refuse_kept_tensors(model: nn.Module) -> None:
     """Raises :class:`Refused` if a mapped run left a tensor in an attribute: it outlives the map it belongs to."""
     for path, module in model.named_modules():
-        if any(is_batchedtensor(t) for t in tensors_of(list(vars(module).values()))):
+        if any(is_of_vmap(t) for t in tensors_of(list(vars(module).values()))):
             raise Refused(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt_cli.equality import difference, effects, in_double
 from memopt_cli.errors import UsageError, first_line
@@ -27,6 +25,7 @@ from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.model_batching.stacked import first_models, slots_of
 from memopt_cli.records import StepSettings
+from memopt_cli.runtime.private_torch import Convolution, TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, synchronize
 
@@ -81,7 +80,7 @@ class Candidate:
 
 def candidates(tree: nn.Module, wanted: str) -> list[Candidate]:
     """The routes to try; ``wanted`` is a route's name or ``auto``."""
-    convolves = any(isinstance(m, _ConvNd) for m in tree.modules())
+    convolves = any(isinstance(m, Convolution) for m in tree.modules())
     found = [
         Candidate("fused", "grouped convolutions" if convolves else "", _fused("grouped")),
         *([Candidate("fused", "convolutions by size", _fused("by size"))] if convolves else []),
@@ -284,7 +283,7 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        match func._schema.name:
+        match schema_of(func).name:
             case "aten::bernoulli_" | "aten::bernoulli" as name:
                 default = 0.5 if name.endswith("_") else args[0]  # one that is 0.5 is not passed on
                 probability = torch.as_tensor(args[1] if len(args) > 1 else kwargs.get("p", default))
@@ -292,7 +291,7 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return args[0].copy_(kept) if name.endswith("_") else kept.clone()
             case "aten::native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in schema_of(func).arguments]
         if "dropout_p" in names and len(args) > names.index("dropout_p"):
             at = names.index("dropout_p")
             args = (*args[:at], 0.0, *args[at + 1 :])

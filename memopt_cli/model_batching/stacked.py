@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.extension import AbstractBatchModule, batch_class_of
 from memopt_cli.runtime import uninitialized
+from memopt_cli.runtime.private_torch import buffers_of, parameters_of
 
 StateDict = Mapping[str, Tensor]
 
@@ -39,7 +40,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     return [
         Slot(f"{path}.{key}" if path else key, tensors, key, is_buffer)
         for path, module in model.named_modules(remove_duplicate=False)
-        for is_buffer, tensors in ((False, module._parameters), (True, module._buffers))
+        for is_buffer, tensors in ((False, parameters_of(module)), (True, buffers_of(module)))
         for key, tensor in tensors.items()
         if tensor is not None
     ]

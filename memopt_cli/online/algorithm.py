@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.operations import Operation, operation_of, trace_kind
@@ -20,6 +19,7 @@ from memopt_cli.online.states import Batching, State, environ, init_all_states, 
 from memopt_cli.online.structure import find_structure
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
+from memopt_cli.runtime.private_torch import buffers_of, tree_map
 
 VjpMethod = Literal["single-step", "multi-step"]
 Correction = Literal["reference", "exact", "none"]
@@ -230,7 +230,7 @@ class ES_D_RTRL(OnlineAlgorithm):
     def _next_scale(self) -> float | Tensor:
         if self.correction == "none":
             return 1.0
-        unseen = self._buffers["unseen"] = self.unseen * self._base
+        unseen = buffers_of(self)["unseen"] = self.unseen * self._base
         return 1 - unseen
 
     def _scale_of_past(self) -> float | Tensor:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.traces import Gate, Use
+from memopt_cli.runtime.private_torch import tree_flatten, tree_unflatten
 
 
 class Interception:

@@ -9,14 +9,22 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import _add_batch_dim, get_unwrapped, is_batchedtensor, maybe_get_bdim, maybe_get_level
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.states import recording_new_states, states_of
+from memopt_cli.runtime.private_torch import (
+    buffers_of,
+    in_lanes,
+    is_of_vmap,
+    lane_axis,
+    level_of,
+    running_vmap,
+    tree_leaves,
+    tree_map_only,
+    without_transform,
+)
 
 Act = Callable[..., tuple[Tensor, ...]]
 """Tensors with a leading batch axis -> tensors with a leading batch axis."""
@@ -76,7 +84,7 @@ class Vmap(nn.Module):
                 f"no state of the model is tagged {self.vmap_states!r}",
                 hint="Initialize the states in a function decorated with vmap_new_states(axis_size, state_tag).",
             )
-        before = [(m, dict(vars(m)), dict(m._buffers)) for m in self.model.modules()]
+        before = [(m, dict(vars(m)), dict(buffers_of(m))) for m in self.model.modules()]
         lanes = next(iter(mapped.values())).value.shape[0]
         self._check(inputs, lanes)
 
@@ -117,15 +125,14 @@ def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
     Its arguments get a leading batch axis and its results lose it.  Below the ``vmap``, ordinary autograd records what
     the act does; the ``vmap`` rule of an ``autograd.Function`` would do the same at a much higher cost per call.
     """
-    if not any(map(is_batchedtensor, tensors)):
+    if not any(map(is_of_vmap, tensors)):
         return tuple(result.squeeze(0) for result in act(*(t.unsqueeze(0) for t in tensors)))
-    lanes = retrieve_current_functorch_interpreter()
-    assert isinstance(lanes, VmapInterpreter)
+    lanes = running_vmap()
     size, level = lanes.batch_size(), lanes.level()
     whole = [_batch_first(t, size, level) for t in tensors]
     with lanes.lower():
         results = act(*whole)
-    return tuple(_add_batch_dim(result, 0, level) for result in results)
+    return tuple(in_lanes(result, level) for result in results)
 
 
 @contextmanager
@@ -139,17 +146,16 @@ def _functions_of_whole_batches() -> Iterator[None]:
 
     def apply(function: type[Function], *args: Any) -> Any:
         has_rule = function.setup_context is not Function.setup_context
-        if has_rule or not any(isinstance(arg, Tensor) and is_batchedtensor(arg) for arg in args):
+        if has_rule or not any(isinstance(arg, Tensor) and is_of_vmap(arg) for arg in args):
             return own.__get__(None, function)(*args)
-        lanes = retrieve_current_functorch_interpreter()
-        assert isinstance(lanes, VmapInterpreter)
+        lanes = running_vmap()
         size, level = lanes.batch_size(), lanes.level()
-        batched = [isinstance(arg, Tensor) and maybe_get_level(arg) == level for arg in args]
+        batched = [isinstance(arg, Tensor) and level_of(arg) == level for arg in args]
         whole = [_batch_first(arg, size, level) if lane else arg for arg, lane in zip(args, batched, strict=True)]
         with lanes.lower():
             _refuse_mixing_samples(function, whole, batched, size)
             results = own.__get__(None, function)(*whole)
-        return tree_map_only(Tensor, lambda result: _add_batch_dim(result, 0, level), results)
+        return tree_map_only(Tensor, lambda result: in_lanes(result, level), results)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
@@ -196,16 +202,16 @@ def _results_and_gradients(function: type[Function], args: Sequence[Any], batche
 
 def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
     """With the batch axis in front: the tensor itself if it is there, for a view is another node of the graph."""
-    if maybe_get_level(tensor) != level:
+    if level_of(tensor) != level:
         return tensor.expand(size, *tensor.shape)
-    whole, axis = get_unwrapped(tensor), maybe_get_bdim(tensor)
+    whole, axis = without_transform(tensor), lane_axis(tensor)
     return whole.movedim(axis, 0) if axis else whole
 
 
 def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Dotted path of an attribute and a tensor that it is or holds, parameters left out."""
     for path, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *vars(module).items()):
+        for name, value in (*buffers_of(module).items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield f"{path}.{name}" if path else name, value
             elif isinstance(value, list | tuple | dict) and name not in _STRUCTURE:
@@ -214,7 +220,7 @@ def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
     for path, tensor in _tensors_held(model):
-        if path not in mapped and is_batchedtensor(tensor):
+        if path not in mapped and is_of_vmap(tensor):
             raise MemoptError(
                 f"{path} was written with a value of its own for each sample, but is no mapped state",
                 hint="Declare it with declare_state(module, name, shape) and initialize it in vmap_new_states.",
@@ -225,5 +231,5 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | N
     for module, attributes, buffers in before:
         vars(module).clear()
         vars(module).update(attributes)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import declare_state, environ
+from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
 
 class _Spike(torch.autograd.Function):
@@ -37,7 +37,7 @@ def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
     ``u = v - threshold``.  Works under vmap.
     """
     fire = functools.partial(_spike, threshold=threshold)
-    spikes: Tensor = with_batch_axis(fire, v)[0] if is_batchedtensor(v) else fire(v)[0]
+    spikes: Tensor = with_batch_axis(fire, v)[0] if is_of_vmap(v) else fire(v)[0]
     return spikes
 
 
@@ -269,7 +269,7 @@ class ExplicitState(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """What the cell returns first."""
         values = [getattr(self, name) for name in self.names]
-        held, buffers = dict(vars(self.cell)), dict(self.cell._buffers)
+        held, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
         try:
             returned = self.cell(*inputs, *(values if self.together is None else [self.together(*values)]))
         except MemoptError:
@@ -283,7 +283,7 @@ class ExplicitState(nn.Module):
         finally:
             vars(self.cell).clear()
             vars(self.cell).update(held)
-            self.cell._buffers.update(buffers)
+            buffers_of(self.cell).update(buffers)
         output, states = self._taken_apart(returned)
         for name, state in zip(self.names, states, strict=True):
             setattr(self, name, state)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.errors import UsageError
+from memopt_cli.runtime.private_torch import convolve, padding_of
 
 TraceKind = Literal["full", "approx", "adaptive"]
 """What :class:`HybridTrace` keeps for a weight: the trace of every weight, two factors, or what is smaller."""
@@ -118,7 +119,7 @@ class ConvOperation:
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
         assert weight is not None
-        y: Tensor = self.module._conv_forward(z, weight, bias)
+        y: Tensor = convolve(self.module, z, weight, bias)
         return y
 
     def rows(self, z: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class ConvOperation:
 
     def _padded(self, z: Tensor) -> Tensor:
         mode = self.module.padding_mode
-        return F.pad(z, self.module._reversed_padding_repeated_twice, mode="constant" if mode == "zeros" else mode)
+        return F.pad(z, padding_of(self.module), mode="constant" if mode == "zeros" else mode)
 
 
 class ElementWiseOperation:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.operations import trace_kind, traced
 from memopt_cli.online.states import declare_state, init_all_states, states_of
 from memopt_cli.runtime.container import running_chunk
+from memopt_cli.runtime.private_torch import buffers_of, tree_leaves, tree_map
 from memopt_cli.runtime.state import StartingState, detach_state, reset_hidden_state
 
 
@@ -117,13 +117,13 @@ def _held(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Mod
     return [
         ((module, name), value)
         for module in model.modules()
-        for name, value in (*module._buffers.items(), *vars(module).items())
+        for name, value in (*buffers_of(module).items(), *vars(module).items())
         if isinstance(value, Tensor) and value.is_floating_point() and (id(module), name) not in declared
         if value.shape[:1] == inputs[0].shape[:1]
     ]
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    holder: dict[str, Any] = module._buffers if name in module._buffers else vars(module)
+    holder: dict[str, Any] = buffers_of(module) if name in buffers_of(module) else vars(module)
     holder[name] = value
     return value

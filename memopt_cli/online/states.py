@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
+from memopt_cli.runtime.private_torch import buffers_of
 
 Initializer = Callable[..., Tensor]
 """Called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
@@ -76,13 +77,13 @@ class State:
 
     @property
     def value(self) -> Tensor:
-        value = self.module._buffers[self.name]
+        value: Tensor = buffers_of(self.module)[self.name]
         assert value is not None
         return value
 
     @value.setter
     def value(self, value: Tensor) -> None:
-        self.module._buffers[self.name] = value  # assigning the attribute takes a module ten times as long
+        buffers_of(self.module)[self.name] = value  # assigning the attribute takes a module ten times as long
 
     def initialize(self, batch_size: int | None = None) -> None:
         """Start anew: ``(*shape)``, or ``(batch_size, *shape)``; dtype and device stay as they are."""

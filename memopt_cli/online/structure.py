@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.interception import Interception, cell_states
 from memopt_cli.online.operations import operation_of, trace_kind
 from memopt_cli.online.states import State
 from memopt_cli.online.traces import Gate, Group, Held, Left, Use
+from memopt_cli.runtime.private_torch import tree_leaves, vector_jacobian
 from memopt_cli.runtime.state import StartingState
 
 Source = Held | Use | Left
@@ -102,8 +101,7 @@ def jacobian_row(
     gate.closed = True
     try:
         ones = torch.ones_like(q) if cotangent is None else cotangent
-        # What torch.autograd.grad calls once it has checked its arguments, which takes as long as a small Jacobian.
-        return list(Variable._execution_engine.run_backward((q,), (ones,), True, False, tuple(inputs), True, False))
+        return vector_jacobian((q,), (ones,), inputs)
     finally:
         gate.closed = False
 

@@ -65,8 +65,7 @@ class Climb:
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
-        plan = Plan(level=row.level)
-        return replace(self.original, level=row.level, plan=plan, candidates=row.candidates, search_s=row.search_s)
+        return replace(self.original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s)
 
     def measured(self, row: LevelRow) -> LevelRow:
         """The row with the measurement of its plan."""
@@ -76,19 +75,19 @@ class Climb:
         return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
-        below = replace(self.original.plan, level=0)
+        below = self.original.plan
         for level in range(1, self.options.level + 1):
             self.progress.stage(f"level {level}")
             started, tried = time.monotonic(), self.planner.tried
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
             row = found_row(level, found, self.planner.tried - tried, started, dry_run=self.dry_run)
-            if replace(row.plan, level=0) == below:
-                row = replace(row, note=f"the plan of level {level - 1}" if level > 1 else "")
+            if row.plan == below:
+                row = replace(row, repeats=level - 1)
                 self.skipped.append(
-                    skipped_step(level, segments=len(below.segments), tried=row.candidates, options=self.options)
+                    skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=self.options)
                 )
-            below = replace(row.plan, level=0)
+            below = row.plan
             yield row
 
     @property
@@ -124,7 +123,7 @@ class Climb:
                 found = self.planner.best(row.level, math.nextafter(predicted, 0))
             if found.slowdown >= predicted:
                 break
-            tried = row.candidates + self.planner.tried - tried
+            tried = row.dry_runs + self.planner.tried - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
@@ -144,14 +143,14 @@ def _peak(row: LevelRow) -> str:
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:
     """What the planner found, not measured yet; ``dry_run``: its peak is a prediction."""
-    counted = found.candidate.counted
+    counted = found.dry_run.counted
     return LevelRow(
         level=level,
-        plan=replace(found.plan, level=level),
+        plan=found.plan,
         outcome=None,
         predicted_tensor_peak_bytes=counted.tensor_peak_bytes if dry_run else None,
         predicted_allocated_peak_bytes=counted.allocated_peak_bytes if dry_run else None,
         predicted_slowdown=found.slowdown,
-        candidates=tried,
+        dry_runs=tried,
         search_s=time.monotonic() - started,
     )

@@ -116,7 +116,7 @@ class GoalSearch:
             self.progress.update(len(points), None, f"measuring a plan of {format_bytes(priced.peak_bytes)}")
             points.append(
                 ParetoPoint(
-                    plan=replace(priced.plan, level=self.level),
+                    plan=priced.plan,
                     predicted_allocated_peak_bytes=priced.peak_bytes,
                     predicted_slowdown=priced.slowdown,
                     outcome=original.outcome if priced.plan.is_empty else self.measure(priced.plan),

@@ -12,6 +12,7 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.prepare import Prepared, file_header, saved_model
 from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchAdvice,
@@ -19,7 +20,6 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
-    Plan,
     RecordedSteps,
     to_data,
 )
@@ -41,13 +41,14 @@ class Kept:
 
     request: OptimizeRequest
     prepared: Prepared
-    summary: MemOptSummary
+    found: Findings
     paths: OutputPaths
     progress: Progress
     started: float
     """By the monotonic clock."""
     files: list[Path] = field(default_factory=list)
     """Those written so far."""
+    advice: BatchAdvice | None = None
     steps: RecordedSteps | None = None
 
     def result(self) -> OptimizeResult:
@@ -58,7 +59,7 @@ class Kept:
         ended_by = self._ended_by()
         return OptimizeResult(
             header=file_header(self.prepared),
-            summary=self.summary,
+            summary=self._summary(),
             files=tuple(str(path) for path in self.paths.all() if path in self.files),
             steps=self.steps,
             ended_by=ended_by,
@@ -73,23 +74,21 @@ class Kept:
             return self._with_hint(Interrupted("interrupted; what had been found is kept"))
         except MemoptError as err:
             return self._with_hint(err)
-        finally:
-            self.summary.spent_s = time.monotonic() - self.started
-        if self.summary.interrupted:
+        if self.found.interrupted:
             found = "the plan is the best" if self.request.goal.applies else "the frontier is made"
             return Interrupted(f"interrupted; {found} of what had been tried")
         return None
 
     def _go_on(self) -> None:
         """In the order of what would be missed most."""
-        verification = self.summary.verification
+        verification = self.found.verification
         passed = verification is not None and verification.passed
         writes = passed and not self.request.dry_run
         if writes:
             self._keep_plan()
             self._keep_model()
-        if passed and self.request.recommend_batch and not self.summary.interrupted:
-            self.summary.advice = self._advice()
+        if passed and self.request.recommend_batch and not self.found.interrupted:
+            self.advice = self._advice()
         if writes:
             self._keep(self.paths.batch, content(self._batch_yaml()))
             self._keep_summary()
@@ -99,16 +98,14 @@ class Kept:
                 self._keep_summary()
 
     def _advice(self) -> BatchAdvice | None:
-        rows = (row for row in self.summary.levels if row.level == self.summary.applied_level)
+        rows = (row for row in self.found.rows if row.level == self.found.applied_level)
         measured = next(row.outcome for row in rows)
         assert isinstance(measured, Measurement)
-        notes = self.summary.notes
-        return advise(self.request, self.prepared, self._plan, measured, notes, self.progress)
+        found = self.found
+        return advise(self.request, self.prepared, found.plan, measured, found.notes, self.progress)
 
-    @property
-    def _plan(self) -> Plan:
-        assert self.summary.plan is not None
-        return self.summary.plan
+    def _summary(self) -> MemOptSummary:
+        return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
 
     # ------------------------------------------------------------------------------------------ to the disk
 
@@ -117,11 +114,11 @@ class Kept:
         if not self.request.force:
             self._step_aside()
         if self.paths.plan_only:
-            self.summary.notes.append(
+            self.found.notes.append(
                 "No model is written, as asked. In the training script: "
                 f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r})."
             )
-        plan = content(plan_yaml(file_header(self.prepared), self._plan))
+        plan = content(plan_yaml(file_header(self.prepared), self.found.plan, self.found.applied_level))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan
@@ -135,7 +132,7 @@ class Kept:
         paths = self.paths.free()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} have come to exist meanwhile; these are {paths.model.stem}."
-            self.summary.notes.append(note)
+            self.found.notes.append(note)
             self.progress.note(note)
             self.paths = paths
 
@@ -144,11 +141,10 @@ class Kept:
             return
         self.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.request.timeout_s
-        self._keep(self.paths.model, saved_model(source, self._plan, timeout_s))
+        self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
 
     def _keep_summary(self) -> None:
-        self.summary.spent_s = time.monotonic() - self.started
-        self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self.summary)))
+        self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
 
     def _keep(self, path: Path, fill: Fill) -> None:
         """Write a file; one that was written before is brought up to date."""
@@ -157,7 +153,7 @@ class Kept:
             self.files.append(path)
 
     def _batch_yaml(self) -> bytes:
-        advice = self.summary.advice
+        advice = self.advice
         measured = {"batch_size": self.prepared.batch, "verified": True}
         recommended = recommended_data(advice) if advice else measured
         shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=recommended["batch_size"]))
@@ -173,11 +169,11 @@ class Kept:
     def _recorded_steps(self) -> RecordedSteps:
         """The step of the original, and that of the applied plan."""
         self.progress.stage("recording the step before and after")
-        summary, traces = self.summary, {}
-        fits = isinstance(summary.levels[0].outcome, Measurement)  # kernel workspace is recorded of the original
+        found, traces = self.found, {}
+        fits = isinstance(found.rows[0].outcome, Measurement)  # kernel workspace is recorded of the original
         data: Data = "full size" if fits else "small batch"
-        for row in summary.levels:
-            if row.level in (0, summary.applied_level):
+        for row in found.rows:
+            if row.level in (0, found.applied_level):
                 with self.prepared.session(self.request.timeout_s, data) as session:
-                    traces[row.level] = record_step(session, row.plan, row.outcome, summary.notes).trace
-        return RecordedSteps(original=traces[0], optimized=traces[summary.applied_level])
+                    traces[row.level] = record_step(session, row.plan, row.outcome, found.notes).trace
+        return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])

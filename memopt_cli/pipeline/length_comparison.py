@@ -19,7 +19,7 @@ from memopt_cli.batching.length_strategies import (
 )
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthStrategy
+from memopt_cli.records import BatchProbe, DimRange, Failure, InputSpec, LengthBatching
 
 RUNS = 2
 """Beside that of the batch that is recommended."""
@@ -84,7 +84,7 @@ def compare_lengths(
     budget_bytes: int,
     seed: int,
     probe: Callable[[int, int], BatchProbe | Failure],
-) -> tuple[LengthStrategy, ...]:
+) -> tuple[LengthBatching, ...]:
     """The four ways to make batches, of ``batch`` sequences or of as many positions.
 
     ``batch`` of the longest fit into ``budget_bytes``.  ``probe(batch, steps)`` measures ``runnable`` sequences, and
@@ -110,7 +110,7 @@ def compare_lengths(
     while _tokens_peak(reports := compare(max_tokens)) > budget_bytes and max_tokens > longest:
         max_tokens = max(longest, max_tokens * 9 // 10)
     return tuple(
-        LengthStrategy(
+        LengthBatching(
             name=report.strategy,
             batch=None if report.strategy == TOKEN_BUDGET else batch,
             max_tokens=max_tokens if report.strategy == TOKEN_BUDGET else None,

@@ -21,9 +21,9 @@ from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.pipeline.summary import Findings, summarize
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.pipeline.verification import MeasuredSteps, verified, verified_by_fingerprints
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost
@@ -34,7 +34,6 @@ from memopt_cli.records import (
     Fingerprint,
     LevelRow,
     Measurement,
-    MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
     Outlook,
@@ -74,18 +73,18 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_targets(paths.all(), force=request.force)
     try:
         prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
-        summary = find_plan(request, resolved, prepared, progress)
+        found = find_plan(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
-    kept = Kept(request=request, prepared=prepared, summary=summary, paths=paths, progress=progress, started=started)
+    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
 
 
-def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> MemOptSummary:
+def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
     """Search, measure and verify; writes nothing.
 
-    The plan is in the summary, whether it was verified too.  Raises :class:`MemoptError`.
+    A plan that fails verification is among the findings, too.  Raises :class:`MemoptError`.
     """
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
@@ -93,24 +92,25 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     job = _Job(request=request, options=resolved.options, prepared=prepared, progress=progress, notes=notes)
     rows = job.search()
     best, verification = job.verify(rows) if request.goal.applies else (rows[0], None)
-    summary = summarize(
-        Findings(
-            resolved=resolved,
-            asked_codecs=prepared.facts.asked_codecs,
-            model_format=prepared.facts.format,
-            device=prepared.subject.settings.device,
-            plan=best.plan,
-            by_goal=request.goal != SearchGoal(),
-            selection=job.selection,
-            rows=rows,
-            verification=verification,
-            skipped=job.skipped,
-            notes=job.notes,
-        )
+    return Findings(
+        resolved=resolved,
+        asked_codecs=prepared.facts.asked_codecs,
+        model_format=prepared.facts.format,
+        device=prepared.subject.settings.device,
+        plan=best.plan,
+        applied_level=best.level,
+        by_goal=request.goal != SearchGoal(),
+        selection=job.selection,
+        rows=rows,
+        verification=verification,
+        skipped=job.skipped,
+        notes=job.notes,
+        budget_bytes=job.budget_bytes,
+        frontier=job.frontier,
+        interrupted=job.interrupted,
+        faster=job.faster,
+        smaller=job.smaller,
     )
-    summary.budget_bytes, summary.frontier, summary.interrupted = job.budget_bytes, job.frontier, job.interrupted
-    summary.faster, summary.smaller = job.faster, job.smaller
-    return summary
 
 
 def find_levels(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> list[LevelRow]:
@@ -141,7 +141,7 @@ class _Search:
     """What a search starts from, and what it may ask."""
 
     traced: Traced
-    first: Candidate
+    first: CountedPlan
     probes: SearchProbes
     planner: Planner
     notes: int
@@ -178,18 +178,19 @@ class _Job:
         try:
             with contextlib.ExitStack() as sessions:
                 session = sessions.enter_context(replaceable(self.session, self._session_lost))
-                original = self._measure_in(session(), Plan(level=0))
+                original = self._measure_in(session(), Plan())
                 if not isinstance(original, Measurement | OutOfMemory):
                     raise_failure(original)
                 if isinstance(original, OutOfMemory):  # the next full step might be killed as well
                     sessions.close()
                     open_session = functools.partial(self.session, "small batch")
                     session = sessions.enter_context(replaceable(open_session, self._session_lost))
-                rows = [_row(Plan(level=0), original, None, 0, started)]
+                rows = [_original_row(original, None, started)]
                 if self.options.level == 0:
                     return rows
                 search = self._start(session, original)
-                rows[0] = _row(rows[0].plan, original, search.first if search.traced.has_dry_runs else None, 0, started)
+                predicted = search.first if search.traced.has_dry_runs else None
+                rows[0] = _original_row(original, predicted, started)
                 rows += self._seek(search, rows[0])
         except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
@@ -200,8 +201,8 @@ class _Job:
 
     def _start(self, session: Callable[[], Session], original: Measurement | Failure) -> _Search:
         consequence = "every plan is run to be counted"
-        traced = record_step(session(), Plan(level=0), original, self.notes, consequence=consequence)
-        start = session().count(Plan(level=0), fake=traced.has_dry_runs)
+        traced = record_step(session(), Plan(), original, self.notes, consequence=consequence)
+        start = session().count(Plan(), fake=traced.has_dry_runs)
         if not isinstance(start, Counted):
             raise_failure(start, "a step of the model could not be counted: ")
         if not isinstance(original, Measurement):
@@ -209,7 +210,7 @@ class _Job:
                 f"The original does not fit here; its peak of "
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
-        first = Candidate(plan=Plan(level=0), counted=start)
+        first = CountedPlan(plan=Plan(), counted=start)
         probes = SearchProbes(
             session,
             first,
@@ -267,7 +268,7 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.max_slowdown or math.inf,
+            most_slowdown=self.request.search.get("max_slowdown") or math.inf,
         )
         rows: list[LevelRow] = []
         self.progress.stage("frontier" if goal.frontier else "budget")
@@ -282,7 +283,7 @@ class _Job:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
-        self._choose(search, rows[-1].plan if rows else Plan(level=level), by_goal=True)
+        self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
     def _climb(self, search: _Search, original: LevelRow) -> list[LevelRow]:
@@ -329,7 +330,7 @@ class _Job:
     def _session_lost(self) -> None:
         self.notes.append(SESSION_LOST)
 
-    def _probes(self, probes: SearchProbes, original: Candidate) -> Probes:
+    def _probes(self, probes: SearchProbes, original: CountedPlan) -> Probes:
         """What the search may ask, with its progress shown."""
         reporter = _Reporter(self.progress, original.peak_bytes)
 
@@ -347,7 +348,7 @@ class _Job:
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure in a subprocess of its own; every plan once."""
-        known = self.measured.get(replace(plan, level=0))
+        known = self.measured.get(plan)
         if known is not None:
             return known
         with self.session() as session:
@@ -355,9 +356,9 @@ class _Job:
 
     def _measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         found = session.measure(plan, warm_up=self.options.warmup_in_profile_workers)
-        self.measured[replace(plan, level=0)] = found
+        self.measured[plan] = found
         if isinstance(found, Measurement):
-            self.left[replace(plan, level=0)] = session.fingerprint()
+            self.left[plan] = session.fingerprint()
         return found
 
     def verify(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
@@ -419,8 +420,8 @@ class _Job:
         return row, found
 
     def _verify(self, best: LevelRow, *, fits: bool) -> Verification | Failure:
-        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan(level=0)
-        left = self.left.get(original), self.left.get(replace(plan, level=0))
+        prepared, plan, timeout_s, original = self.prepared, best.plan, self.request.timeout_s, Plan()
+        left = self.left.get(original), self.left.get(plan)
         step = self.measured.get(original)
         if isinstance(left[0], Fingerprint) and isinstance(left[1], Fingerprint) and isinstance(step, Measurement):
             steps = MeasuredSteps(original=left[0], planned=left[1], original_s=step.step_s)
@@ -477,15 +478,13 @@ def _allocated(row: LevelRow) -> int:
     return row.outcome.allocated_peak_bytes
 
 
-def _row(
-    plan: Plan, outcome: Measurement | Failure, predicted: Candidate | None, tried: int, started: float
-) -> LevelRow:
+def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:
     return LevelRow(
-        level=plan.level,
-        plan=plan,
+        level=0,
+        plan=Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=predicted.counted.tensor_peak_bytes if predicted else None,
         predicted_allocated_peak_bytes=predicted.peak_bytes if predicted else None,
-        candidates=tried,
+        dry_runs=0,
         search_s=time.monotonic() - started,
     )

@@ -18,6 +18,8 @@ from memopt_cli.records import (
     Measurement,
     ModuleUse,
     OutOfMemory,
+    Phase,
+    PhasePeak,
     Plan,
     ProfileRequest,
     SavedTensor,
@@ -124,6 +126,7 @@ def _profile(
         workspace_bytes=peak.allocated_bytes - live[peak.op + 1],
         modules=_modules(trace, alive),
         saved=saved_tensors(trace),
+        phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
         notes=tuple(notes),
@@ -143,6 +146,16 @@ def live_bytes(trace: StepTrace) -> tuple[int, ...]:
         total += difference
         live.append(total)
     return tuple(live)
+
+
+def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...]:
+    """The most during each phase, in turn."""
+    found: dict[Phase, PhasePeak] = {}
+    for op, alive in zip(trace.ops, live[1:], strict=True):
+        allocated = alive + op.workspace_bytes
+        peak = PhasePeak(phase=op.phase, tensor_peak_bytes=alive, allocated_peak_bytes=allocated)
+        found[op.phase] = found.get(op.phase, peak).raised(alive, allocated)
+    return tuple(found.values())
 
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:

@@ -34,7 +34,7 @@ from memopt_cli.records import (
     BatchRow,
     DimRange,
     Failure,
-    LengthStrategy,
+    LengthBatching,
     NoBatchFits,
     OutOfMemory,
     Plan,
@@ -56,7 +56,9 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    settings = replace(request.settings, accumulates=request.global_batch is not None)
+    settings = request.settings
+    if request.global_batch is not None and settings.micro_batches == 1:
+        settings = replace(settings, micro_batches=2)  # how many there are is what is asked; any takes the same
     opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
     check_inputs(request.dim_range, prepared)
@@ -140,7 +142,7 @@ class _Job:
         cases: Sequence[_Case],
         main: _Case,
         accumulation: Accumulation | None,
-        strategies: tuple[LengthStrategy, ...],
+        strategies: tuple[LengthBatching, ...],
     ) -> BatchRecommendation:
         if accumulation is not None:
             self._note_accumulation(accumulation, main)
@@ -287,7 +289,7 @@ class _Job:
 
     def _compare(
         self, lengths: Sequence[int], main: _Case, session: Callable[[], Session]
-    ) -> tuple[LengthStrategy, ...]:
+    ) -> tuple[LengthBatching, ...]:
         """Ways to batch the user's sequences, by runs of shorter ones."""
         self.progress.stage("comparing ways to batch sequences")
         ((symbol, longest),) = self.longest.items()

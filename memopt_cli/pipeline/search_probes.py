@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from memopt_cli.measure.jobs import Traced
 from memopt_cli.measure.runner import Session
-from memopt_cli.plan.interface import Candidate, NotTried
+from memopt_cli.plan.interface import CountedPlan, NotTried
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused
 
 
@@ -18,7 +17,7 @@ class SearchProbes:
     def __init__(
         self,
         session: Callable[[], Session],
-        original: Candidate,
+        original: CountedPlan,
         *,
         fake: bool,
         limit_s: float | None,
@@ -31,7 +30,7 @@ class SearchProbes:
         self._allow_inexact = allow_inexact
         self._started = time.monotonic()
         self._over = ""
-        self._counted: dict[Plan, Counted | Failure] = {replace(original.plan, level=0): original.counted}
+        self._counted: dict[Plan, Counted | Failure] = {original.plan: original.counted}
         self._traced: dict[Plan, Traced | Failure] = {}
         self._rules: dict[str, ChunkRule | Refused] = {}
 
@@ -64,12 +63,11 @@ class SearchProbes:
 
     def count(self, plan: Plan) -> Counted | Failure | NotTried:
         """The peaks of one step under a plan."""
-        key = replace(plan, level=0)
-        if key not in self._counted:
+        if plan not in self._counted:
             if self.over:
                 return NotTried(reason=self.over)
-            self._counted[key] = self._session().count(plan, fake=self._fake)
-        return self._counted[key]
+            self._counted[plan] = self._session().count(plan, fake=self._fake)
+        return self._counted[plan]
 
     def trace(self, plan: Plan) -> Traced | Failure | NotTried:
         """A step under a plan, recorded."""

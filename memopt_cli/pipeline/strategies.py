@@ -28,7 +28,7 @@ from memopt_cli.records import (
     OnlineRule,
     OptimizeRequest,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     StepFailed,
     StrategyComparison,
     StrategyCurve,
@@ -113,7 +113,7 @@ class _Job:
 
     def searched_plan(self) -> Plan | StepFailed:
         """The plan of the search at the smallest number of time steps, or why there is none."""
-        search = SearchRequest(level=_SEARCHED_LEVEL)
+        search = SearchOverrides(level=_SEARCHED_LEVEL)
         request = OptimizeRequest(
             source=self.request.source,
             spec=self.prepared.subject.spec,
@@ -123,12 +123,11 @@ class _Job:
             recommend_batch=False,
         )
         try:
-            summary = find_plan(request, resolve(search), self.prepared, self.progress)
+            found = find_plan(request, resolve(search), self.prepared, self.progress)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
-        self.notes.append(f"The plan is that of level {summary.applied_level} at {self._where(self.steps.low)}.")
-        assert summary.plan is not None  # only a frontier has none
-        return summary.plan
+        self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
+        return found.plan
 
     def curves(
         self, name: StrategyName, plan: Plan | StepFailed | None, session: Callable[[], Session]

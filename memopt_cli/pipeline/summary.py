@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
 from memopt_cli.plan.search import spent_by
-from memopt_cli.records import LevelRow, Measurement, MemOptSummary, Plan, Verification, to_data
+from memopt_cli.records import (
+    BatchAdvice,
+    LevelRow,
+    Measurement,
+    MemOptSummary,
+    Outlook,
+    ParetoPoint,
+    Plan,
+    Verification,
+    to_data,
+)
 from memopt_cli.units import format_bytes, format_seconds
 
 _NAMED = 3
@@ -18,7 +28,7 @@ _SLOW = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What one optimization found."""
+    """What one optimization found; whoever goes on from here adds to the notes."""
 
     resolved: Resolved
     asked_codecs: Sequence[str]
@@ -27,6 +37,7 @@ class Findings:
     device: str
     plan: Plan
     """The one that is applied."""
+    applied_level: int
     selection: Selection | None
     """``None`` at level 0."""
     by_goal: bool = False
@@ -36,27 +47,35 @@ class Findings:
     verification: Verification | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    budget_bytes: int | None = None
+    frontier: list[ParetoPoint] = field(default_factory=list)
+    interrupted: bool = False
+    faster: Outlook | None = None
+    smaller: Outlook | None = None
 
 
-def summarize(found: Findings) -> MemOptSummary:
-    """The summary of one optimization; its time and the batch that fits are filled in at the end."""
+def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
+    """The summary of one optimization, as it is shown and written; its counters are those of the plan.
+
+    ``spent_s``: wall time of all of it.  ``advice``: the batch that fits, if it was looked for.
+    """
     rows, plan, options, selection = found.rows, found.plan, found.resolved.options, found.selection
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
-    measured = _measured(rows, plan.level)
+    measured = _measured(rows, found.applied_level)
     return MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
         prefer=options.prefer,
         device=found.device,
         requested_level=found.resolved.requested_level,
-        applied_level=plan.level,
+        applied_level=found.applied_level,
         compress_x=options.compress_x,
         allow_expensive_profiling=options.allow_expensive_profiling,
         applied_steps=_steps_of(plan, splits),
-        skipped_steps=sorted((*found.skipped, *_not_applied(rows, plan))),
+        skipped_steps=sorted((*found.skipped, *_not_applied(found))),
         notes=[*found.notes, *_codecs_left_out(found)],
         gc_wrap_count=outer,
         manual_compressor_count=len(manual),
@@ -82,7 +101,14 @@ def summarize(found: Findings) -> MemOptSummary:
         levels=rows,
         plan=plan,
         verification=found.verification,
+        advice=advice,
         model_format=found.model_format,
+        spent_s=spent_s,
+        budget_bytes=found.budget_bytes,
+        frontier=found.frontier,
+        interrupted=found.interrupted,
+        faster=found.faster,
+        smaller=found.smaller,
     )
 
 
@@ -115,29 +141,31 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
     return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
 
 
-def _not_applied(rows: list[LevelRow], plan: Plan) -> list[str]:
+def _not_applied(found: Findings) -> list[str]:
     """The levels that found a plan which the measurement did not bear out."""
-    above = (row for row in rows if row.level > plan.level and not row.note and row.outcome is not None)
-    return [f"level{row.level}:no_improving_candidate" for row in above]
+    above = (row for row in found.rows if row.level > found.applied_level)
+    worse = (row for row in above if row.repeats is None and row.outcome is not None)
+    return [f"level{row.level}:no_improving_candidate" for row in worse]
 
 
 def _recommendation(found: Findings) -> str:
     return recommend(
         found.resolved.options,
         found.selection,
-        measured=_measured_sentence(found.rows, found.plan),
-        generic="" if found.by_goal else _generic(found.rows, found.plan),
+        measured=_measured_sentence(found),
+        generic="" if found.by_goal else _generic(found),
     )
 
 
-def _generic(rows: list[LevelRow], plan: Plan) -> str:
+def _generic(found: Findings) -> str:
+    rows = found.rows
     if not rows:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    if plan.is_empty and all(row.plan.is_empty for row in rows):
+    if found.plan.is_empty and all(row.plan.is_empty for row in rows):
         return f"No plan that was found lowers the measured peak of this step.{_what_stays(rows)}"
-    before, after = _measured(rows, 0), _measured(rows, plan.level)
+    before, after = _measured(rows, 0), _measured(rows, found.applied_level)
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
     return ""
@@ -151,10 +179,10 @@ def _what_stays(rows: list[LevelRow]) -> str:
     return f" What no plan makes smaller (parameters, gradients, buffers, inputs and the like) is {share:.0%} of it."
 
 
-def _measured_sentence(rows: list[LevelRow], plan: Plan) -> str:
+def _measured_sentence(found: Findings) -> str:
     """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
-    before, after = _measured(rows, 0), _measured(rows, plan.level)
-    if before is None or after is None or plan.is_empty:
+    before, after = _measured(found.rows, 0), _measured(found.rows, found.applied_level)
+    if before is None or after is None or found.plan.is_empty:
         return ""
     peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
     return f"Measured: {peaks}, step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}."

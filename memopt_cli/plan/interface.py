@@ -9,7 +9,7 @@ from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CountedPlan:
     """A plan with the step it leads to."""
 
     plan: Plan

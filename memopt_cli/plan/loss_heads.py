@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt_cli.plan.interface import Candidate, ModuleTree, is_within
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, is_within
 from memopt_cli.records import ModuleCall, ModuleTrace, Plan, SegmentPlan, StepTrace
 
 _LEAST_ROWS = 128
@@ -15,7 +15,7 @@ _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
-def with_heads(start: Candidate, tree: ModuleTree, count: Callable[[Plan], Candidate | None]) -> Candidate:
+def with_heads(start: CountedPlan, tree: ModuleTree, count: Callable[[Plan], CountedPlan | None]) -> CountedPlan:
     """The plan with every head through its loss that does not raise the peak, if that lowers it in the end.
 
     Of two that stand equally high one alone changes nothing.  ``count`` dry-runs a plan, ``None`` if it cannot run.

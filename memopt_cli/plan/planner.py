@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.plan.improvements import Improvements
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried, Probes
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried, Probes
 from memopt_cli.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
@@ -59,7 +59,7 @@ class Planner:
     Any question may be asked when time is up or after Ctrl-C: the answer is then the best of what was counted.
     """
 
-    def __init__(self, trace: StepTrace, original: Candidate, probes: Probes, options: SearchOptions) -> None:
+    def __init__(self, trace: StepTrace, original: CountedPlan, probes: Probes, options: SearchOptions) -> None:
         self._tree = ModuleTree(trace)
         self._probes = probes
         self._options = options
@@ -189,26 +189,26 @@ class Planner:
         if self._limits.cuts == 0 or asked_for(self._tree, self._options) is not None:
             return None
 
-        def count(plan: Plan) -> Candidate | None:
+        def count(plan: Plan) -> CountedPlan | None:
             counted = self._probes.count(plan)  # what it takes in time is known when the step is recorded with it
             if isinstance(counted, NotTried):
                 raise TimeIsUp
-            return Candidate(plan=plan, counted=counted) if isinstance(counted, Counted) else None
+            return CountedPlan(plan=plan, counted=counted) if isinstance(counted, Counted) else None
 
         starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.candidate, self._tree, count)
+            found = with_heads(start.dry_run, self._tree, count)
             heads = _heads(found.plan)
             if not heads:
                 continue
-            trace = self._probes.trace(Plan(level=CHUNKS, segments=heads))
+            trace = self._probes.trace(Plan(segments=heads))
             if not isinstance(trace, StepTrace):
                 self._dry_runs.count(found.plan, self._plain.proposals)
             if isinstance(trace, StepTrace):
                 seconds = [sum(op.seconds for op in step.ops) for step in (self._tree.trace, trace)]
                 slowdown = seconds[1] / seconds[0] if all(seconds) else 1.0
                 proposals = Proposals(trace, self._tick, heads=heads, slowdown=slowdown)
-                for plan in (found.plan, replace(Plan(level=CHUNKS), segments=heads)):
+                for plan in (found.plan, Plan(segments=heads)):
                     self._dry_runs.count(plan, proposals)
                 return self._ground(proposals)
         return None
@@ -386,7 +386,7 @@ class Planner:
         """The segment that fails alone, found by halving; ``None`` where it takes several to fail, or packing."""
 
         def fails(segments: Sequence[SegmentPlan]) -> bool:
-            part = Plan(level=plan.level, segments=(*segments, *self._now.proposals.heads))
+            part = Plan(segments=(*segments, *self._now.proposals.heads))
             return self._dry_runs.count(part, self._now.proposals) is None
 
         suspects = [segment for segment in plan.segments if not segment.through_loss]

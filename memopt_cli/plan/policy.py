@@ -6,51 +6,38 @@ Presets, precedence and names are those of SpikingJelly's memory optimization, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from memopt_cli.errors import OptionError
-from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchRequest, SelectionPolicy
+from memopt_cli.records import ModuleTrace, Preference, Profile, SearchOptions, SearchOverrides, SelectionPolicy
 
-Value = TypeVar("Value")
-
-DEFAULT_LEVEL = 3
-"""Of a search that neither a level nor a profile was asked of."""
 DEFAULT_SLOWDOWN = 1.33
 """Of a level's plan: one forward more is about a third of a step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """What a profile stands for; each value gives way to one that was asked for."""
-
-    level: int
-    max_split_rounds: int | None
-    max_candidates_per_round: int | None
-    warmup_in_main_process: bool
-    warmup_in_profile_workers: bool
-    allow_expensive_profiling: bool
-
-
-def _preset(level: int, limit: int | None, main: bool, workers: bool, expensive: bool) -> Preset:
-    return Preset(
-        level=level,
-        max_split_rounds=limit,
-        max_candidates_per_round=limit,
-        warmup_in_main_process=main,
-        warmup_in_profile_workers=workers,
-        allow_expensive_profiling=expensive,
-    )
-
-
-PRESETS: dict[Profile, Preset] = {
-    "safe": _preset(1, 0, False, False, False),
-    "balanced": _preset(2, 1, False, False, False),
-    "memory": _preset(3, 2, False, True, True),
-    "exhaustive": _preset(4, None, True, True, True),
+PROFILES: dict[Profile, SearchOverrides] = {
+    "safe": SearchOverrides(
+        level=1,
+        max_split_rounds=0,
+        max_candidates_per_round=0,
+        warmup_in_main_process=False,
+        warmup_in_profile_workers=False,
+        allow_expensive_profiling=False,
+    ),
+    "balanced": SearchOverrides(
+        level=2,
+        max_split_rounds=1,
+        max_candidates_per_round=1,
+        warmup_in_main_process=False,
+        warmup_in_profile_workers=False,
+        allow_expensive_profiling=False,
+    ),
+    "memory": SearchOverrides(level=3, max_split_rounds=2, max_candidates_per_round=2, warmup_in_main_process=False),
+    "exhaustive": SearchOverrides(level=4),
 }
-_NO_PROFILE = _preset(DEFAULT_LEVEL, None, True, True, True)
+"""What each profile stands for, where it is not the default; it gives way to what was asked for."""
 
 CHECKPOINT_BUDGETS: dict[Preference, float] = {"speed": 0.5, "balanced": 0.75, "memory": 1.0}
 """Share of the candidates that become segments."""
@@ -73,70 +60,42 @@ class Resolved:
     """What decided, where it was not asked for in so many words."""
 
 
-def resolve(request: SearchRequest, *, has_inputs: bool = True) -> Resolved:
+def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
     """Settle a search: what was asked for wins over the profile, the profile and the budget over ``prefer``.
 
     ``has_inputs``: there is something to run the model on; without it no level above 1 can be measured.
     Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs unless a profile
     was chosen, which then falls back to level 1.
     """
-    _check(request)
-    request, notes = _preferred(request)
-    preset = PRESETS[request.profile] if request.profile else _NO_PROFILE
-    requested = level = _first(request.level, preset.level)
-    if level > 1 and not has_inputs:
-        if request.profile is None:
+    _check(asked)
+    said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    notes = _prefer(said)
+    profile = said.get("profile")
+    settled = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **said})
+    requested = settled.level
+    if requested > 1 and not has_inputs:
+        if profile is None:
             raise OptionError(
-                f"level {level} is measured, and there is no dummy_input to run the model on",
+                f"level {requested} is measured, and there is no dummy_input to run the model on",
                 hint="Give dummy_input=(x, …), or level=1.",
             )
-        level = 1
+        settled = replace(settled, level=1)
         notes.append("fallback:level>1_requires_dummy_input")
-    options = SearchOptions(
-        level=level,
-        targets=request.targets,
-        modules=request.modules,
-        parts=request.parts,
-        chunkable=request.chunkable,
-        compress_x=_first(request.compress_x, True),
-        temporal_split_factor=request.temporal_split_factor,
-        max_split_rounds=_first(request.max_split_rounds, preset.max_split_rounds),
-        max_candidates_per_round=_first(request.max_candidates_per_round, preset.max_candidates_per_round),
-        warmup_in_main_process=_first(request.warmup_in_main_process, preset.warmup_in_main_process),
-        warmup_in_profile_workers=_first(request.warmup_in_profile_workers, preset.warmup_in_profile_workers),
-        prefer=request.prefer,
-        profile=request.profile,
-        allow_expensive_profiling=_first(request.allow_expensive_profiling, preset.allow_expensive_profiling),
-        checkpoint_budget=request.checkpoint_budget,
-        max_gc_wrapped_modules=request.max_gc_wrapped_modules,
-        gc_target_budget_ratio=request.gc_target_budget_ratio,
-        allow_inexact=request.allow_inexact,
-        max_slowdown=_most_slowdown(request.max_slowdown),
-    )
-    options = _budgeted(options, notes)
-    return Resolved(options=_bounded(options, request, notes), requested_level=requested, notes=tuple(notes))
+    if settled.max_slowdown == math.inf:
+        settled = replace(settled, max_slowdown=None)
+    options = _bounded(_budgeted(settled, notes), said, notes)
+    return Resolved(options=options, requested_level=requested, notes=tuple(notes))
 
 
-def _first(asked: Value | None, otherwise: Value) -> Value:
-    return otherwise if asked is None else asked
-
-
-def _most_slowdown(asked: float | None) -> float | None:
-    if asked is None:
-        return DEFAULT_SLOWDOWN
-    return asked if math.isfinite(asked) else None
-
-
-def _preferred(request: SearchRequest) -> tuple[SearchRequest, list[str]]:
-    """The request with the profile and the budget that ``prefer`` stands for, unless they are given."""
-    notes: list[str] = []
-    if request.prefer is not None and request.profile is None:
-        request = replace(request, profile=PROFILE_OF[request.prefer])
-        notes.append(f"prefer:profile={request.profile}")
-    if request.prefer is not None and request.checkpoint_budget is None:
-        request = replace(request, checkpoint_budget=request.prefer)
-        notes.append(f"prefer:checkpoint_budget={request.checkpoint_budget}")
-    return request, notes
+def _prefer(said: dict[str, Any]) -> list[str]:
+    """Add the profile and the budget that ``prefer`` stands for, unless they are given; a note on each."""
+    preference = said.get("prefer")
+    if preference is None:
+        return []
+    meant = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
+    added = {name: value for name, value in meant.items() if name not in said}
+    said.update(added)
+    return [f"prefer:{name}={value}" for name, value in added.items()]
 
 
 def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
@@ -151,7 +110,7 @@ def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
     return replace(options, gc_target_budget_ratio=CHECKPOINT_BUDGETS[budget])
 
 
-def _bounded(options: SearchOptions, request: SearchRequest, notes: list[str]) -> SearchOptions:
+def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) -> SearchOptions:
     """Without expensive profiling: one round, one segment tried in it, no warm-up, whatever was asked for."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
@@ -161,37 +120,36 @@ def _bounded(options: SearchOptions, request: SearchRequest, notes: list[str]) -
         "warmup_in_profile_workers": False,
     }
     for name, bound in bounds.items():
-        asked = getattr(request, name)
-        if asked is not None and asked != bound:
+        if said.get(name, bound) != bound:
             notes.append(f"allow_expensive_profiling:{name}={bound}")
     return replace(options, **bounds)
 
 
-def _check(request: SearchRequest) -> None:
+def _check(asked: SearchOverrides) -> None:
     """Raise :class:`OptionError` for the first value out of its range."""
-    _check_least("level", request.level, 0, 4)
-    _check_least("temporal_split_factor", request.temporal_split_factor, 2)
-    _check_least("max_split_rounds", request.max_split_rounds, 0)
-    _check_least("max_candidates_per_round", request.max_candidates_per_round, 0)
-    if request.max_slowdown is not None and not request.max_slowdown >= 1:
+    _check_least("level", asked.get("level"), 0, 4)
+    _check_least("temporal_split_factor", asked.get("temporal_split_factor"), 2)
+    _check_least("max_split_rounds", asked.get("max_split_rounds"), 0)
+    _check_least("max_candidates_per_round", asked.get("max_candidates_per_round"), 0)
+    slowdown, ratio = asked.get("max_slowdown"), asked.get("gc_target_budget_ratio")
+    if slowdown is not None and not slowdown >= 1:
         raise OptionError(
-            f"max_slowdown is {request.max_slowdown:g}; it is a step's time over the original's",
+            f"max_slowdown is {slowdown:g}; it is a step's time over the original's",
             hint="Give 1 or more, or infinity for no limit.",
         )
-    ratio = request.gc_target_budget_ratio
     if ratio is not None and not ratio <= 1:  # NaN is not
         raise OptionError(
             f"gc_target_budget_ratio is {ratio:g}; it is a share of the candidates",
             hint="Give a number in (0, 1]; 0 or less selects no module.",
         )
-    choices: dict[str, tuple[str, ...]] = {
-        "profile": get_args(Profile),
-        "prefer": get_args(Preference),
-        "checkpoint_budget": get_args(Preference),
-    }
-    for name, known in choices.items():
-        if getattr(request, name) not in (None, *known):
-            raise OptionError(f"{name} is {getattr(request, name)!r}", hint=f"Choose among {', '.join(known)}.")
+    _check_choice("profile", asked.get("profile"), get_args(Profile))
+    _check_choice("prefer", asked.get("prefer"), get_args(Preference))
+    _check_choice("checkpoint_budget", asked.get("checkpoint_budget"), get_args(Preference))
+
+
+def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value not in (None, *known):
+        raise OptionError(f"{name} is {value!r}", hint=f"Choose among {', '.join(known)}.")
 
 
 def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:

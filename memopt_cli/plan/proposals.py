@@ -115,4 +115,4 @@ class Proposals:
 
     def _plan(self, way: Way, packed: bool) -> Plan:
         segments = {segment.path: segment for segment in way.segments()}
-        return Plan(level=0, segments=(*segments.values(), *self.heads), packed=packed)
+        return Plan(segments=(*segments.values(), *self.heads), packed=packed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.interface import Candidate, NotTried, Probes, is_within
+from memopt_cli.plan.interface import CountedPlan, NotTried, Probes, is_within
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.records import ChunkRule, Counted, Failure, ModuleTrace, Plan, Refused, SegmentPlan
@@ -24,27 +24,29 @@ class TimeIsUp(Exception):
 class Priced:
     """A plan that was counted by a dry run, and the step time that the cost model gives it."""
 
-    candidate: Candidate
+    dry_run: CountedPlan
+    level: int
+    """The least that allows all that the plan does."""
     slowdown: float
     """Step time over that of the original."""
 
     @property
     def plan(self) -> Plan:
-        """The plan, at the level whose means it needs."""
-        return self.candidate.plan
+        """The plan."""
+        return self.dry_run.plan
 
     @property
     def peak_bytes(self) -> int:
         """Allocated peak of the dry run."""
-        return self.candidate.peak_bytes
+        return self.dry_run.peak_bytes
 
 
 class DryRuns:
     """Plans that were counted: what is found for one level or budget may be the answer for another."""
 
-    def __init__(self, probes: Probes, original: Candidate) -> None:
+    def __init__(self, probes: Probes, original: CountedPlan) -> None:
         self._probes = probes
-        first = Priced(candidate=replace(original, plan=_by_means(original.plan)), slowdown=1.0)
+        first = Priced(dry_run=original, level=level_of(original.plan), slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
         """Plans that could not be counted, and why."""
@@ -54,25 +56,24 @@ class DryRuns:
 
     def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
         """A plan with its peak; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
-        plan = _by_means(plan)
         if plan not in self._found:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise TimeIsUp
             if isinstance(counted, Counted):
-                candidate = Candidate(plan=plan, counted=counted)
-                self._found[plan] = Priced(candidate=candidate, slowdown=proposals.slowdown(plan))
+                dry_run, slowdown = CountedPlan(plan=plan, counted=counted), proposals.slowdown(plan)
+                self._found[plan] = Priced(dry_run=dry_run, level=level_of(plan), slowdown=slowdown)
             else:
                 self._found[plan], self.failures[plan] = None, counted
         return self._found[plan]
 
     def known(self, plan: Plan) -> Priced | None:
         """A plan as it was counted, if it was."""
-        return self._found.get(_by_means(plan))
+        return self._found.get(plan)
 
     def up_to(self, level: int) -> list[Priced]:
         """All that a level allows, the original among them."""
-        return [found for found in self._found.values() if found is not None and found.plan.level <= level]
+        return [found for found in self._found.values() if found is not None and found.level <= level]
 
     def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
         """Of those that are no slower, the fastest of the least peak."""
@@ -83,10 +84,6 @@ class DryRuns:
         """Within the budget."""
         fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
-
-
-def _by_means(plan: Plan) -> Plan:
-    return replace(plan, level=level_of(plan))
 
 
 class ChunkQuestions:

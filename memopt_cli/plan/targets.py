@@ -16,7 +16,7 @@ _NAMED = 3
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
     """Segments on the selected modules."""
-    return Plan(level=1, segments=tuple(segment(m, options.compress_x) for m in selection.selected))
+    return Plan(segments=tuple(segment(m, options.compress_x) for m in selection.selected))
 
 
 def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:

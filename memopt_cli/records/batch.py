@@ -138,7 +138,7 @@ class Accumulation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthStrategy:
+class LengthBatching:
     """What an epoch of the user's sequences costs, batched one way."""
 
     name: str
@@ -206,7 +206,7 @@ class BatchRecommendation:
     """It was run; if not, it is an estimate."""
     accumulation: Accumulation | None
     """``None``: not asked for."""
-    lengths: tuple[LengthStrategy, ...]
+    lengths: tuple[LengthBatching, ...]
     """Ways to batch the user's sequences; empty: not asked for."""
     notes: tuple[str, ...]
     probes: int

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from memopt_cli.records.inputs import InputSpec
 
-SCHEMA_VERSION = 1
-"""Version of every file memopt writes; raised when a field changes its meaning."""
+SCHEMA_VERSION = 2
+"""Version of every file memopt writes; raised when a field changes its meaning.
+
+2: in JSON files plans have no ``level``; levels have ``repeats`` in place of ``note`` and ``dry_runs`` in place of
+``candidates``.  Version 1 is read, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

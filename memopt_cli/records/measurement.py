@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from memopt_cli.records.model import WantedGlobal
+from memopt_cli.records.trace import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,25 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The most bytes during one phase of the step."""
+
+    phase: Phase
+    tensor_peak_bytes: int
+    allocated_peak_bytes: int
+
+    def raised(self, tensor_bytes: int, allocated_bytes: int) -> PhasePeak:
+        """Of an instant more."""
+        if tensor_bytes <= self.tensor_peak_bytes and allocated_bytes <= self.allocated_peak_bytes:
+            return self
+        return PhasePeak(
+            phase=self.phase,
+            tensor_peak_bytes=max(tensor_bytes, self.tensor_peak_bytes),
+            allocated_peak_bytes=max(allocated_bytes, self.allocated_peak_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """One step's tensor peak and who holds it, from a run on real or fake tensors."""
 
@@ -65,6 +85,8 @@ class Counted:
     """At the instant of the tensor peak."""
     holders: tuple[ModuleShare, ...]
     """Modules that hold most at the instant of the allocated peak, largest first."""
+    phases: tuple[PhasePeak, ...] = ()
+    """In turn, those that the step has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +111,8 @@ class Measurement:
     batch: int
     spent_s: float
     """Wall time the whole measurement took, start of the subprocess included."""
+    phases: tuple[PhasePeak, ...] = ()
+    """In turn, those that the step has; empty in files from before they were recorded."""
 
     @property
     def step_s(self) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.model import ModelSource
-from memopt_cli.records.search import SearchGoal, SearchRequest
+from memopt_cli.records.search import SearchGoal, SearchOverrides
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.summary import MemOptSummary
 from memopt_cli.records.trace import StepTrace
@@ -23,7 +23,7 @@ class OptimizeRequest:
     spec: InputSpec | None
     """``None``: look for it beside the model, then guess."""
     settings: StepSettings = StepSettings()
-    search: SearchRequest = SearchRequest()
+    search: SearchOverrides = field(default_factory=SearchOverrides)
     goal: SearchGoal = SearchGoal()
     output: str | None = None
     """Path of the optimized model; ``None``: beside the original."""

@@ -58,7 +58,6 @@ class SegmentPlan(ChunkRule):
 class Plan:
     """Module path -> what to do there."""
 
-    level: int
     segments: tuple[SegmentPlan, ...] = ()
     """In the order of first call."""
     packed: bool = False

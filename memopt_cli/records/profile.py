@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory
+from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory, PhasePeak
 from memopt_cli.records.model import ModelSource
 from memopt_cli.records.plan import CompressorName, Plan
 from memopt_cli.records.settings import StepSettings
@@ -97,6 +97,8 @@ class StepProfile:
     """In the order of first call."""
     saved: tuple[SavedTensor, ...]
     """Largest first."""
+    phases: tuple[PhasePeak, ...]
+    """Of the recorded step, in turn."""
     live_bytes: tuple[int, ...]
     """Storages alive before the first operator, and when each has run."""
     flops: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 Profile = Literal["safe", "balanced", "memory", "exhaustive"]
 
@@ -20,32 +20,6 @@ SelectionPolicy = Literal[
     "least_predicted_peak",
     "fastest_within_budget",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchRequest:
-    """The search as it was asked for; ``None``: not said, so that a profile or a default decides."""
-
-    level: int | None = None
-    targets: tuple[str, ...] = ()
-    modules: tuple[str, ...] | None = None
-    parts: tuple[str, ...] | None = None
-    chunkable: tuple[str, ...] | None = None
-    compress_x: bool | None = None
-    temporal_split_factor: int = 2
-    max_split_rounds: int | None = None
-    max_candidates_per_round: int | None = None
-    warmup_in_main_process: bool | None = None
-    warmup_in_profile_workers: bool | None = None
-    prefer: Preference | None = None
-    profile: Profile | None = None
-    allow_expensive_profiling: bool | None = None
-    checkpoint_budget: Preference | None = None
-    max_gc_wrapped_modules: int | None = None
-    gc_target_budget_ratio: float | None = None
-    allow_inexact: bool = False
-    max_slowdown: float | None = None
-    """Infinite: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +60,31 @@ class SearchOptions:
     """Chunks may have batch statistics of their own where the whole's cannot be gathered."""
     max_slowdown: float | None = None
     """The longest step of a level's plan, over that of the original; ``None``: no limit."""
+
+
+class SearchOverrides(TypedDict, total=False):
+    """What was asked for of :class:`SearchOptions`; a profile or a default decides what is left out or ``None``."""
+
+    level: int | None
+    targets: tuple[str, ...]
+    modules: tuple[str, ...] | None
+    parts: tuple[str, ...] | None
+    chunkable: tuple[str, ...] | None
+    compress_x: bool | None
+    temporal_split_factor: int
+    max_split_rounds: int | None
+    max_candidates_per_round: int | None
+    warmup_in_main_process: bool | None
+    warmup_in_profile_workers: bool | None
+    prefer: Preference | None
+    profile: Profile | None
+    allow_expensive_profiling: bool | None
+    checkpoint_budget: Preference | None
+    max_gc_wrapped_modules: int | None
+    gc_target_budget_ratio: float | None
+    allow_inexact: bool
+    max_slowdown: float | None
+    """Infinite: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,10 @@ class StepSettings:
     """``file.py:function``, called with the model's output; ``None``: see :func:`memopt_cli.step.seeds_of_backward`."""
     optimizer: str = ""
     """Whose state counts, as :func:`~memopt_cli.optimizer_text.parse_optimizer` takes it; empty: nobody named one."""
-    accumulates: bool = False
-    """It finds the gradients of earlier micro-batches, and adds to them."""
+    micro_batches: int = 1
+    """Of a step of the optimizer.  Of several, the last is run: it adds to the gradients of the others."""
+    clip_norm: float | None = None
+    """The gradients are clipped to this norm of all of them; ``None``: they are not."""
     seed: int = 0
 
     def __post_init__(self) -> None:

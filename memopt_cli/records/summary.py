@@ -23,10 +23,11 @@ class LevelRow:
     """From the dry run on fake tensors; ``None`` if the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None
     """The same with the workspaces of kernels recorded from the original."""
-    candidates: int
+    dry_runs: int
     """Plans that were dry-run for this level, beside those for the levels below."""
     search_s: float
-    note: str = ""
+    repeats: int | None = None
+    """The level whose plan it is, where it found no other; ``None``: its plan is its own."""
     predicted_slowdown: float | None = None
     """Step time over that of the original, by the cost model."""
 

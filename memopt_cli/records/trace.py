@@ -7,7 +7,8 @@ from typing import Literal
 
 from memopt_cli.records.plan import CompressorName
 
-Phase = Literal["forward", "backward", "update"]
+Phase = Literal["forward", "backward", "clip", "update"]
+"""Of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

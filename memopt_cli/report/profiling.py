@@ -85,6 +85,19 @@ def category_table(found: StepProfile) -> Table:
     return table
 
 
+def phase_table(found: StepProfile) -> Table:
+    """The peak of each phase: as recorded, and as measured."""
+    measured = found.measurement.phases if isinstance(found.measurement, Measurement) else ()
+    allocated = {peak.phase: format_bytes(peak.allocated_peak_bytes) for peak in measured}
+    table = _table(
+        "phase", "predicted\npeak" if found.fake else "recorded\npeak", *(("allocated\npeak",) if measured else ())
+    )
+    for peak in found.phases:
+        cells = (allocated.get(peak.phase, "–"),) if measured else ()
+        table.add_row(peak.phase, format_bytes(peak.allocated_peak_bytes), *cells)
+    return table
+
+
 def module_table(found: StepProfile) -> Table:
     """The module tree, opened where most is held."""
     timed = any(use.seconds for use in found.modules)

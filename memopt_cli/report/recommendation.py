@@ -12,7 +12,7 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRow,
-    LengthStrategy,
+    LengthBatching,
     NoBatchFits,
     ReplicaAdvice,
 )
@@ -163,7 +163,7 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
         yield from _loop("loss_function(model(inputs), targets)", steps)
 
 
-def _sequence_settings(way: LengthStrategy) -> Iterator[str]:
+def _sequence_settings(way: LengthBatching) -> Iterator[str]:
     """The loader that makes batches this way."""
     collate = "collate_fn=memopt_cli.collate_padded"
     samplers = {

@@ -71,7 +71,12 @@ class TextReport:
         console = _console(stream)
         for number, line in enumerate(profiling.headline(found)):
             _print(console, line, style=None if number else "bold")
-        tables = (profiling.category_table(found), profiling.module_table(found), profiling.saved_table(found))
+        tables = (
+            profiling.phase_table(found),
+            profiling.category_table(found),
+            profiling.module_table(found),
+            profiling.saved_table(found),
+        )
         for part in (profiling.plot(found, _PLOT_COLUMNS), *tables):
             _print(console)
             console.print(part, markup=False)
@@ -329,8 +334,8 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
-        if row.note:
-            yield f"level {row.level}: {row.note}"
+        if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
+            yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"
     if summary.verification and summary.verification.measured:

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.lifted.module import operators_of
+from memopt_cli.runtime.private_torch import BatchNorm, buffers_of, suggest_memory_format, version_counter
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.state import SEGMENT_KEY, Generators, ModuleState, name_of
 
@@ -54,7 +53,7 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
     """The modules in it that normalize by statistics of the batch while they train, lifted ones among them."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm) or "aten::batch_norm" in operators_of(m)]
+    return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
 
 
 class BatchStatistics:
@@ -209,7 +208,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
 @contextmanager
 def _counters_kept(module: nn.Module, *, kept: bool) -> Iterator[None]:
     """Norms within do not count this call, if their counters are to be ``kept``."""
-    counters = [m._buffers.get("num_batches_tracked") for m in batch_norms(module)] if kept else []
+    counters = [buffers_of(m).get("num_batches_tracked") for m in batch_norms(module)] if kept else []
     copies = [(counter, counter.clone()) for counter in counters if counter is not None]
     yield
     for counter, copy in copies:
@@ -223,7 +222,7 @@ class _Start:
         self._name = name_of(module)
         self._state = ModuleState(module)
         unique = {id(t): t for t in self._state.tensors()}
-        self._copies = [(t, t._version, t.detach().clone()) for t in unique.values()]
+        self._copies = [(t, version_counter(t), t.detach().clone()) for t in unique.values()]
         self._generators = Generators()
 
     @torch.no_grad()
@@ -236,13 +235,13 @@ class _Start:
             )
         self._state.restore()
         for tensor, version, copy in self._copies:
-            if tensor.requires_grad and tensor._version != version:
+            if tensor.requires_grad and version_counter(tensor) != version:
                 raise RuntimeError(
                     f"{self._name} modifies its state in place before a batch norm, which cannot be undone for a "
                     "second pass; set batch_statistics to false and chunks to 1 in the plan"
                 )
             # Where forward has raised the version, this does too: chunks may count on the values in between.
-            (tensor.data if tensor._version == version else tensor).copy_(copy)
+            (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
 
 
 def _check_inner_segments(module: nn.Module) -> None:

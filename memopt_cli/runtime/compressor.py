@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, is_fake, version_counter
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -151,7 +151,7 @@ class SparseSpikeCompressor(SpikeCompressor):
     name = "sparse"
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if isinstance(flat, FakeTensor):
+        if is_fake(flat):
             return _as_recorded(flat)
         # As integers: not every dtype can be indexed.
         where = (_bits(flat) != 0).nonzero().flatten()
@@ -211,7 +211,7 @@ class IndexCompressor(SpikeCompressor):
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if flat.dtype not in _INTEGERS or not flat.numel():
             return None
-        if isinstance(flat, FakeTensor):
+        if is_fake(flat):
             return flat.new_empty(flat.shape, dtype=torch.uint8), flat.new_empty(self._plane)
         rows = flat.view(-1, self._plane)
         least = rows.amin(0)
@@ -281,7 +281,7 @@ class OwnCompressor(SpikeCompressor):
         try:
             payload = self._codec.compress(x)
             restored = self._restored(payload, x.shape)
-        except (DataDependentOutputException, DynamicOutputShapeException):  # a dry run cannot know
+        except UNKNOWN_WITHOUT_DATA:  # a dry run cannot know
             return _store_raw(x)
         if (restored.dtype, restored.shape) != (x.dtype, x.shape) or not same_bits(restored, x):
             return _store_raw(x)
@@ -352,7 +352,7 @@ def declared_compressor(module: nn.Module) -> str | None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors of one dtype and shape hold the same bits: -0.0 is not 0.0, and a NaN is itself."""
-    return isinstance(a, FakeTensor) or torch.equal(_octets_of(a), _octets_of(b))
+    return is_fake(a) or torch.equal(_octets_of(a), _octets_of(b))
 
 
 def _octets_of(x: Tensor) -> Tensor:
@@ -400,12 +400,12 @@ def _bits(flat: Tensor) -> Tensor:
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
     """``claimed``, cast to the dtype of ``flat``, has the very bits of ``flat`` (so -0.0 and NaN do not slip by)."""
     expected = _bits(claimed.to(flat.dtype))  # made in a dry run too: it takes memory
-    return isinstance(flat, FakeTensor) or torch.equal(expected, _bits(flat))
+    return is_fake(flat) or torch.equal(expected, _bits(flat))
 
 
 def _all_zero(x: Tensor) -> bool:
     least, most = x.aminmax()  # made in a dry run too
-    return isinstance(x, FakeTensor) or not (least or most)
+    return is_fake(x) or not (least or most)
 
 
 def _piece(flat: Tensor) -> int:
@@ -421,7 +421,7 @@ def _piece(flat: Tensor) -> int:
 def _first_nonzero(flat: Tensor) -> Tensor:
     """Shape (1,): the first element whose bits are not all zero; zero if there is none."""
     size = _piece(flat)
-    for start in range(0, 0 if isinstance(flat, FakeTensor) else flat.numel(), size):
+    for start in range(0, 0 if is_fake(flat) else flat.numel(), size):
         piece = flat[start : start + size]
         nonzero = _bits(piece) != 0
         if nonzero.any():
@@ -436,7 +436,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.
     """
     size, bits = _piece(flat), _bits(flat)
-    minus = -1 if isinstance(flat, FakeTensor) else int(_bits(value).neg())
+    minus = -1 if is_fake(flat) else int(_bits(value).neg())
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     flags, others = flat.new_empty(size, dtype=torch.bool), bits.new_empty(size)
     words, gathered = flags.view(torch.int64), flat.new_empty(size // 8, dtype=torch.int64)
@@ -448,7 +448,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
         torch.add(piece, other.copy_(found), alpha=minus, out=other)
         if not _all_zero(other):
             return None
-        if isinstance(flat, FakeTensor):  # a dry run takes the claim for granted, and the memory of one piece
+        if is_fake(flat):  # a dry run takes the claim for granted, and the memory of one piece
             break
         if piece.numel() < size:
             flags[piece.numel() :].zero_()
@@ -467,7 +467,7 @@ def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
     for start in range(0, whole, max(1, size)):
         out = rows[start : start + size]
         torch.index_select(table, 0, packed[start : start + out.shape[0]].to(torch.int32), out=out)
-        if isinstance(flat, FakeTensor):
+        if is_fake(flat):
             break
     if rest:
         _bits(flat[-rest:]).copy_(table.index_select(0, packed[-1:].to(torch.int32)).flatten()[:rest])
@@ -507,15 +507,15 @@ def _in_storage_order(x: Tensor) -> Tensor:
 
 
 def _store_raw(x: Tensor) -> Packed:
-    return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, x._version)
+    return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
 
 
 def _load_raw(packed: Packed) -> Tensor:
     (x,) = packed.data
-    if x._version != packed.version:
+    if version_counter(x) != packed.version:
         raise RuntimeError(
             f"an input of shape {tuple(x.shape)} stored for recomputation was modified in place after it was stored "
-            f"(version {packed.version} -> {x._version}); recomputing from it would be wrong. "
+            f"(version {packed.version} -> {version_counter(x)}); recomputing from it would be wrong. "
             "Do not make a segment of the module that takes it, or make the modification out of place."
         )
     return x

@@ -23,11 +23,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics, batch_norms, statistics_refusal
 from memopt_cli.runtime.chunk_starts import ChunkStarts
@@ -48,6 +46,18 @@ from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.packing import PackedSaves
+from memopt_cli.runtime.private_torch import (
+    CheckpointCall,
+    InstanceNorm,
+    StopRecomputation,
+    checkpoint_around,
+    forbids_hooks,
+    has_tangents,
+    hooks_on_saving,
+    is_complete,
+    is_transforming,
+    not_compiled,
+)
 from memopt_cli.runtime.runs import Chain, calls_in_turn
 from memopt_cli.runtime.samples import compared, is_sampled
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
@@ -311,7 +321,7 @@ def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str
     """Why instance norms in ``module``, which average over the batch what they keep, forbid chunks; empty if not."""
     if chunks < 2 or config.inexact:
         return ""
-    named = ((name, m) for name, m in module.named_modules() if isinstance(m, _InstanceNorm) and m.training)
+    named = ((name, m) for name, m in module.named_modules() if isinstance(m, InstanceNorm) and m.training)
     name = next((name or "norm" for name, m in named if m.running_mean is not None), None)
     return "" if name is None else f"its {name}, an instance norm, would keep the statistics of each of {chunks} chunks"
 
@@ -450,7 +460,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
         with PackedSaves((*module.parameters(), *module.buffers())).hooks():
             return forward(*args, **kwargs)
     except RuntimeError as error:
-        if _forbids_hooks(error):
+        if forbids_hooks(error):
             raise RuntimeError(
                 f"{name_of(module)} computes gradients by torch.func in its forward, which cannot be while what "
                 "is saved there is packed; set packed to false in the plan"
@@ -508,7 +518,7 @@ _RUNS: dict[type[_Installed], Callable[..., Any]] = {
 
 
 # ``torch.compile`` cannot trace a forward that is broken off.  ``torch.compiler.disable`` would import all of it here.
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@not_compiled
 def _run_passes(
     module: nn.Module,
     forward: Callable[..., Any],
@@ -651,7 +661,7 @@ def _checkpoint_now(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = _Run(module, first, call, start, len(tensors), keep)
-    run.hooks = _hooks()
+    run.hooks = hooks_on_saving()
     if module in _overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()
@@ -701,7 +711,7 @@ def _holding_inputs() -> Iterator[None]:
     outer, _thread.inputs = getattr(_thread, "inputs", None), []
     try:
         yield
-    except _StopRecomputationError:  # all that is wanted has been made again
+    except StopRecomputation:  # all that is wanted has been made again
         _check_unchanged(_thread.inputs)
         raise
     else:
@@ -724,12 +734,7 @@ def _is_transformed() -> bool:
 
     Tangents need nothing from backward, and a checkpoint would drop them.
     """
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def _forbids_hooks(error: RuntimeError) -> bool:
-    """Whether ``torch.func`` was to compute gradients where hooks hold what is saved, which PyTorch cannot do."""
-    return "support saved tensor hooks" in str(error)
+    return has_tangents() or is_transforming()
 
 
 def _is_nested() -> bool:
@@ -737,17 +742,13 @@ def _is_nested() -> bool:
 
     A checkpoint of the user's own may: it recomputes when no segment runs around it any longer.
     """
-    return getattr(_thread, "depth", 0) > 0 and _hooks() == _thread.hooks
-
-
-def _hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return getattr(_thread, "depth", 0) > 0 and hooks_on_saving() == _thread.hooks
 
 
 @contextlib.contextmanager
 def _within_segment() -> Iterator[None]:
     outer = getattr(_thread, "depth", 0), getattr(_thread, "hooks", None)
-    _thread.depth, _thread.hooks = outer[0] + 1, _hooks()
+    _thread.depth, _thread.hooks = outer[0] + 1, hooks_on_saving()
     try:
         yield
     finally:
@@ -876,7 +877,7 @@ class _Run:
             with held.holding(), self._kept.recording(), self._statistics.recording(), _within_segment():
                 output = first()
         except RuntimeError as error:
-            if _forbids_hooks(error):
+            if forbids_hooks(error):
                 raise _Unrepeatable("computes gradients by torch.func") from error
             raise
         finally:
@@ -907,7 +908,7 @@ class _Run:
         Of what came before its inputs it knows nothing: hooks that forward puts on an input, or that others have put
         there and a gradient within forward would call, are those of the first run.
         """
-        outer = getattr(_thread, "recomputing", ())
+        outer, around = getattr(_thread, "recomputing", ()), checkpoint_around()
         _thread.recomputing = (*outer, self._module)
         try:
             lent = given[self._inputs :] if self.lent is None else self.lent()
@@ -915,17 +916,20 @@ class _Run:
                 given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
             with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
                 with self._compared(), _within_segment(), _holding_inputs(), as_of(self._began):
-                    output = self._call(given, replaced)
+                    output = self._repeat(given, replaced, around)
                 if self._ends_in_noise:
                     save_nothing()
                 return output
-        except RuntimeError as error:
-            # The exception by which PyTorch ends a recomputation early is another one beyond TorchScript's interpreter.
-            if "TorchScript interpreter" in str(error):
-                raise _StopRecomputationError from error
-            raise
         finally:
             _thread.recomputing = outer
+
+    def _repeat(self, given: Sequence[Tensor], replaced: Mapping[int, Any], around: CheckpointCall | None) -> Any:
+        try:
+            return self._call(given, replaced)
+        except RuntimeError as error:  # as which PyTorch's end of a recomputation leaves TorchScript's interpreter
+            if is_complete(around):
+                raise StopRecomputation from error
+            raise
 
     def _compared(self) -> AbstractContextManager[None]:
         return compared(self._module, self._samples, self._differs) if self._samples else contextlib.nullcontext()

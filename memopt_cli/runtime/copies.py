@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.runtime.compressor import is_dense
+from memopt_cli.runtime.private_torch import memory_of
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors, together those that overlap in memory."""
 
     def memory(tensor: Tensor) -> tuple[int, str]:
-        return tensor.untyped_storage()._cdata, str(tensor.dtype)
+        return memory_of(tensor), str(tensor.dtype)
 
     for _, group in groupby(sorted(tensors, key=lambda t: (memory(t), t.storage_offset())), key=memory):
         piece: list[Tensor] = []

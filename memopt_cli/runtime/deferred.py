@@ -23,11 +23,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
+from memopt_cli.runtime.private_torch import (
+    graph_is_kept,
+    is_fake,
+    is_transforming,
+    schema_of,
+    tree_map,
+    unseen,
+    version_counter,
+    with_plain_functions,
+    without_memory,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +63,7 @@ class _Head:
         """Raises :class:`RuntimeError` if an argument has changed since the call.  ``sampled``: look at values too."""
         changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # freed, as FSDP does
         changed |= self.versions != _versions(self.x, self.weight, self.bias)
-        if sampled and not changed and not isinstance(self.weight, FakeTensor):
+        if sampled and not changed and not is_fake(self.weight):
             changed = not torch.equal(_sample(self.weight), self.sample)
         if changed:
             raise RuntimeError(
@@ -76,7 +85,7 @@ class _Head:
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(-1 if t is None or t.is_inference() else t._version for t in tensors)
+    return tuple(-1 if t is None or t.is_inference() else version_counter(t) for t in tensors)
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tenso
 
 def may_defer() -> bool:
     """Whether something is to be differentiated, by eager PyTorch."""
-    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    eager = not torch.compiler.is_compiling() and not is_transforming()
     return eager and torch.is_grad_enabled()
 
 
@@ -167,7 +176,7 @@ class DeferredLinear(Tensor):
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
-        self = Tensor._make_wrapper_subclass(cls, index.shape, dtype=dtype, device=head.x.device)
+        self: DeferredLinear = without_memory(cls, index.shape, dtype, head.x.device)
         self._head, self._index, self._computed = head, index, None
         return self
 
@@ -209,7 +218,7 @@ class DeferredLinear(Tensor):
             found = _without_values(func, first, args[1:], kwargs)
             if found is not NotImplemented:
                 return found
-        with torch._C.DisableTorchFunctionSubclass():
+        with with_plain_functions():
             if isinstance(first, DeferredLinear) and func in _OF_MEMORY:
                 return func(first.read(), *args[1:], **kwargs)
             if func.__name__ != "__get__" and func not in _OF_SHAPE:
@@ -221,8 +230,8 @@ class DeferredLinear(Tensor):
         """An operator, below autograd."""
         if func is torch.ops.aten.detach.default and not args[0].is_computed:  # as autograd saves it
             return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
-        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
         if any(isinstance(given.get(name), DeferredLinear) for name in written):
             raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute(args), **_compute(kwargs or {}))
@@ -232,13 +241,13 @@ _MODIFIED = "{} modifies the output of a linear layer that runs in chunks throug
 
 
 def _compute(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
+    return tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
 
 
 def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
     """What ``func`` gives of a deferred tensor; ``NotImplemented`` if that takes its values."""
     head, index = deferred._head, deferred._index
-    with torch._C.DisableTorchFunctionSubclass():
+    with with_plain_functions():
         if not deferred.requires_grad:
             return NotImplemented
         if func is F.cross_entropy:
@@ -295,7 +304,7 @@ def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tenso
     """The index of what ``func`` gives, if that is some of the rows, each with all its classes."""
     index = deferred._index
     if func in _RESHAPES:
-        with _disable_current_modes():  # else a trace counts its bytes
+        with unseen():  # else a trace counts its bytes
             like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
         shape = like.shape
         is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
@@ -471,7 +480,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         share, *gradients = ctx.saved_tensors
         scale = upstream * share.nan_to_num(nan=math.nan, posinf=0.0)  # if no row counts, 0 / 0 has the gradient 0
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps = graph_is_kept()
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if keeps else Tensor.mul_
         of = (
             None if g is None else multiply(g.to(scale.dtype), scale).to(dtype)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.noise import first_node, noise_since
+from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import hooks_on_saving, next_node
 from memopt_cli.runtime.samples import sample
 
 
@@ -25,9 +26,9 @@ class Held:
     def __init__(self, note_save: Callable[[], None], *, is_sampled: bool) -> None:
         """``note_save`` is called whenever one is saved; ``is_sampled``: a few elements of each are noted."""
         self._note_save, self._is_sampled = note_save, is_sampled
-        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack, self._unpack = hooks_on_saving()
         self._saved: list[_Saved] = []
-        self._first = first_node()
+        self._first = next_node()
         self._made = self._first, self._first
 
     def holding(self) -> saved_tensors_hooks:
@@ -74,8 +75,8 @@ class Held:
 
     def _hold(self, tensor: Tensor) -> _Saved:
         self._note_save()
-        if first_node() != self._made[1]:
-            self._made = self._made[1], first_node()
+        if next_node() != self._made[1]:
+            self._made = self._made[1], next_node()
         saved = _Saved(tensor, version_of(tensor), self._pack(tensor), self.last_nodes)
         if self._is_sampled:
             saved.sample = sample(tensor)
@@ -84,7 +85,8 @@ class Held:
 
     def _give(self, saved: _Saved) -> Tensor:
         if saved.tensor is None:
-            return self._unpack(saved.remade)
+            made: Tensor = self._unpack(saved.remade)
+            return made
         if version_of(saved.tensor) != saved.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} needed for backward has been modified by an inplace "
@@ -98,7 +100,7 @@ def held_as_inputs() -> saved_tensors_hooks:
 
     Others' hooks may return what lies otherwise in memory, on which other operators would run.
     """
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = hooks_on_saving()
 
     def mark(tensor: Tensor) -> Any:
         saved = pack(tensor)

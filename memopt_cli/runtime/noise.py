@@ -13,14 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from memopt_cli.runtime.private_torch import number_of
+
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
 """Nodes of operators whose schema says that they write to an argument which they save: of ATen's only these."""
-
-
-def first_node() -> int:
-    """The number that the next node of autograd will have."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def ends_in_noise(outputs: Sequence[Tensor], last: range) -> bool:
@@ -34,9 +30,9 @@ def ends_in_noise(outputs: Sequence[Tensor], last: range) -> bool:
     seen = set[Any]()
 
     def add(node: Any) -> None:
-        if node is not None and node not in seen and node._sequence_nr() >= last.start:
+        if node is not None and node not in seen and number_of(node) >= last.start:
             seen.add(node)
-            heapq.heappush(pending, (-node._sequence_nr(), len(seen), node))
+            heapq.heappush(pending, (-number_of(node), len(seen), node))
 
     for output in outputs:
         add(output.grad_fn)
@@ -54,11 +50,11 @@ def noise_since(first: int, outputs: Sequence[Tensor]) -> frozenset[int]:
     pending, seen, found = [output.grad_fn for output in outputs], set[Any](), set[int]()
     while pending:
         node: Any = pending.pop()
-        if node is not None and node not in seen and node._sequence_nr() >= first:
+        if node is not None and node not in seen and number_of(node) >= first:
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions)
             if node.name().startswith(_FILLED_LATER):
-                found.add(node._sequence_nr())
+                found.add(number_of(node))
     return frozenset(found)
 
 

@@ -27,10 +27,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.iterators import Iterators, is_iterator, within
+from memopt_cli.runtime.private_torch import version_counter, with_data
 from memopt_cli.runtime.variables import Variables, variables_of
 
 _MOST_PARTS: Final = 1000
@@ -88,7 +88,7 @@ class Objects:
     def settle(self) -> None:
         """Forward has ended: note what it moved that nothing can put back."""
         self._iterators.settle()
-        with unset_fake_temporarily():
+        with with_data():
             for noted in self._tensors.values():
                 noted.settle(was_written=noted.was_written())
 
@@ -102,7 +102,7 @@ class Objects:
     def check(self) -> None:
         """Raises :class:`RuntimeError` where forward cannot start again from what was there: it was written since."""
         for noted in self._tensors.values():
-            with unset_fake_temporarily():
+            with with_data():
                 is_lost = noted.is_lost()
             if is_lost:
                 raise RuntimeError(
@@ -118,7 +118,7 @@ class Objects:
 
     def again(self) -> dict[int, Any]:
         """What takes the place of some objects while forward starts again, by the ``id`` of each."""
-        with unset_fake_temporarily():  # among them are tensors of the program's own, which have data in a dry run too
+        with with_data():  # among them are tensors of the program's own, which have data in a dry run too
             written = {key: noted.again() for key, noted in self._tensors.items()}
         return self._iterators.again() | {key: tensor for key, tensor in written.items() if tensor is not None}
 
@@ -134,7 +134,7 @@ class _Noted:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self.shape = tuple(tensor.shape)
-        with unset_fake_temporarily():
+        with with_data():
             self.copy = tensor.detach().clone() if tensor.nbytes <= _LARGEST_COPY else None
             self._note(tensor)
         self._is_lost = False
@@ -201,7 +201,7 @@ def version_of(tensor: Tensor | None) -> int:
     if tensor is None or tensor.is_inference():
         return 0
     try:
-        return tensor._version
+        return version_counter(tensor)
     except RuntimeError:  # it was one of inference, whose ``.data`` was exchanged
         return 0
 

@@ -10,19 +10,27 @@ import contextlib
 import math
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.compressor import COMPRESSORS, IndexCompressor, Packed, SpikeCompressor, is_dense, store
-from memopt_cli.runtime.noise import first_node
 from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import (
+    is_engine,
+    is_fake,
+    is_of_transform,
+    memory_of,
+    next_node,
+    running_node,
+    stands_for_zeros,
+    storage_key,
+    version_counter,
+)
 
 _LEAST_BYTES = 4096
 """Smaller tensors are not worth a look."""
@@ -53,7 +61,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     """The codec that is likely to hold ``x`` in less, by a look at a sample of it; ``None`` if there is none."""
     if x.layout is not torch.strided or x.dtype not in _DTYPES:
         return None
-    if isinstance(x, FakeTensor):
+    if is_fake(x):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
         return _named(codec_of(x), x) if codec_of else None
     if x.dtype is torch.bool:
@@ -96,7 +104,7 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
     """Pooling in one, two or three dimensions: planes are the trailing ones in which indices vary least."""
     if x.dim() < 3 or not x.is_contiguous() or not x.numel():
         return IndexCompressor()
-    if isinstance(x, FakeTensor):
+    if is_fake(x):
         return IndexCompressor(math.prod(x.shape[2:]))
     planes = [math.prod(x.shape[-d:]) for d in range(1, min(4, x.dim()))]
     spreads = {plane: _spread(x, plane) for plane in planes if 2 * plane <= x.numel()}
@@ -145,7 +153,7 @@ class _Late:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self.stored: Any = COMPRESSORS["null"].compress(tensor)
-        self.node = first_node()
+        self.node = next_node()
 
     def take(self) -> Tensor | None:
         """The tensor, to be packed; none if it was modified in place, of which whoever asks for it is to be told."""
@@ -163,7 +171,7 @@ class PackedSaves:
 
     def __init__(self, untouched: Iterable[Tensor]) -> None:
         """``untouched``: parameters and buffers, which are there anyhow."""
-        self._untouched = {t.untyped_storage()._cdata for t in untouched if t.layout is torch.strided}
+        self._untouched = {memory_of(t) for t in untouched if t.layout is torch.strided}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
         self._late: list[_Late] = []
         """Saved by the latest operator, which may still be filling them."""
@@ -179,8 +187,8 @@ class PackedSaves:
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of ``tensor``."""
-        self._pack_late(first_node())
-        if not _has_memory(tensor) or tensor.untyped_storage()._cdata in self._untouched:
+        self._pack_late(next_node())
+        if not _has_memory(tensor) or memory_of(tensor) in self._untouched:
             return _Untouched(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
         saved = self._known(tensor) if is_large else None
@@ -215,12 +223,13 @@ class PackedSaves:
             return COMPRESSORS["null"].decompress(stored)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        if _takes_shape_alone(saved.packed) and _is_engine(sys._getframe().f_back):
+        # Not a recomputation that the node asked for: that reads the elements.
+        if _takes_shape_alone(saved.packed) and is_engine(sys._getframe().f_back):
             return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.data[0].device)
         return saved.codec.decompress(saved.packed).as_strided(shape, stride)
 
     def _known(self, tensor: Tensor) -> _Saved | None:
-        entry = self._seen.get(tensor.untyped_storage()._cdata)
+        entry = self._seen.get(memory_of(tensor))
         found = entry[1].get(_region(tensor)) if entry else None
         return found() if found and is_dense(tensor) else None
 
@@ -232,7 +241,7 @@ class PackedSaves:
             return None
         saved = _Saved(codec, packed)
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._seen:  # forgotten with the storage: its address is used again
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
         self._seen[key][1][_region(tensor)] = weakref.ref(saved)
@@ -241,21 +250,16 @@ class PackedSaves:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Not a tangent of zeros, of which ``torch.func.jvp`` makes some, nor what ``vmap`` hands to a checkpoint."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.layout is torch.strided and not tensor._is_zerotensor() and not is_wrapped
+    is_wrapped = is_of_transform(tensor)
+    return tensor.layout is torch.strided and not stands_for_zeros(tensor) and not is_wrapped
 
 
 def _takes_shape_alone(packed: Packed) -> bool:
     """Whether who unpacks does not read the elements: pooling on the CPU and on CUDA, whose kernels are known."""
-    node = torch._C._current_autograd_node()
+    node = running_node()
     known = node is not None and node.name() in _SHAPE_ALONE and packed.data[0].device.type in ("cpu", "cuda")
     return known and packed.dtype in _FLOATS  # the others are indices
 
 
-def _is_engine(caller: types.FrameType | None) -> bool:
-    """Whether the engine itself unpacks, and no recomputation that a node asked for: that reads the elements."""
-    return caller is None or caller.f_code is _engine_run_backward.__code__
-
-
 def _region(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version
+    return tensor.storage_offset(), tensor.numel(), tensor.dtype, version_counter(tensor)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from memopt_cli.runtime.private_torch import children_of
 from memopt_cli.runtime.state import RUNS_KEY
 
 _LEAST_LAYERS = 3
@@ -124,17 +125,18 @@ def _runs_of(module: nn.Module) -> dict[str, Run]:
     """Its runs, of the children that it has now."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
     for run in runs.values():
-        now = {name: module._modules[name] for name in run._modules if name in module._modules}
-        if now != run._modules:
-            run._modules = now  # type: ignore[assignment]
+        now = {name: children_of(module)[name] for name in children_of(run) if name in children_of(module)}
+        if now != children_of(run):
+            children_of(run).clear()
+            children_of(run).update(now)
     return runs
 
 
 def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
     """The children, runs in the place of those that are in them."""
-    run_of = {child: name for name, run in _runs_of(module).items() for child in run._modules}
+    run_of = {child: name for name, run in _runs_of(module).items() for child in children_of(run)}
     parts: dict[str, nn.Module] = {}
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         run = run_of.get(name)
         if run is not None:
             parts[run] = _runs_of(module)[run]
@@ -147,13 +149,13 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
     known = _runs_of(parent).get(name)
     if known is not None:
         return known
-    run = _spelled(parent, name) if name not in parent._modules else None
+    run = _spelled(parent, name) if name not in children_of(parent) else None
     return parent.get_submodule(name) if run is None else run
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
     """The run of the children from the one before a hyphen in ``name`` to the one after it."""
-    names = list(parent._modules) if calls_in_turn(parent) else []
+    names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")
         if last != name and last in names[names.index(first) + 1 :]:
@@ -163,14 +165,14 @@ def _spelled(parent: nn.Module, name: str) -> Run | None:
 
 def _run(parent: nn.Module, names: list[str]) -> Run:
     run = Run()
-    run._modules.update((name, parent.get_submodule(name)) for name in names)
+    children_of(run).update((name, parent.get_submodule(name)) for name in names)
     run.training = parent.training  # its alone: children may be in another mode
     return run
 
 
 def _add(parent: nn.Module, name: str, run: Run) -> None:
     for other, its in _runs_of(parent).items():
-        if its._modules.keys() & run._modules.keys():
+        if children_of(its).keys() & children_of(run).keys():
             raise ValueError(f"it shares children with the run {other}")
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
@@ -180,14 +182,14 @@ def _add(parent: nn.Module, name: str, run: Run) -> None:
 
 
 def _name_of(run: Run) -> str:
-    first, *_, last = run._modules
+    first, *_, last = children_of(run)
     return f"{first}-{last}"
 
 
 def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:
     runs: list[list[str]] = [[]]
     layers = 0
-    for name, child in parent._modules.items():
+    for name, child in children_of(parent).items():
         assert child is not None
         weighted = any(p.dim() > 1 for p in child.parameters())
         layers += weighted

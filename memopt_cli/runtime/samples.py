@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.runtime.private_torch import hooks_on_saving, stands_for_zeros, unseen
 
 _ELEMENTS: Final = 64
 """Of a tensor, about so many."""
@@ -72,7 +73,7 @@ class _Again:
     def __init__(self, samples: Sequence[list[Any] | None]) -> None:
         self._samples = iter(samples)
         self._suspects: list[tuple[list[Any], Tensor]] = []
-        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack, self._unpack = hooks_on_saving()
 
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._look, self._unpack)
@@ -98,7 +99,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
     if not is_plain or tensor.dtype not in _DTYPES or _has_no_values(tensor):
         return None
     along = max(1, round(_ELEMENTS ** (1 / max(1, tensor.dim()))))
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), unseen():
         part = tensor.detach()[tuple(slice(None, None, max(1, size // along)) for size in tensor.shape)]
         elements: list[Any] = part.flatten().tolist()
     return elements
@@ -106,7 +107,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 def _has_no_values(tensor: Tensor) -> bool:
     """Whether it stands for zeros, its memory was freed (as FSDP does), or kernels are being recorded for later."""
-    if tensor._is_zerotensor() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if stands_for_zeros(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()

@@ -17,6 +17,17 @@ from torch.jit import ScriptModule
 
 from memopt_cli.runtime.lifted.arguments import codes_in, is_checked, is_code
 from memopt_cli.runtime.lifted.operators import may_write_elsewhere, shows_indices
+from memopt_cli.runtime.private_torch import (
+    buffers_of,
+    children_of,
+    hooks_of,
+    inline,
+    method_names,
+    method_of,
+    parameters_of,
+    parse_schema,
+    reader_of,
+)
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 
@@ -27,7 +38,7 @@ def check_script(archive: bytes) -> None:
     that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
     """
     # PyTorch's own reader: it must be the same code that torch.jit.load will compile.
-    reader = torch._C.PyTorchFileReader(io.BytesIO(archive))
+    reader = reader_of(archive)
     code = {}
     for record in reader.get_all_records():
         kind = kind_of(record)
@@ -76,7 +87,7 @@ def _check_node(node: Any) -> None:
 
 @functools.cache
 def _schema(text: str) -> Any:
-    return torch._C.parse_schema(text)
+    return parse_schema(text)
 
 
 def _graphs(script: ScriptModule) -> Iterator[Any]:
@@ -96,7 +107,7 @@ def _graphs(script: ScriptModule) -> Iterator[Any]:
 def _inlined(graph: Any) -> Any:
     copy = graph.copy()
     for _ in range(_DEEPEST):  # one time inlines one level of what was run unoptimized
-        torch._C._jit_pass_inline(copy)
+        inline(copy)
         if not any(copy.findAllNodes(kind) for kind in _CALLS):
             break
     return copy
@@ -108,9 +119,9 @@ _DEEPEST = 64
 
 
 def _own_graphs(module: Any) -> Iterator[Any]:
-    for name in module._c._method_names():
-        yield module._c._get_method(name).graph
-    for hook in (*module._c._get_forward_hooks(), *module._c._get_forward_pre_hooks()):
+    for name in method_names(module):
+        yield method_of(module, name).graph
+    for hook in hooks_of(module):
         yield hook.graph
 
 
@@ -171,8 +182,8 @@ class ScriptLeaf(nn.Module):
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):
-            for name in part._buffers:
-                part._buffers[name] = getattr(script, name)
+            for name in buffers_of(part):
+                buffers_of(part)[name] = getattr(script, name)
         return output
 
     def train(self, mode: bool = True) -> ScriptLeaf:
@@ -206,27 +217,27 @@ class ScriptLeaf(nn.Module):
 
     def _push(self) -> None:
         for part, script in _pairs(self, self.script):
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
                 if tensor is not None and getattr(script, name) is not tensor:
                     setattr(script, name, tensor)
 
 
 def _mirror(part: nn.Module, script: ScriptModule) -> None:
     part.training = getattr(script, "training", True)
-    for name, tensor in script._parameters.items():
+    for name, tensor in parameters_of(script).items():
         if tensor is not None and type(tensor) is Tensor:
             # In place: a script may hold the same tensor elsewhere too, as an LSTM does.
             tensor.__class__ = nn.Parameter
-        part._parameters[name] = tensor
-    part._buffers.update(script._buffers.items())
-    for name, child in script._modules.items():
+        parameters_of(part)[name] = tensor
+    buffers_of(part).update(buffers_of(script).items())
+    for name, child in children_of(script).items():
         holder = ScriptPart()
-        part._modules[name] = holder
-        _mirror(holder, child)  # type: ignore[arg-type]
+        children_of(part)[name] = holder
+        _mirror(holder, child)
 
 
 def _pairs(part: nn.Module, script: ScriptModule) -> Iterator[tuple[nn.Module, ScriptModule]]:
     yield part, script
-    for name, child in part._modules.items():
+    for name, child in children_of(part).items():
         if isinstance(child, ScriptPart):
-            yield from _pairs(child, script._modules[name])  # type: ignore[arg-type]
+            yield from _pairs(child, children_of(script)[name])

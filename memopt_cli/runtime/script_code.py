@@ -9,9 +9,8 @@ import tokenize
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal
 
-import torch
-
 from memopt_cli.runtime.lifted.allowed import is_allowed
+from memopt_cli.runtime.private_torch import is_known_to_script
 
 _PRIM: Final = frozenset(
     "EnumName EnumValue ModuleContainerIndex NumToTensor RaiseException StringIndex TupleIndex abs data device dtype "
@@ -198,7 +197,7 @@ def _check_calls(tree: ast.AST) -> None:
 def _check_method(name: str) -> None:
     if not name.isascii():  # escaped, in a text
         raise UnsafeScript(f"the method {name!r}")
-    if not is_allowed(f"aten::{name}") and torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+    if not is_allowed(f"aten::{name}") and is_known_to_script(f"aten::{name}"):
         raise UnsafeScript(f"the method {name}")
 
 

@@ -26,9 +26,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from memopt_cli.runtime.private_torch import (
+    OpOverloadPacket,
+    TorchDispatchMode,
+    TreeSpec,
+    alias,
+    consists_of_others,
+    has_kernel,
+    has_schema,
+    is_fake,
+    memory_of,
+    schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_counter,
+)
 
 _thread = threading.local()
 
@@ -48,19 +62,19 @@ def keep_refusal(names: Sequence[str]) -> str:
 def _unfit(name: str) -> str:
     parts = _KEPT.fullmatch(name)
     packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return (
             "there is no operator of that name; names are like aten::convolution, without the overload, or "
             "aten::convolution#2 for the second call"
         )
     overload = getattr(packet, packet.overloads()[0])  # type: ignore[no-untyped-call]
-    if not torch._C._dispatch_has_kernel(overload.name()):
+    if not has_kernel(overload):
         return "it is TorchScript's alone"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
+    if consists_of_others(overload):
         return "it consists of other operators; name those"
-    if overload._schema.is_mutable:
+    if schema_of(overload).is_mutable:
         return "it writes in place"
-    if any(result.alias_info is not None for result in overload._schema.returns):
+    if any(result.alias_info is not None for result in schema_of(overload).returns):
         return "it returns a view, which takes no memory of its own"
     if (
         packet is torch.ops.aten._to_copy
@@ -108,7 +122,7 @@ class KeptOutputs:
         for key in list(self._outputs)[self._needed :]:
             del self._outputs[key]
         for output in self._outputs.values():
-            output.watched = [(tensor, tensor._version) for tensor, _ in output.watched]
+            output.watched = [(tensor, version_counter(tensor)) for tensor, _ in output.watched]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -123,26 +137,26 @@ class KeptOutputs:
     def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
         """Keep what a call has returned."""
         leaves, spec = tree_flatten(result)
-        leaves = [_alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
         for place, leaf in enumerate(leaves):
             if _has_storage(leaf):
-                self._in_storage[leaf.untyped_storage()._cdata].append((output, place))
+                self._in_storage[memory_of(leaf)].append((output, place))
 
     def copy_before_write(self, tensor: Any) -> None:
         """``tensor`` is about to be modified in place."""
         if not _has_storage(tensor):
             return
-        key = tensor.untyped_storage()._cdata
+        key = memory_of(tensor)
         for output, place in self._in_storage.pop(key, ()):
             output.leaves[place] = output.leaves[place].clone()
-            output.watched = [(t, v) for t, v in output.watched if t.untyped_storage()._cdata != key]
+            output.watched = [(t, v) for t, v in output.watched if memory_of(t) != key]
 
     def watch(self, tensor: Any) -> None:
         """If ``tensor`` lies in the memory of a kept output, whoever modifies it later must be noticed."""
         if _has_storage(tensor):
-            for output, _ in self._in_storage.get(tensor.untyped_storage()._cdata, ()):
-                output.watched.append((_alias(tensor), 0))
+            for output, _ in self._in_storage.get(memory_of(tensor), ()):
+                output.watched.append((alias(tensor), 0))
 
     def take(self, key: Call, given: tuple[Any, ...]) -> _Output | None:
         """What the same call returned in forward, once.
@@ -158,7 +172,7 @@ class KeptOutputs:
                 f"a recomputation calls {name} on {given} where forward called it on {output.given}; the module does "
                 "not compute the same twice. Do not keep this operator's outputs in the plan."
             )
-        if any(tensor._version != version for tensor, version in output.watched):
+        if any(version_counter(tensor) != version for tensor, version in output.watched):
             raise RuntimeError(
                 f"an output of {name} that a segment keeps was modified in place after the segment's forward. "
                 "Do not keep this operator's outputs in the plan, or make the modification out of place."
@@ -215,7 +229,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made[operator] += 1
         call = operator, self._made[operator]
         # A call with ``out=`` is one of the same operator, and what it writes to must be written again.
-        return call if self._kept.wants(call) and not func._schema.is_mutable else None
+        return call if self._kept.wants(call) and not schema_of(func).is_mutable else None
 
 
 class _Recording(_Calls):  # type: ignore[no-untyped-call]
@@ -292,7 +306,7 @@ def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an operator modifies."""
-    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    arguments = schema_of(func).arguments if has_schema(func) else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -308,7 +322,7 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
     generator = kwargs.get("generator")
     if generator is None:
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not leaves or isinstance(leaves[0], FakeTensor):  # nothing is drawn without data
+        if not leaves or is_fake(leaves[0]):  # nothing is drawn without data
             return None
         device = leaves[0].device
         on_cpu = device.type == "cpu"
@@ -320,9 +334,3 @@ def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Gen
 
 def _has_storage(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same memory without autograd's part, but with the same version counter."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch.backends import cuda, cudnn
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+
+from memopt_cli.runtime.private_torch import MKLDNN, TorchDispatchMode, is_watched
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -26,7 +27,7 @@ _SETTINGS: Final[tuple[_Setting, ...]] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    MKLDNN,
     *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
 )
 
@@ -35,8 +36,8 @@ class Settings:
     """What they are at one moment."""
 
     def __init__(self) -> None:
-        self._values = [read() for read, _ in _SETTINGS]
-        self._is_watched = is_in_torch_dispatch_mode()
+        self._present = [read() for read, _ in _SETTINGS]
+        self._is_watched = is_watched()
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -50,7 +51,7 @@ class Settings:
             Settings()._become(present)
 
     def _become(self, wanted: Settings) -> None:
-        for (_, write), there, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
+        for (_, write), there, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
             if there != value:
                 write(value)
 

@@ -22,11 +22,19 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
+from memopt_cli.runtime.private_torch import (
+    buffers_of,
+    children_of,
+    is_of_transform,
+    is_started,
+    memory_of,
+    parameters_of,
+    unseen,
+)
 from memopt_cli.runtime.settings import Settings
 
 SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
@@ -40,7 +48,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
     """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
     for path, part in module.named_modules() if recurse else [("", module)]:
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):
                 return f"{path}.{name}".removeprefix(".")
     return ""
@@ -93,7 +101,7 @@ class Generators:
         positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
         if "numpy.random" in sys.modules:
             positions["NumPy"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
-        with _disable_current_modes():  # a dry run's tensors have no values
+        with unseen():  # a dry run's tensors have no values
             positions |= {device: _position(device) for device in self._devices}
         self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
 
@@ -101,7 +109,7 @@ class Generators:
         """Put them back there."""
         for generator, position in self._positions.items():
             if isinstance(generator, torch.device):
-                with _disable_current_modes():
+                with unseen():
                     _put(generator, position)
             elif generator == "NumPy":
                 sys.modules["numpy.random"].set_state(pickle.loads(position))
@@ -156,7 +164,7 @@ def _every_device() -> list[torch.device]:
 
 def _is_started(device: torch.device) -> bool:
     """Whether one may have been drawn from there, as PyTorch's checkpoint asks it."""
-    return device.type not in ("cpu", "meta") and getattr(torch.get_device_module(device), "_initialized", False)
+    return device.type not in ("cpu", "meta") and is_started(device)
 
 
 _latest: dict[str | torch.device, Any] = {}
@@ -185,7 +193,7 @@ class ModuleState:
         self._attributes = [(vars(m), *_held(vars(m))) for m in modules]
         self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
-        self._children = [(m._modules, dict(m._modules)) for m in modules if isinstance(m._modules, dict)]
+        self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
@@ -236,7 +244,7 @@ class _Parameters:
 
     def __init__(self, module: nn.Module) -> None:
         # A ScriptModule's cannot be exchanged.
-        held: list[dict[str, Any]] = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
+        held: list[dict[str, Any]] = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
@@ -309,7 +317,7 @@ def _version(gradient: Tensor | None) -> int:
 
 
 def _place_of(parameter: Tensor) -> int:
-    place: int = parameter.untyped_storage()._cdata
+    place: int = memory_of(parameter)
     return place
 
 
@@ -533,7 +541,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             # What a transform of torch.func has left behind can be neither read nor copied.
-            if not isinstance(value, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            if not isinstance(value, nn.Parameter) and not is_of_transform(value):
                 yield value
         elif isinstance(value, _Container):
             yield from _tensors(value.items)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree
+
+from memopt_cli.runtime.private_torch import tree_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             return tuple.__new__(type(leaf), [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    return _pytree.tree_map(visit, value, is_leaf=_is_own_tuple)
+    return tree_map(visit, value, is_leaf=_is_own_tuple)
 
 
 def _is_own_tuple(value: Any) -> bool:

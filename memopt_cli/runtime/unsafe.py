@@ -6,20 +6,17 @@ They say so and run plainly from then on; with ``memopt_cli.on_unsafe = "raise"`
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import _CheckpointFrame
 
+from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
 from memopt_cli.runtime.state import name_of
 
 _thread = threading.local()
@@ -27,7 +24,7 @@ _moments = itertools.count(1)
 _made = 0
 _marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A module that runs plainly -> the number of its mark, in the order in which they were made."""
-_checkpoints: MutableMapping[_CheckpointFrame, int] = WeakKeyDictionary()
+_checkpoints: MutableMapping[CheckpointCall, int] = WeakKeyDictionary()
 """A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
 
@@ -89,19 +86,7 @@ def as_of_checkpoint() -> AbstractContextManager[None]:
     That recomputes as well, and must then find what it found: within, a segment that is marked on the way still runs
     as one.
     """
-    frame = None if hasattr(_thread, "now") else _checkpoint_around()
+    frame = None if hasattr(_thread, "now") else checkpoint_around()
     if frame is None:
         return contextlib.nullcontext()
     return as_of(_checkpoints.setdefault(frame, this_moment()))
-
-
-def _checkpoint_around() -> _CheckpointFrame | None:
-    """The call of PyTorch's checkpoint that keeps or recomputes what is saved now: its hooks know it."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = inspect.unwrap(hooks[0]) if hooks else None
-    for cell in getattr(pack, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            found = cell.cell_contents() if isinstance(cell.cell_contents, ref) else cell.cell_contents
-            if isinstance(found, _CheckpointFrame):
-                return found
-    return None

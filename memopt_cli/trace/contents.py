@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt_cli.records import CompressorName, ModuleTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.packing import codec_for
+from memopt_cli.runtime.private_torch import unseen, version_counter
 from memopt_cli.trace.log import StorageLog, held_bytes
 from memopt_cli.workspace import ASIDE
 
@@ -53,7 +53,7 @@ class Contents:
         storage = self._log.known(tensor)
         if storage is None:
             return _packed_bytes(tensor)
-        key = storage.index, tensor._version, int(tensor.storage_offset()), tensor.numel()
+        key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()
         if key not in self._known:
             self._known[key] = _packed_bytes(tensor)
         return self._known[key]
@@ -67,7 +67,7 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 @contextmanager
 def aside() -> Iterator[None]:
     """What runs within is no part of the step."""
-    with torch.no_grad(), _disable_current_modes(), record_function(ASIDE):
+    with torch.no_grad(), unseen(), record_function(ASIDE):
         yield
 
 
@@ -89,15 +89,19 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     return replace(full, storages=tuple(storages)), ""
 
 
+_LIKE = ("forward", "backward")
+"""Phases that a step of a few samples has as well; it may lack the optimizer's."""
+
+
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
-    """Whether the same operators made as many storages; the small step may lack the optimizer's."""
-    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase != "update"] for trace in (full, small))
+    """Whether the same operators made as many storages."""
+    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase in _LIKE] for trace in (full, small))
     return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
 
 
 def _born_in_turn(trace: StepTrace) -> list[int]:
-    """The storages that are neither of the optimizer nor made in its update."""
-    updates = {index for op in trace.ops if op.phase == "update" for index in op.makes}
+    """The storages that are neither of the optimizer nor made once the gradients are there."""
+    updates = {index for op in trace.ops if op.phase not in _LIKE for index in op.makes}
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 
 

@@ -29,6 +29,7 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
         resident_bytes=resident,
         breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peak_tick)),
         holders=_holders(log.alive_at(log.allocated_peak_tick)),
+        phases=tuple(log.phase_peaks.values()),
     )
 
 

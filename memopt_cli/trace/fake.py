@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from memopt_cli.records import Counted, StepSettings, StepTrace
+from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, input_dtype
@@ -28,10 +28,10 @@ def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
     """As :func:`memopt_cli.step.place`, of a model without data, whose tensors ``Module.to`` cannot exchange."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = placed.setdefault(id(tensor), _placed(tensor, settings))  # type: ignore[assignment]
+                    tensors[name] = placed.setdefault(id(tensor), _placed(tensor, settings))
     return model.train()
 
 
@@ -80,5 +80,5 @@ class FakeStep:
             return record(self.step, batch, contents=False, workspaces=workspaces, codecs=codecs)
 
     def _fake(self, leaf: Any) -> Any:
-        is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+        is_real = isinstance(leaf, Tensor) and not is_fake(leaf)
         return self._mode.from_tensor(leaf) if is_real else leaf

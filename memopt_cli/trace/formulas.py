@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from memopt_cli.runtime.private_torch import number_of, running_node
+
 _WRITES = {
     "aten::index_add",
     "aten::index_copy",
@@ -97,10 +99,10 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
     """The formula of PyTorch's own that runs; ``before``: the one that ran at the previous operator."""
     if torch.is_grad_enabled():
         return None
-    node = torch._C._current_autograd_node()
+    node = running_node()
     if node is None or isinstance(node, BackwardCFunction):
         return None
-    name, number = node.name(), node._sequence_nr()
+    name, number = node.name(), number_of(node)
     if before is not None and (before.name, before.number) == (name, number):
         return before
     return Formula(name, number, tick, _is_shared(node))

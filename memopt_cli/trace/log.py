@@ -10,30 +10,34 @@ derivative formula would write to (:mod:`memopt_cli.trace.formulas`).
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from memopt_cli.records import Phase
+from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
 from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
+from memopt_cli.runtime.private_torch import (
+    TorchDispatchMode,
+    caller_beyond,
+    is_engine,
+    is_fake,
+    is_view,
+    memory_of,
+    storage_key,
+    tree_leaves,
+)
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks, seed_everything
+from memopt_cli.step import Step, module_hooks, seed_everything, take
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
@@ -71,6 +75,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_tick = 0
+        self.phase_peaks: dict[Phase, PhasePeak] = {}
         self._tick = 0
         self.module_running = module_running
         self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
@@ -86,11 +91,12 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.settle()
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
-        if func is _NUMBER and self.phase == "update" and isinstance(args[0], FakeTensor):
-            return 0.5  # optimizers read counters and divide by 1 - them; no size depends on it
-        output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
+        if func is _NUMBER and self.phase == "update" and is_fake(args[0]):
+            output: Any = 0.5  # optimizers read counters, and divide by them and by 1 less them; no size depends on it
+        else:
+            output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         self._formula = formula_at(self._tick, self._formula) if self.phase == "backward" else None
         self._tick += counts
@@ -139,7 +145,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_key(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[2] == nbytes:
             return known[1]
@@ -173,7 +179,18 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= storage.nbytes if storage.died is None else 0
         storage.nbytes = 0
 
+    def enter(self, phase: Phase) -> None:
+        """The step goes on to its next phase."""
+        self.settle()
+        self.phase = phase
+        self.phase_peaks[phase] = PhasePeak(
+            phase=phase, tensor_peak_bytes=self.live_bytes, allocated_peak_bytes=self.live_bytes
+        )
+
     def _raise_peaks(self, live_bytes: int, workspace_bytes: int) -> None:
+        in_phase = self.phase_peaks.get(self.phase)
+        if in_phase is not None:
+            self.phase_peaks[self.phase] = in_phase.raised(live_bytes, live_bytes + workspace_bytes)
         if live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_tick = live_bytes, self._tick
         if live_bytes + workspace_bytes > self.allocated_peak_bytes:
@@ -181,7 +198,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def known(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has been seen."""
-        found = self._alive.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+        found = self._alive.get(memory_of(tensor)) if _has_storage(tensor) else None
         return found[1] if found else None
 
     def alive_at(self, tick: int) -> Iterator[Storage]:
@@ -270,14 +287,15 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
 
 def run_step(step: Step, log: StorageLog) -> None:
     """One step under an active ``log``; leaves the gradients."""
-    output = step.forward()
-    log.phase = "backward"
-    step.backward(output)
+
+    def enter(phase: Phase) -> None:
+        if log.phase == "backward":
+            _label_gradients(log, step.model)
+        log.enter(phase)
+
+    take(step, enter)
     log.settle()
-    del output
     _label_gradients(log, step.model)
-    log.phase = "update"
-    step.update()
 
 
 def resident_bytes(step: Step) -> int:
@@ -312,7 +330,7 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     for t in tensors:
         if t is not None and _has_storage(t):
             storage = t.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            sizes[storage_key(storage)] = storage.nbytes()
     return sum(sizes.values())
 
 
@@ -337,14 +355,12 @@ def _adds_gradients(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     first, other = args
-    if not isinstance(other, Tensor) or first._is_view() or not is_dense(first):
+    if not isinstance(other, Tensor) or is_view(first) or not is_dense(first):
         return False
     if other.layout is not torch.strided and not first.is_contiguous():
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _AROUND:
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _engine_run_backward.__code__
+    caller = caller_beyond(_AROUND)
+    return caller is not None and is_engine(caller)
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -352,5 +368,5 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 """What it makes says that it is zero and holds nothing."""
 
-_AROUND = {__name__, "torch._compile", "torch._dynamo.eval_frame"}
+_AROUND = frozenset((__name__, "torch._compile", "torch._dynamo.eval_frame"))
 """What stands between an operator and a mode that sees it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
+from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
@@ -40,7 +41,7 @@ class ModuleNotes:
         if not self.calls and inputs:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
         self.calls += 1
-        self.versions = [(t, t._version) for t in inputs]
+        self.versions = [(t, version_counter(t)) for t in inputs]
         nbytes = packed = held_bytes(inputs)
         name: CompressorName = "null"
         if contents is not None:
@@ -57,7 +58,7 @@ class ModuleNotes:
     def leave(self, outputs: list[Storage | None], state_bytes: int) -> None:
         """Forward has returned tensors on these storages, and left so many bytes in attributes."""
         self.state_bytes = self.state_bytes if self.calls > 1 else state_bytes
-        self.mutates_input |= any(t._version != version for t, version in self.versions)
+        self.mutates_input |= any(version_counter(t) != version for t, version in self.versions)
         self.versions = []
         for storage in outputs:
             if storage is not None and storage.index not in self.outputs:

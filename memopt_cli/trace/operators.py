@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from memopt_cli.runtime.private_torch import has_schema, schema_of, tree_leaves
 
 _aten = torch.ops.aten
 
@@ -61,15 +62,15 @@ _STATISTICS = ("running_mean", "running_var")
 
 @functools.cache
 def _parameters(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments) if hasattr(func, "_schema") else ()
+    return tuple(argument.name for argument in schema_of(func).arguments) if has_schema(func) else ()
 
 
 @functools.cache
 def _written(func: Any) -> tuple[str, ...]:
     """Names of the arguments that a call may write."""
-    if not hasattr(func, "_schema"):
+    if not has_schema(func):
         return ()
-    shown = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    shown = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     if not shown and {"running_mean", "running_var"} <= {*_parameters(func)}:
         is_forward = not name_of(func).endswith("_backward")
         return _STATISTICS if is_forward else ()

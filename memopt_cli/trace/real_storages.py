@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace.recurrent import with_two_biases, with_workspace
 
 _aten = torch.ops.aten
@@ -21,7 +21,7 @@ def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
 
 def _in_elements(args: Any, output: Any) -> Any:
     """A loss that was reduced, in the storage of all its elements, where the kernel wrote these first."""
-    if not isinstance(output, FakeTensor) or output.dim():
+    if not is_fake(output) or output.dim():
         return output
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     return output.new_empty(shape).resize_(())

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from memopt_cli.records import CompressorName, ModuleCall, OpTrace, Phase, StepTrace, StorageTrace
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.container import recomputing_module
+from memopt_cli.runtime.private_torch import next_node, number_of, running_node, tree_leaves
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, reset_gradients
@@ -158,7 +157,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         phase, call = self._whence()
         module = self.module_running() if call is None else self._calls[call].path if call >= 0 else ""
         if phase == "forward":
-            self._op_of_node.setdefault(_next_node() - 1, len(self._ops))
+            self._op_of_node.setdefault(next_node() - 1, len(self._ops))
         if self.phase == "forward":
             self._forward_ops += 1
         self._ops.append(
@@ -200,16 +199,16 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
 
     def _turn(self, call: int) -> None:
         self._innermost = call
-        self._turns.append((_next_node(), call))
+        self._turns.append((next_node(), call))
 
     def _whence(self) -> tuple[Phase, int | None]:
         """The phase of the operator that runs and, in backward, the call whose forward it differentiates."""
         if self.phase != "backward" or recomputing_module():
             return self.phase, None
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None:  # the loss
             return "forward", None
-        number = node._sequence_nr()
+        number = number_of(node)
         if number <= self._last_node:
             return "backward", self._turns[bisect.bisect_right(self._turns, (number, len(self._calls))) - 1][1]
         # Nodes that add a gradient to a parameter run at once when it is complete: with the operator before.
@@ -223,7 +222,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         """Autograd holds ``alias`` as it would hold the tensor itself: no storage lives longer for it."""
         storage = self.known(alias)
         if storage is not None and storage.kind != "parameters":
-            self._savers[storage.index][_next_node() - 1] = None
+            self._savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self._packed:
                 with aside():
                     whole = (
@@ -330,9 +329,3 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
 
 def _dead(storage: Storage, tick: int) -> bool:
     return storage.died is not None and storage.died <= tick
-
-
-def _next_node() -> int:
-    """The number that the next node of autograd's graph gets in this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number

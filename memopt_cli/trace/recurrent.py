@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.runtime.private_torch import is_fake, unseen
 
 _LONGEST = 64
 """Time steps of a recurrent layer that are run to learn its workspace; it grows in proportion beyond."""
@@ -20,7 +20,7 @@ _TENSORS = 7
 
 def with_workspace(args: Any, output: Any) -> Any:
     """What ``mkldnn_rnn_layer`` makes of fake tensors, with the workspace that it makes of real ones."""
-    if not isinstance(output[3], FakeTensor):
+    if not is_fake(output[3]):
         return output
     steps, batch, _ = args[0].shape
     layer = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
@@ -51,7 +51,7 @@ def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torc
 @functools.cache
 def _learned_bytes(layer: tuple[Any, ...], dtype: torch.dtype) -> int:
     """By running the layer on zeros."""
-    with _disable_current_modes():
+    with unseen():
         tensors = [torch.zeros(shape, dtype=dtype) for shape in layer[:_TENSORS]]
         nbytes: int = torch.ops.aten.mkldnn_rnn_layer(*tensors, *layer[_TENSORS:])[3].nbytes
     return nbytes

@@ -11,13 +11,14 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import WriteError
+from memopt_cli.plan.policy import resolve
 from memopt_cli.records import (
     ApplyRequest,
     Budget,
     InputSpec,
     ModelSource,
     OptimizeRequest,
-    SearchRequest,
+    SearchOverrides,
     StepSettings,
     TensorSpec,
     Trust,
@@ -28,7 +29,9 @@ Optimize = Callable[..., OptimizeRequest]
 
 
 def test_defaults(optimize: Optimize) -> None:
-    assert optimize() == OptimizeRequest(
+    request = optimize()
+    assert resolve(request.search) == resolve(SearchOverrides())
+    assert replace(request, search=SearchOverrides()) == OptimizeRequest(
         source=ModelSource(location="model.pt"), spec=None, settings=StepSettings(device="auto"), interruptible=True
     )
 
@@ -59,7 +62,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
             source="--input",
         ),
         settings=StepSettings(device="cuda:1", precision="fp64", loss="l.py:f", optimizer="adamw", seed=7),
-        search=SearchRequest(
+        search=SearchOverrides(
             level=4,
             targets=("Linear", "blocks.*"),
             compress_x=False,
@@ -90,7 +93,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
 
 
 def test_a_slowdown_without_a_limit(optimize: Optimize) -> None:
-    assert optimize("--max-slowdown", "none").search.max_slowdown == math.inf
+    assert optimize("--max-slowdown", "none").search["max_slowdown"] == math.inf
 
 
 def test_a_factory_needs_no_file(pipeline: Any) -> None:
@@ -127,14 +130,14 @@ def test_config_file_of_the_folder(optimize: Optimize) -> None:
     assert request.spec is not None
     assert [tensor.shape for tensor in request.spec.tensors] == [("B", "S"), ("B", 1)]
     assert (request.spec.dims, request.spec.source) == ({"B": 8, "S": 128}, "memopt.yaml")
-    assert (request.search.level, request.search.targets, request.search.compress_x) == (4, ("Linear",), False)
+    assert (request.search["level"], request.search["targets"], request.search["compress_x"]) == (4, ("Linear",), False)
     assert (request.settings.precision, request.timeout_s) == ("bf16", 90)
 
 
 def test_flags_win_over_the_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text(CONFIG)
     request = optimize(*"--level 2 --dim S=64 --compress-x --allow-package mine --target Conv2d".split())
-    assert (request.search.level, request.search.compress_x, request.search.targets) == (2, True, ("Conv2d",))
+    assert (request.search["level"], request.search["compress_x"], request.search["targets"]) == (2, True, ("Conv2d",))
     assert request.source.trust == Trust(packages=("mine",))
     assert request.spec is not None
     assert request.spec.dims == {"B": 8, "S": 64}
@@ -155,12 +158,12 @@ def test_inputs_of_the_command_line_replace_those_of_the_file(optimize: Optimize
 def test_named_config_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text("level: 1")
     Path("other.yaml").write_text("level: 2")
-    assert optimize("--config", "other.yaml").search.level == 2
+    assert optimize("--config", "other.yaml").search["level"] == 2
 
 
 def test_empty_config_file(optimize: Optimize) -> None:
     Path("memopt.yaml").write_text("# nothing yet\n")
-    assert optimize().search.level is None
+    assert optimize().search["level"] is None
 
 
 @pytest.mark.parametrize(

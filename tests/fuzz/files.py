@@ -170,7 +170,7 @@ def _zips() -> list[bytes]:
     model = _model()
     model.extra = {"dtype": torch.float16, "size": torch.Size([1]), "array": np.ones(2), "act": nn.functional.gelu}
     checkpoint = {"state_dict": model.state_dict(), "model": model, "epoch": 3}
-    memopt_cli.apply_plan(optimized := _model(), memopt_cli.Plan(level=1, segments=(memopt_cli.SegmentPlan(path="0"),)))
+    memopt_cli.apply_plan(optimized := _model(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
     return [_bytes_of(functools.partial(torch.save, value)) for value in (model, checkpoint, optimized)]
 
 

@@ -57,7 +57,7 @@ def peaks(case: Case) -> Peaks:
     _take(step)
     counted = count(step).tensor_peak_bytes
     predicted = FakeStep(step).count().tensor_peak_bytes
-    allocated = measure_allocated(lambda: _take(step), "cpu", resident_bytes(step)).peak_bytes
+    allocated = measure_allocated(lambda _: _take(step), "cpu", resident_bytes(step)).peak_bytes
     return Peaks(predicted, counted, allocated)
 
 

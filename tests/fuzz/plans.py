@@ -26,7 +26,7 @@ _KEPT: Final = (
 def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool) -> Plan:
     """What is said of the whole model and of its blocks, as one plan."""
     within = (replace(s, path=_joined(path, s.path)) for path, block in placed(blocks) for s in block.segments)
-    return Plan(level=3, segments=(*segments, *within), packed=packed)
+    return Plan(segments=(*segments, *within), packed=packed)
 
 
 def _joined(path: str, rest: str) -> str:
@@ -94,7 +94,7 @@ def drawn_around(draws: random.Random, blocks: Sequence[Block], model: nn.Module
 
 def _fits(model: nn.Module, path: str, segment: SegmentPlan) -> bool:
     try:
-        memopt_cli.apply_plan(model, Plan(level=3, segments=(replace(segment, path=_joined(path, segment.path)),)))
+        memopt_cli.apply_plan(model, Plan(segments=(replace(segment, path=_joined(path, segment.path)),)))
     except PlanError:
         return False
     memopt_cli.remove_plan(model)

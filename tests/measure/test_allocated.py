@@ -21,20 +21,20 @@ def test_the_highest_level_counts() -> None:
         third = torch.empty(MIB // 2)
         del second, third
 
-    found = measure_allocated(step, "cpu", 100)
+    found = measure_allocated(lambda _: step(), "cpu", 100)
     assert found.peak_bytes == found.reserved_bytes == 100 + 8 * MIB
     assert found.backend == "cpu profiler"
 
 
 def test_a_step_that_only_frees_peaks_at_its_start() -> None:
     held = [torch.empty(MIB)]
-    assert measure_allocated(held.clear, "cpu", 4 * MIB).peak_bytes == 4 * MIB
+    assert measure_allocated(lambda _: held.clear(), "cpu", 4 * MIB).peak_bytes == 4 * MIB
 
 
 def test_a_kernels_workspace_is_seen() -> None:
     """The softmax of a strided tensor copies it first."""
     x = torch.randn(64, 64, 64).transpose(0, 2)
-    found = measure_allocated(lambda: torch.cumsum(x, 0).sum(), "cpu", 0)
+    found = measure_allocated(lambda _: torch.cumsum(x, 0).sum(), "cpu", 0)
     assert found.peak_bytes >= x.nbytes
 
 
@@ -48,8 +48,8 @@ def test_what_is_freed_at_an_address_of_another_profile_is_not_taken_from_what_i
             kept.pop(0)
             kept.append(torch.empty(2 * MIB))
 
-    measure_allocated(lambda: step(first=True), "cpu", 0)
-    assert measure_allocated(lambda: step(first=False), "cpu", 16 * MIB).peak_bytes == 28 * MIB
+    measure_allocated(lambda _: step(first=True), "cpu", 0)
+    assert measure_allocated(lambda _: step(first=False), "cpu", 16 * MIB).peak_bytes == 28 * MIB
 
 
 class First(nn.Module):
@@ -66,9 +66,9 @@ def test_looking_into_tensors_does_not_count() -> None:
     )
     spikes = (torch.rand(4, 3, 40, 40) > 0.5).float()
     step = Step(model=model, args=(spikes,), kwargs={}, settings=StepSettings(device="cpu"))
-    plain = measure_allocated(lambda: step.backward(step.forward()), "cpu", 0)
+    plain = measure_allocated(lambda _: step.backward(step.forward()), "cpu", 0)
     model.zero_grad(set_to_none=True)
-    recorded = measure_allocated(lambda: record(step, 4, contents=True, frees=False), "cpu", 0)
+    recorded = measure_allocated(lambda _: record(step, 4, contents=True, frees=False), "cpu", 0)
     for name in ("convolution", "convolution_backward", "native_batch_norm", "native_batch_norm_backward"):
         runs = [found.workspaces._runs[f"aten::{name}"] for found in (plain, recorded)]
         assert len(runs[0]) == 1 + name.startswith("convolution")

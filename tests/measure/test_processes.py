@@ -31,7 +31,7 @@ from memopt_cli.records import (
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 MODEL = """
 import atexit
 import os

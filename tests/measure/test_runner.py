@@ -129,7 +129,7 @@ def test_one_that_never_pauses_runs_out_of_time(answering: Answering) -> None:
 
 def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None:
     """To more than a pipe holds."""
-    plan = Plan(level=1, segments=tuple(SegmentPlan(path=f"a.{i}") for i in range(10_000)))
+    plan = Plan(segments=tuple(SegmentPlan(path=f"a.{i}") for i in range(10_000)))
     with answering(iter([]), timeout_s=0.1) as session:
         assert session.measure(plan) == TimedOut(limit_s=0.1)
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import PlanError, StepError
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
@@ -43,7 +43,7 @@ from memopt_cli.records import (
     Trust,
 )
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 MiB = 1 << 20
 
 
@@ -65,7 +65,7 @@ def worker(tmp_path: Path) -> Callable[..., Worker]:
 
 
 def plan(*paths: str, **fields: Any) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
+    return Plan(segments=tuple(SegmentPlan(path=path, **fields) for path in paths))
 
 
 def everything(worker: Worker) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 ) -> None:
     batches: list[int] = []
 
-    def watched(take: Callable[[], object], device: str, held_bytes: int) -> Allocated:
+    def watched(take: MarkedStep, device: str, held_bytes: int) -> Allocated:
         handle = one._model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
         try:
             return measure_allocated(take, device, held_bytes)

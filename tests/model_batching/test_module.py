@@ -538,7 +538,7 @@ class Chain(nn.Module):
         return self.second(self.first(x))
 
 
-PLAN = Plan(level=3, segments=(SegmentPlan(path="first"), SegmentPlan(path="second", chunks=2, axis=0)))
+PLAN = Plan(segments=(SegmentPlan(path="first"), SegmentPlan(path="second", chunks=2, axis=0)))
 
 
 @pytest.mark.parametrize("route", ["fused", "loop"])
@@ -579,8 +579,8 @@ class Flat(nn.Module):
         return self.features(x).mean((-1, -2))
 
 
-RUNS = Plan(level=3, segments=tuple(SegmentPlan(path=f"features.{path}") for path in ("0-2", "3-8", "3-8.4", "9-14")))
-FEWER_RUNS = Plan(level=3, segments=(SegmentPlan(path="features.0-2"),))
+RUNS = Plan(segments=tuple(SegmentPlan(path=f"features.{path}") for path in ("0-2", "3-8", "3-8.4", "9-14")))
+FEWER_RUNS = Plan(segments=(SegmentPlan(path="features.0-2"),))
 
 
 def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
@@ -628,7 +628,7 @@ class Stages(nn.Sequential):
 def test_a_spatially_split_segment_works_inside_a_batched_model(route: RouteName) -> None:
     layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)]
     plain = different(nn.Sequential(*layers), route="loop")
-    plan = Plan(level=2, segments=(SegmentPlan(path="", spatial_split=True),))
+    plan = Plan(segments=(SegmentPlan(path="", spatial_split=True),))
     split = BatchModule(apply_plan(Stages(*layers), plan), G, route=route)
     split.load_state_dict(plain.state_dict())
     for batched in (plain, split):
@@ -640,7 +640,7 @@ def test_a_spatially_split_segment_works_inside_a_batched_model(route: RouteName
 @pytest.mark.parametrize("route", ["fused", "loop"])
 def test_a_head_that_runs_through_its_loss_meets_it_whole(route: RouteName) -> None:
     targets, plain = torch.randint(0, 2, (G, B)), different(small(), route="loop")
-    plan = Plan(level=3, segments=(SegmentPlan(path="2", chunks=2, through_loss=True),))
+    plan = Plan(segments=(SegmentPlan(path="2", chunks=2, through_loss=True),))
     carrying = BatchModule(apply_plan(small(), plan), G, route=route)
     carrying.load_state_dict(plain.state_dict())
     for batched in (plain, carrying):
@@ -663,7 +663,7 @@ def test_a_segment_in_what_cannot_be_traced_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functools.reduce(lambda y, _: self.inner(y), range(len(x)), x)  # a proxy has no length
 
-    model = apply_plan(nn.Sequential(Untraceable()), Plan(level=2, segments=(SegmentPlan(path="0.inner"),)))
+    model = apply_plan(nn.Sequential(Untraceable()), Plan(segments=(SegmentPlan(path="0.inner"),)))
     batched = BatchModule(model, G, example_inputs=(images(),))
     refused = {trial.name: trial.refused for trial in batched.trials}
     assert "module '0.inner' is a segment that would run under vmap" in refused["fused"]
@@ -699,8 +699,8 @@ def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_
         batched(images())
     torch.save(batched, tmp_path / "batched.pt")
     subject = prepare_small(tmp_path)
-    plan = Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="2")))
-    (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(file_header(subject), plan))
+    plan = Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="2")))
+    (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(file_header(subject), plan, 3))
     source = ModelSource(location=str(tmp_path / "batched.pt"))  # trusted as other modules of memopt are
     request = ApplyRequest(source=source, plan_path=str(tmp_path / "p.plan.yaml"))
     (written,) = apply(request, progress=Progress()).files

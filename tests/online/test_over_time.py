@@ -178,7 +178,7 @@ def test_chunks_hand_the_states_over_along_time(
 ) -> None:
     whole, inputs = OverTime(feedforward(make()).float()), sequence()[0].float()
     segment = SegmentPlan(path="", chunks=3, axis=axis, recompute_states=recompute_states)
-    chunked = apply_plan(copy.deepcopy(whole), Plan(level=3, segments=(segment,)))
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(segment,)))
     for _ in range(2):  # the second sequence starts afresh, too
         expected, found = (effects(step_of(net, inputs)) for net in (whole, chunked))
         if axis == 1:  # what is left behind is of the last samples alone
@@ -192,7 +192,7 @@ def test_chunks_hand_the_states_over_along_time(
 def test_a_model_of_sequences_around_it_is_chunked_likewise(make: Callable[[], nn.Module]) -> None:
     whole = nn.Sequential(OverTime(feedforward(make()).float()), nn.Linear(CLASSES, 2))
     inner, outer = SegmentPlan(path="0"), SegmentPlan(path="", chunks=4, axis=0)
-    chunked = apply_plan(copy.deepcopy(whole), Plan(level=3, segments=(outer, inner)))
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(outer, inner)))
     inputs = sequence()[0].float()
     worst = difference(effects(step_of(whole, inputs)), effects(step_of(chunked, inputs)))
     assert worst.relative < 1e-5

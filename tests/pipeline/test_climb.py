@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.pipeline.climb import Climb, found_row
-from memopt_cli.plan.interface import Candidate
+from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -33,7 +33,7 @@ def priced(peak: int, slowdown: float) -> Priced:
     counted = Counted(
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
-    return Priced(candidate=Candidate(plan=Plan(level=0, segments=segments), counted=counted), slowdown=slowdown)
+    return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=slowdown)
 
 
 class FakePlanner:
@@ -96,7 +96,7 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert [row.predicted_allocated_peak_bytes for row in rows] == [800, 800, 600]
     assert [row.predicted_slowdown for row in rows] == [1.1, 1.1, 1.2]
     assert [row.outcome for row in rows] == [None, None, measured(600)]
-    assert [row.note for row in rows] == ["", "the plan of level 1", ""]
+    assert [row.repeats for row in rows] == [None, 1, None]
     assert found.skipped == ["level2:no_spatial_candidates"]
     assert found.applied == rows[-1]
     assert asked == [600]
@@ -113,7 +113,7 @@ def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     rows = found.rows()
     assert rows[0].outcome == measured(600, 2.0)
     assert found.applied == rows[1]
-    assert rows[1].plan == Plan(level=2)
+    assert rows[1].plan == Plan()
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
@@ -139,7 +139,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:
     found, asked = climb({1: {600: 1.3, 700: 1.2, 800: 1.1, 900: 1.01}}, lambda peak: measured(peak, 3.0))
     (row,) = found.rows()
-    assert row.plan == Plan(level=1)
+    assert row.plan == Plan()
     assert row.outcome == measured(ORIGINAL)
     assert 1 <= len(asked) <= 3
     assert len(found.notes) == len(asked)

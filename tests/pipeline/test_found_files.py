@@ -138,8 +138,8 @@ def test_in_no_kind_of_subprocess_either(
 
 def test_the_tensors_of_a_plan_are_what_it_is_verified_on(memopt: Memopt, in_process: None) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "model.pt")
-    plan = Plan(level=1)
-    Path("p.yaml").write_bytes(plan_yaml(HEADER, plan))
+    plan = Plan()
+    Path("p.yaml").write_bytes(plan_yaml(HEADER, plan, 3))
     done = memopt("apply", "model.pt", "p.yaml", "--verify")
     assert done.code == 0, done.err
     assert "Inputs: Bx3, B=2 (p.yaml)" in done.err

@@ -12,7 +12,7 @@ import pytest
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
-from memopt_cli.plan.interface import Candidate
+from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -34,7 +34,7 @@ def priced(peak: int) -> Priced:
     counted = Counted(
         tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=()
     )
-    return Priced(candidate=Candidate(plan=Plan(level=3, segments=segments), counted=counted), slowdown=2 - peak / 1000)
+    return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=2 - peak / 1000)
 
 
 class FakePlanner:

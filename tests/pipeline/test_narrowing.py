@@ -23,7 +23,7 @@ def verification(*, passed: bool) -> Verification:
 
 
 def plan(count: int, *, packed: bool = False) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(count)), packed=packed)
+    return Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count)), packed=packed)
 
 
 @pytest.mark.parametrize("faulty", [{3}, {0, 7}, {1, 2, 6}, set(range(8))])

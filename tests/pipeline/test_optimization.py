@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from memopt_cli.records import (
     OptimizeRequest,
     OutOfMemory,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     SegmentPlan,
     StepSettings,
     TensorSpec,
@@ -144,7 +144,7 @@ def test_piped_output_is_plain(run: Run) -> None:
 
 def test_every_file_says_where_it_comes_from(run: Run) -> None:
     for data in (run.summary(), run.yaml("plan"), run.yaml("batch")):
-        assert data["schema_version"] == 1
+        assert data["schema_version"] == 2
         assert data["memopt"] == version("memopt")
         assert data["torch"] == str(torch.__version__)
         assert data["model"] == "net.pt"
@@ -180,8 +180,8 @@ def test_the_original_and_the_applied_plan_are_measured(run: Run) -> None:
 def test_no_level_is_above_the_one_below(run: Run) -> None:
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in run.rows()]
     assert peaks == sorted(peaks, reverse=True)
-    for before, row in itertools.pairwise(run.rows()[1:]):
-        assert bool(row.note) is (replace(row.plan, level=0) == replace(before.plan, level=0))
+    for before, row in itertools.pairwise(run.rows()):
+        assert row.repeats == (before.level if row.plan == before.plan else None)
 
 
 def test_the_plan_lowers_the_peak_and_was_predicted(run: Run) -> None:
@@ -390,7 +390,7 @@ def address_space_without_tensors() -> int:
     spec = InputSpec(tensors=(TensorSpec(shape=(16, 2)),), source="here")
     segments = tuple(SegmentPlan(path=f"blocks.{n}") for n in range(8))
     with Session(Subject(source=source, spec=spec, settings=StepSettings()), 60) as session:
-        assert isinstance(session.measure(Plan(level=1, segments=segments)), Measurement)
+        assert isinstance(session.measure(Plan(segments=segments)), Measurement)
         assert session._process is not None
         lines = Path(f"/proc/{session._process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPeak"))
@@ -415,7 +415,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
             OptimizeRequest(
                 source=ModelSource(location=str(path)),
                 spec=InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 16}, source="here"),
-                search=SearchRequest(level=1),
+                search=SearchOverrides(level=1),
                 longest_step_s=0.01,
             ),
             progress=Progress(),
@@ -467,8 +467,8 @@ def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimi
     assert done.code == 0, done.err
     assert " → " not in done.err
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
-    assert [row.candidates for row in summary.levels if row.level] in ([0, 0, 0, 0], [], [0])
-    assert summary.plan == replace(Plan(level=0), level=summary.applied_level)
+    assert [row.dry_runs for row in summary.levels if row.level] in ([0, 0, 0, 0], [], [0])
+    assert summary.plan == Plan()
     assert any("ended after 0 s (--search-time)" in note for note in summary.notes)
 
 

@@ -104,7 +104,7 @@ def test_spikes_are_known_to_pack(tmp_path: Path) -> None:
 
 def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     segments = tuple(SegmentPlan(path=str(i)) for i in range(3))
-    plan = {"schema_version": 1, **header(), **to_data(Plan(level=1, segments=segments))}
+    plan = {"schema_version": 1, **header(), **to_data(Plan(segments=segments))}
     (tmp_path / "p.plan.yaml").write_text(json.dumps(plan))
     plain, planned = (
         profiled(model_file, "2048x256", plan_path=path) for path in (None, str(tmp_path / "p.plan.yaml"))

@@ -155,8 +155,8 @@ class TestInProcess:
 
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
         before, after = (row.outcome for row in found.rows)
         assert [row.planned for row in found.rows] == [False, True]
@@ -210,8 +210,8 @@ class TestInProcess:
         found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
         assert found.accumulation is not None
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
-        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, accumulates=True) <= MIB
-        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, accumulates=True) > MIB
+        assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
+        assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
@@ -281,8 +281,8 @@ class TestInProcess:
 
         monkeypatch.setattr(LocalSession, "probe", timed)
         location = saved(tmp_path / "net.pt", deep_net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=path, objective=objective)
         assert found.rows[found.chosen].planned is (objective == "max")

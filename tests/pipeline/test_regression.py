@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 KIB = 1024
 BATCH = 512
-PLAN = Plan(level=1, segments=(SegmentPlan(path="features.0"), SegmentPlan(path="features.1")))
+PLAN = Plan(segments=(SegmentPlan(path="features.0"), SegmentPlan(path="features.1")))
 
 
 def block(width: int) -> nn.Sequential:
@@ -62,7 +62,7 @@ def with_buffer() -> nn.Module:
 COMMITS: dict[str, Callable[[], nn.Module]] = {
     "as it was": model,
     "under a plan": lambda: apply_plan(model(), PLAN),
-    "packed": lambda: apply_plan(model(), Plan(level=1, packed=True)),
+    "packed": lambda: apply_plan(model(), Plan(packed=True)),
     "widened": lambda: model(width=384),
     "buffer": with_buffer,
     "renamed": lambda: model(features="backbone"),
@@ -390,14 +390,14 @@ def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
 
 def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path: Path) -> None:
     from memopt_cli.pipeline import optimize
-    from memopt_cli.records import OptimizeRequest, SearchRequest
+    from memopt_cli.records import OptimizeRequest, SearchOverrides
 
     spec = InputSpec(tensors=(parse_tensor(f"{BATCH}x128"),), source="here")
     recorded = history.record()
     made = OptimizeRequest(
         source=ModelSource(location=history.model),
         spec=spec,
-        search=SearchRequest(level=0),
+        search=SearchOverrides(level=0),
         recommend_batch=False,
     )
     optimize(made, progress=Progress(), ask=None)

@@ -274,9 +274,9 @@ class TestInProcess:
 
     def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
         header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
         path = str(tmp_path / "p.plan.yaml")
         found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
         before, after = (row.replicas for row in found.rows)
@@ -291,9 +291,9 @@ class TestInProcess:
         self, out_of_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         location = saved(tmp_path / "net.pt", net())
-        plan = Plan(level=1, segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
+        plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
         header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
         before, after = (peak_of(location, 512, 1, p) for p in (ORIGINAL, plan))
         whole = BatchProbes.probe
 

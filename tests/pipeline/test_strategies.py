@@ -104,8 +104,8 @@ class TestInProcess:
     def test_a_plan_is_verified(self, tmp_path: Path) -> None:
         wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 64))
         net = OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4)))
-        plan = Plan(level=1, segments=(SegmentPlan(path="model.0"),))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan))
+        plan = Plan(segments=(SegmentPlan(path="model.0"),))
+        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         steps = DimRange(symbol="T", low=16, high=32)
         found = compared(tmp_path, net, "bptt", "plan", steps=steps, plan_path=str(tmp_path / "p.plan.yaml"))
         bptt, planned = found.curves
@@ -156,7 +156,7 @@ class TestInProcess:
         assert found.curves[1].remark == "no plan was found: no plan could be run. Try a smaller batch."
 
     def test_the_note_names_the_level_of_the_plan(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        found_plan = SimpleNamespace(applied_level=1, plan=Plan(level=1))
+        found_plan = SimpleNamespace(applied_level=1, plan=Plan())
         monkeypatch.setattr(strategies, "find_plan", lambda *_: found_plan)
         found = compared(tmp_path, spiking(), "plan", steps=DimRange(symbol="T", low=2, high=4))
         assert "The plan is that of level 1 at T=2." in found.notes

@@ -16,7 +16,7 @@ from memopt_cli.records import (
     MemOptSummary,
     OutOfMemory,
     Plan,
-    SearchRequest,
+    SearchOverrides,
     SegmentPlan,
 )
 
@@ -56,11 +56,11 @@ def measured(peak_bytes: int) -> Measurement:
 def row(level: int, **changes: Any) -> LevelRow:
     plain = LevelRow(
         level=level,
-        plan=Plan(level=level, segments=PLANS.get(level, ())),
+        plan=Plan(segments=PLANS.get(level, ())),
         outcome=measured((9 - level) * MIB),
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=None,
-        candidates=1,
+        dry_runs=1,
         search_s=0.0,
     )
     return replace(plain, **changes)
@@ -68,7 +68,7 @@ def row(level: int, **changes: Any) -> LevelRow:
 
 def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> MemOptSummary:
     plan = next(r.plan for r in rows if r.level == applied)
-    resolved = resolve(SearchRequest(level=rows[-1].level))
+    resolved = resolve(SearchOverrides(level=rows[-1].level))
     return summarize(
         Findings(
             resolved=resolved,
@@ -76,10 +76,12 @@ def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> Mem
             model_format="module",
             device="cpu",
             plan=plan,
+            applied_level=applied,
             selection=None,
             rows=list(rows),
             skipped=list(skipped),
-        )
+        ),
+        spent_s=1.0,
     )
 
 
@@ -97,14 +99,14 @@ FOUR = ["level1_gc", "level2_spatial_split", "level3_temporal_split", "level4_gr
     ],
 )
 def test_applied_steps_are_those_whose_means_the_plan_uses(segments: tuple[SegmentPlan, ...], steps: list[int]) -> None:
-    found = summary(row(0), row(4, plan=Plan(level=4, segments=segments)), applied=4)
+    found = summary(row(0), row(4, plan=Plan(segments=segments)), applied=4)
     assert found.applied_steps == [FOUR[step] for step in steps]
     assert found.skipped_steps == []
     assert (found.requested_level, found.applied_level) == (4, 4)
 
 
 def test_what_the_plan_does_is_counted() -> None:
-    plan = Plan(level=4, segments=(A, B, B1, B2_CHUNKED, replace(C, keep=("aten::mm",))))
+    plan = Plan(segments=(A, B, B1, B2_CHUNKED, replace(C, keep=("aten::mm",))))
     found = summary(row(0), row(4, plan=plan), applied=4)
     assert found.gc_wrap_count == 3  # a, b and c
     assert found.spatial_split_count == 1  # b has others in it
@@ -124,7 +126,7 @@ def test_codecs_are_counted_by_who_chose_them() -> None:
 
 
 def test_a_level_without_a_better_plan_is_no_applied_step() -> None:
-    again = row(2, plan=replace(row(1).plan, level=2), note="the plan of level 1")
+    again = row(2, plan=row(1).plan, repeats=1)
     found = summary(row(0), row(1), again, applied=2, skipped=("level2:no_spatial_candidates",))
     assert found.applied_steps == ["level1_gc"]
     assert found.skipped_steps == ["level2:no_spatial_candidates"]
@@ -161,7 +163,7 @@ def test_a_recommendation_quotes_what_was_measured() -> None:
     ("rows", "said"),
     [
         ([row(0)], "Nothing was searched"),
-        ([row(0), row(1, plan=Plan(level=1))], "No plan that was found lowers the measured peak"),
+        ([row(0), row(1, plan=Plan())], "No plan that was found lowers the measured peak"),
         ([row(0), row(1)], "Measured: "),
         (
             [row(0), row(1, outcome=replace(measured(8 * MIB), step_times_s=(2.0,)))],

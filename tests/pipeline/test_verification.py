@@ -35,7 +35,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime import container
 from memopt_cli.runtime.state import Generators, StartingState
 
-ORIGINAL = Plan(level=0)
+ORIGINAL = Plan()
 
 
 class Net(nn.Module):
@@ -54,10 +54,8 @@ class Net(nn.Module):
         return y
 
 
-EXACT = Plan(level=1, segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head")))
-CHUNKED = Plan(
-    level=3, segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head", chunks=4))
-)
+EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head")))
+CHUNKED = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), SegmentPlan(path="head", chunks=4)))
 SIZES = {"B": 64, "T": 20}
 
 

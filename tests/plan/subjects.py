@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.interface import Candidate, Probes, is_within
+from memopt_cli.plan.interface import CountedPlan, Probes, is_within
 from memopt_cli.plan.planner import Planner
 from memopt_cli.records import (
     ChunkRule,
@@ -77,15 +76,14 @@ class Subject:
         self.model = CostModel(self.trace)
 
     @functools.cached_property
-    def original(self) -> Candidate:
-        return Candidate(plan=Plan(level=0), counted=self.count(Plan(level=0)))
+    def original(self) -> CountedPlan:
+        return CountedPlan(plan=Plan(), counted=self.count(Plan()))
 
     def dry_run(self, plan: Plan) -> int:
         return self.count(plan).allocated_peak_bytes
 
     def count(self, plan: Plan) -> Counted:
         """What was counted before is answered from memory."""
-        plan = replace(plan, level=0)
         if plan not in self._counted:
             with self._applied(plan):
                 self._counted[plan] = self.fake.count()
@@ -123,9 +121,7 @@ class Subject:
 
 
 def segments(*paths: str, chunks: int = 1, axis: int = 0) -> Plan:
-    return Plan(
-        level=3, segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis, inexact=chunks > 1) for p in paths)
-    )
+    return Plan(segments=tuple(SegmentPlan(path=p, chunks=chunks, axis=axis, inexact=chunks > 1) for p in paths))
 
 
 def tiny_gpt() -> Subject:
@@ -176,7 +172,7 @@ def carriers() -> Subject:
 
 def carrying(chunks: int, recompute_states: bool) -> Plan:
     every = (SegmentPlan(path=f"blocks.{i}", chunks=chunks, recompute_states=recompute_states) for i in range(4))
-    return Plan(level=3, segments=tuple(every))
+    return Plan(segments=tuple(every))
 
 
 class Leaking(nn.Module):

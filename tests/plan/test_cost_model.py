@@ -34,8 +34,8 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def test_the_original_is_replayed_exactly(subject: Subject) -> None:
-    assert subject.model.predict(Plan(level=0)).allocated_peak_bytes == subject.trace.allocated_peak_bytes
-    assert subject.error(Plan(level=0)) == 0.0
+    assert subject.model.predict(Plan()).allocated_peak_bytes == subject.trace.allocated_peak_bytes
+    assert subject.error(Plan()) == 0.0
 
 
 def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
@@ -67,8 +67,8 @@ def wide() -> Subject:
         segments("1.1", chunks=2),
         segments("1.2", chunks=2),  # the pieces of the input's gradient are joined when the input is gone
         segments("2"),  # its output is the model's, and what is made again is not
-        Plan(level=4, segments=(SegmentPlan(path="1", keep=(CONV,)),)),
-        Plan(level=4, segments=(SegmentPlan(path="1.2", keep=(CONV,)),)),  # no recomputation comes to what it keeps
+        Plan(segments=(SegmentPlan(path="1", keep=(CONV,)),)),
+        Plan(segments=(SegmentPlan(path="1.2", keep=(CONV,)),)),  # no recomputation comes to what it keeps
     ],
     ids=lambda plan: " and ".join(f"{s.path}{s.chunks}{s.keep}" for s in plan.segments),
 )
@@ -80,7 +80,7 @@ def test_how_long_a_segment_holds_what_it_holds(plan: Plan) -> None:
 def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]
     subject = Subject(nn.Sequential(*layers), torch.randn(64, 256))
-    original = subject.dry_run(Plan(level=0))
+    original = subject.dry_run(Plan())
     for path in ("0", "2.2"):
         assert subject.dry_run(segments(path, chunks=chunks)) > 0.9 * original  # the weights are most of the step
         assert abs(subject.error(segments(path, chunks=chunks))) <= 0.02
@@ -97,7 +97,7 @@ def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int
     fake = FakeStep(full)
     trace = fake.record(16, workspaces)
     assert any(0 < op.fixed_workspace_bytes < op.workspace_bytes for op in trace.ops)
-    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=chunks, axis=0, seq_inputs=1, seq_outputs=1),))
+    plan = Plan(segments=(SegmentPlan(path="", chunks=chunks, axis=0, seq_inputs=1, seq_outputs=1),))
     apply_plan(fake.step.model, plan)
     wanted = fake.count(workspaces).allocated_peak_bytes
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(wanted, rel=0.1)
@@ -107,7 +107,7 @@ def taken(step: Step) -> Workspaces:
     """What the step's kernels take for themselves."""
     for _ in range(2):  # the first run fills caches
         step.model.zero_grad(set_to_none=True)
-        found = measure_allocated(lambda: step.backward(step.forward()), "cpu", resident_bytes(step)).workspaces
+        found = measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step)).workspaces
     return found
 
 
@@ -148,7 +148,7 @@ def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
     chosen = chance.sample(able, min(len(able), chance.randint(1, 5)))
     outermost = [p for p in able if p in chosen and not any(p != o and is_within(p, o) for o in chosen)]
     names = {p: keep_names(blocks[p].costly, chance.choice(worthy[p]), []) for p in outermost}
-    return Plan(level=4, segments=tuple(SegmentPlan(path=p, keep=keep) for p, keep in names.items()))
+    return Plan(segments=tuple(SegmentPlan(path=p, keep=keep) for p, keep in names.items()))
 
 
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
@@ -164,7 +164,7 @@ def test_what_is_kept_takes_no_time_again() -> None:
     subject = SUBJECTS["chain"]()
     ops = tuple(replace(op, seconds=1.0 if op.flops else 0.0) for op in subject.trace.ops)
     model = CostModel(replace(subject.trace, ops=ops))
-    plain, kept = segments("blocks.2"), Plan(level=4, segments=(SegmentPlan(path="blocks.2", keep=(CONV,)),))
+    plain, kept = segments("blocks.2"), Plan(segments=(SegmentPlan(path="blocks.2", keep=(CONV,)),))
     assert model.predict(plain).step_s == model.step_s + 1
     assert model.predict(kept).step_s == pytest.approx(model.step_s, abs=0.01)
 
@@ -194,7 +194,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None)
     priced = {segment: way.added_s for way in ways for segment in way.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
     for segment, added_s in priced.items():
-        predicted = subject.model.predict(Plan(level=3, segments=(segment,)))
+        predicted = subject.model.predict(Plan(segments=(segment,)))
         assert predicted.step_s - subject.model.step_s == pytest.approx(added_s)
 
 
@@ -290,7 +290,7 @@ def test_packing_takes_as_long_as_it_took_on_the_device() -> None:
     added = []
     for rate in (1e9, 2e9, math.inf):
         model = CostModel(replace(trace, packing_bytes_per_s=rate))
-        added.append(model.predict(Plan(level=1, packed=True)).step_s - model.step_s)
+        added.append(model.predict(Plan(packed=True)).step_s - model.step_s)
     slow, fast, at_once = added
     assert slow - at_once == pytest.approx(2 * (fast - at_once))
     assert fast > at_once > 0  # however small they are, tensors take their time
@@ -305,5 +305,5 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     solver = Solver(block_tree(trace, model.recompute_s), Allowed(targets=lambda path: False, packed=packed))
     way = solver.fastest(trace.allocated_peak_bytes)
     assert way is not None
-    predicted = model.predict(Plan(level=1, packed=packed)).allocated_peak_bytes
+    predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes
     assert way.peak_bytes == pytest.approx(predicted, rel=0.02)

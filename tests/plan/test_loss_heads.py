@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.chunking import capture_call, find_rule
-from memopt_cli.plan.interface import Candidate, ModuleTree, NotTried
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
@@ -83,7 +83,7 @@ def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) 
     assert head not in plans.least(2).plan.segments
     found = plans.least(3)
     assert head in found.plan.segments
-    assert found.plan.level == 3
+    assert found.level == 3
     assert found.peak_bytes < 0.7 * subject.original.peak_bytes
     assert subject.dry_run(found.plan) == found.peak_bytes
 
@@ -104,13 +104,13 @@ def test_heads_that_stand_equally_high_go_together(
     monkeypatch.setattr("memopt_cli.plan.loss_heads.loss_heads", lambda tree: heads)
     tried: list[Plan] = []
 
-    def count(plan: Plan) -> Candidate | None:
+    def count(plan: Plan) -> CountedPlan | None:
         tried.append(plan)
         paths = {segment.path for segment in plan.segments}
         share = 2.0 if "worse" in paths else both if len(paths) == 2 else 1.0
         counted = subject.original.counted
         peak_bytes = int(share * counted.allocated_peak_bytes)
-        return Candidate(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
+        return CountedPlan(plan=plan, counted=replace(counted, allocated_peak_bytes=peak_bytes))
 
     found = with_heads(subject.original, ModuleTree(subject.trace), count)
     assert [segment.path for segment in found.plan.segments] == kept
@@ -125,9 +125,7 @@ def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
 def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
     subject = subject_of(alone)
     (head,) = heads_of(subject)
-    start = replace(
-        subject.original, plan=Plan(level=1, segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks")))
-    )
+    start = replace(subject.original, plan=Plan(segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks"))))
     tried: list[Plan] = []
     with_heads(start, ModuleTree(subject.trace), lambda plan: tried.append(plan))
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
@@ -148,7 +146,7 @@ def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     """On the original step the logits are the peak, and hide what a block keeps."""
     subject = subject_of(alone, hidden=256)
     blocks = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(4))
-    budget = subject.dry_run(Plan(level=3, segments=(*blocks, *heads_of(subject))))
+    budget = subject.dry_run(Plan(segments=(*blocks, *heads_of(subject))))
     three, four = (subject.planner(level=level).within(level, budget) for level in (3, 4))
     assert three is not None
     assert four is not None
@@ -168,7 +166,7 @@ def test_the_step_with_the_head_is_recorded_once() -> None:
     plans = subject.planner_asking(replace(subject.probes(), trace=trace))
     plans.least(4)
     plans.frontier(4)
-    assert asked == [Plan(level=3, segments=heads_of(subject))]
+    assert asked == [Plan(segments=heads_of(subject))]
 
 
 def test_where_the_step_with_the_head_cannot_be_recorded_the_head_alone_may_be_in_a_plan() -> None:

@@ -70,7 +70,7 @@ def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Pric
         peaks = [any_step.original.peak_bytes, *(priced.peak_bytes for priced in found)]
         assert peaks == sorted(peaks, reverse=True)
         for level, priced in zip(LEVELS, found, strict=True):
-            assert level_of(priced.plan) == priced.plan.level <= level
+            assert level_of(priced.plan) == priced.level <= level
             assert any_step.dry_run(priced.plan) == priced.peak_bytes
 
 
@@ -230,7 +230,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     assert [p.slowdown for p in found] == sorted({p.slowdown for p in found})
     assert found == plans.frontier_so_far
     for at, priced in enumerate(found):
-        faster, smaller = plans.neighbours(replace(priced.plan, level=4))
+        faster, smaller = plans.neighbours(priced.plan)
         before = [p for p in found[:at] if p.slowdown <= 0.99 * priced.slowdown and not p.plan.is_empty]
         after = [p for p in found[at:] if p.peak_bytes <= 0.99 * priced.peak_bytes]
         assert (faster.peak_bytes if faster else 0) == (before[-1].peak_bytes if before else 0)
@@ -342,7 +342,7 @@ def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
 
 def test_where_nothing_at_the_peak_saves_by_chunks_what_it_lies_in_is_asked() -> None:
     subject = Subject(nn.Sequential(nn.Sequential(Loop())), torch.randn(512, 64))
-    assert subject.model.predict(Plan(level=4)).module.startswith("0.0.layers.")
+    assert subject.model.predict(Plan()).module.startswith("0.0.layers.")
     asked: list[str] = []
 
     def chunking(path: str) -> ChunkRule | Refused:
@@ -408,7 +408,7 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     assert plans._is_worth_asking(budget, budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans._now.questions, "_learned", 12)
     assert not plans._is_worth_asking(budget, budget)
-    plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan(level=4))
+    plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
     assert not plans._is_worth_asking(budget, subject.original.peak_bytes)  # the original is within that
 
 
@@ -420,7 +420,7 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     assert needed is not None
     plans._dry_runs._found.pop(needed.plan)
-    needless = plans._count(Plan(level=4, segments=(many, SegmentPlan(path="blocks.2"))))
+    needless = plans._count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     assert needless is not None
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
@@ -453,7 +453,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     """The solver tries 2, 4 and 8 of them only."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
     subject = Subject(nn.Sequential(blocks), torch.randn(96, 64))
-    in_chunks = [Plan(level=3, segments=(rule_along(0).applied(SegmentPlan(path="0"), n),)) for n in (2, 3, 4)]
+    in_chunks = [Plan(segments=(rule_along(0).applied(SegmentPlan(path="0"), n),)) for n in (2, 3, 4)]
     two, three, four = (subject.dry_run(plan) for plan in in_chunks)
     enough = int(1.02 * three)  # the cost model need not be right to the byte
     assert four < three < enough < two

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.plan import policy
 from memopt_cli.plan.policy import Selection, most_segments, recommend, resolve, select, skipped_step
-from memopt_cli.records import ModuleTrace, SearchOptions, SearchRequest
+from memopt_cli.records import ModuleTrace, SearchOptions, SearchOverrides
 
 
 def resolved(*, has_inputs: bool = True, **asked: Any) -> SearchOptions:
-    return resolve(SearchRequest(**asked), has_inputs=has_inputs).options
+    return resolve(SearchOverrides(**asked), has_inputs=has_inputs).options
 
 
 def notes(*, has_inputs: bool = True, **asked: Any) -> tuple[str, ...]:
-    return resolve(SearchRequest(**asked), has_inputs=has_inputs).notes
+    return resolve(SearchOverrides(**asked), has_inputs=has_inputs).notes
 
 
 # ---------------------------------------------------------------------------------------------- profiles
@@ -46,7 +46,7 @@ def test_a_profile_sets(
     workers: bool,
     expensive: bool,
 ) -> None:
-    assert resolve(SearchRequest(profile=profile)).notes == ()
+    assert resolve(SearchOverrides(profile=profile)).notes == ()
     assert resolved(profile=profile) == SearchOptions(
         profile=profile,
         level=level,
@@ -160,13 +160,13 @@ def test_a_budget_gives_way_to_an_explicit_limit(limit: dict[str, Any]) -> None:
 @pytest.mark.parametrize("level", [2, 3, 4])
 def test_levels_above_1_need_inputs(level: int) -> None:
     with pytest.raises(ValueError, match=f"level {level} is measured, and there is no dummy_input"):
-        resolve(SearchRequest(level=level), has_inputs=False)
+        resolve(SearchOverrides(level=level), has_inputs=False)
 
 
 @pytest.mark.parametrize("asked", [{"profile": "exhaustive"}, {"prefer": "memory"}, {"profile": "safe", "level": 2}])
 def test_a_profile_falls_back_to_level_1(asked: dict[str, Any]) -> None:
-    with_inputs = resolve(SearchRequest(**asked))
-    found = resolve(SearchRequest(**asked), has_inputs=False)
+    with_inputs = resolve(SearchOverrides(**asked))
+    found = resolve(SearchOverrides(**asked), has_inputs=False)
     assert found.options.level == 1
     assert found.requested_level == with_inputs.options.level > 1
     assert "fallback:level>1_requires_dummy_input" in found.notes
@@ -175,7 +175,7 @@ def test_a_profile_falls_back_to_level_1(asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("asked", [{"level": 1}, {"level": 0}, {"profile": "safe"}])
 def test_levels_0_and_1_need_none(asked: dict[str, Any]) -> None:
-    assert resolve(SearchRequest(**asked), has_inputs=False) == resolve(SearchRequest(**asked))
+    assert resolve(SearchOverrides(**asked), has_inputs=False) == resolve(SearchOverrides(**asked))
 
 
 # ---------------------------------------------------------------------------------------------- out of range
@@ -201,7 +201,7 @@ def test_levels_0_and_1_need_none(asked: dict[str, Any]) -> None:
 )
 def test_a_value_out_of_its_range_is_an_error(name: str, value: Any, said: str) -> None:
     with pytest.raises(OptionError, match=f"(?s){said}") as error:
-        resolve(SearchRequest(**{name: value}))
+        resolve(SearchOverrides(**{name: value}))
     assert isinstance(error.value, ValueError)
     assert isinstance(error.value, UsageError)
     assert error.value.exit_code == 2

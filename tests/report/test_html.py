@@ -144,7 +144,7 @@ def a_profile() -> StepProfile:
     )
     return StepProfile(
         header=HEADER,
-        plan=Plan(level=0),
+        plan=Plan(),
         measurement=measured(69, 1.5),
         fake=True,
         tensor_peak_bytes=trace.tensor_peak_bytes,
@@ -163,17 +163,16 @@ def a_profile() -> StepProfile:
 def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None) -> LevelRow:
     return LevelRow(
         level=level,
-        plan=plan or Plan(level=level),
+        plan=plan or Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=None,
         predicted_allocated_peak_bytes=None,
-        candidates=1,
+        dry_runs=1,
         search_s=1.0,
     )
 
 
 PLAN = Plan(
-    level=2,
     segments=(SegmentPlan(path="body.conv", compressor="bit", chunks=4, axis=1), SegmentPlan(path=EVIL)),
 )
 
@@ -295,7 +294,7 @@ def test_levels_that_share_a_plan_are_one_point() -> None:
 
 def test_a_frontier_is_shown_by_the_numbers_to_pick() -> None:
     summary = a_result().summary
-    outcomes = {Plan(level=4): measured(117, 1.0), PLAN: measured(69, 1.25), Plan(level=3): OutOfMemory(detail="")}
+    outcomes = {Plan(): measured(117, 1.0), PLAN: measured(69, 1.25), Plan(packed=True): OutOfMemory(detail="")}
     summary.frontier = [
         ParetoPoint(plan=plan, predicted_allocated_peak_bytes=1, predicted_slowdown=1.0, outcome=outcome)
         for plan, outcome in outcomes.items()
@@ -322,7 +321,7 @@ def test_the_tile_of_the_verification_says_both_sizes() -> None:
 def test_what_a_budget_chose_is_shown_beside_the_frontier() -> None:
     summary = a_result().summary
     original = ParetoPoint(
-        plan=Plan(level=4), predicted_allocated_peak_bytes=1, predicted_slowdown=1.0, outcome=measured(117, 1.0)
+        plan=Plan(), predicted_allocated_peak_bytes=1, predicted_slowdown=1.0, outcome=measured(117, 1.0)
     )
     summary.frontier, summary.budget_bytes = [original], 100
     assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("budget", True)]
@@ -420,7 +419,7 @@ def test_without_recorded_steps_the_rest_is_there() -> None:
 def test_a_plan_that_changes_nothing_has_one_step_to_show() -> None:
     pytest.importorskip("plotly")
     result = a_result()
-    result.summary.plan = Plan(level=2)
+    result.summary.plan = Plan()
     assert len(figures_of(optimize_page(result))) == 3
 
 

@@ -55,7 +55,7 @@ def a_profile() -> StepProfile:
         header=FileHeader(
             schema_version=1, memopt="0", torch="2", model="m.pt", sha256=None, spec=spec, seed=0, device="cpu"
         ),
-        plan=Plan(level=0),
+        plan=Plan(),
         measurement=Measurement(
             tensor_peak_bytes=80 * MIB,
             allocated_peak_bytes=101 * MIB,

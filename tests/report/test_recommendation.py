@@ -16,7 +16,7 @@ from memopt_cli.records import (
     BatchRow,
     FileHeader,
     InputSpec,
-    LengthStrategy,
+    LengthBatching,
     NoBatchFits,
     ReplicaAdvice,
 )
@@ -140,11 +140,11 @@ def test_plans_sizes_and_what_was_not_run() -> None:
 
 def test_ways_to_batch_sequences() -> None:
     ways = (
-        LengthStrategy(name="padding", batch=8, max_tokens=None, batches=7, waste=0.4321, peak_bytes=MIB, epoch_s=2.0),
-        LengthStrategy(
+        LengthBatching(name="padding", batch=8, max_tokens=None, batches=7, waste=0.4321, peak_bytes=MIB, epoch_s=2.0),
+        LengthBatching(
             name="token_budget", batch=None, max_tokens=96, batches=6, waste=0.01, peak_bytes=2 * MIB, epoch_s=1.0
         ),
-        LengthStrategy(name="packing", batch=8, max_tokens=None, batches=7, waste=0.0, peak_bytes=MIB, epoch_s=0.5),
+        LengthBatching(name="packing", batch=8, max_tokens=None, batches=7, waste=0.0, peak_bytes=MIB, epoch_s=0.5),
     )
     lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
     assert "padding 8 7 43.2 % ~1.0 MiB ~2.00 s" in lines

@@ -59,16 +59,18 @@ def measured(peak_mib: float, step_s: float) -> Measurement:
     )
 
 
-def row(level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None, *, note: str = "") -> LevelRow:
+def row(
+    level: int, outcome: Measurement | OutOfMemory, plan: Plan | None = None, *, repeats: int | None = None
+) -> LevelRow:
     return LevelRow(
         level=level,
-        plan=plan or Plan(level=level),
+        plan=plan or Plan(),
         outcome=outcome,
         predicted_tensor_peak_bytes=300 * MIB if level else None,
         predicted_allocated_peak_bytes=310 * MIB if level else None,
-        candidates=1,
+        dry_runs=1,
         search_s=1.0,
-        note=note,
+        repeats=repeats,
     )
 
 
@@ -124,8 +126,8 @@ def summary() -> MemOptSummary:
         recommendation="Try level 4.",
         levels=[
             row(0, measured(617.9, 1.09)),
-            row(1, OutOfMemory(detail="limit 400 MiB"), Plan(level=1, segments=SEGMENTS[:1])),
-            row(3, measured(294.6, 1.49), Plan(level=3, segments=SEGMENTS), note="no module carries state"),
+            row(1, OutOfMemory(detail="limit 400 MiB"), Plan(segments=SEGMENTS[:1])),
+            row(3, measured(294.6, 1.49), Plan(segments=SEGMENTS), repeats=2),
         ],
         verification=VERIFIED,
         advice=ADVICE,
@@ -166,7 +168,7 @@ level  plan                                    peak  predicted  level 0       pe
 
 * level 3 is applied; 4 was asked for
 level 1: out of memory (limit 400 MiB)
-level 3: no module carries state
+level 3: the plan of level 2
 verified: 83 tensors equal bit for bit, at batch 4
 batch 16 recommended, run within 8.0 GiB of 10.0 GiB; limited by the budget
 Try level 4.
@@ -297,7 +299,7 @@ def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:
 
 def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     point = ParetoPoint(
-        plan=Plan(level=4), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(617.9, 1.09)
+        plan=Plan(), predicted_allocated_peak_bytes=9, predicted_slowdown=1.0, outcome=measured(617.9, 1.09)
     )
     summary.frontier, summary.verification = [point], None
     text = shown(TextReport(), result(summary, files=()))
@@ -310,7 +312,7 @@ def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats
     outcomes = (OutOfMemory(detail=""), measured(500, 1.2), measured(450, 2.0), measured(400, 1.8))
     summary.levels = [row(0, measured(600, 1.0))]
     summary.frontier = [
-        ParetoPoint(plan=Plan(level=4), predicted_allocated_peak_bytes=MIB, predicted_slowdown=1.0, outcome=outcome)
+        ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=MIB, predicted_slowdown=1.0, outcome=outcome)
         for outcome in outcomes
     ]
     summary.verification = None

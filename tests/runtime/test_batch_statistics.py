@@ -294,7 +294,7 @@ def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed:
 
 def test_it_survives_copies_and_files(exactly: Any) -> None:
     net = Resetting(nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)))
-    plan = Plan(level=3, segments=(SegmentPlan(path="blocks.0", chunks=3, batch_statistics=True),))
+    plan = Plan(segments=(SegmentPlan(path="blocks.0", chunks=3, batch_statistics=True),))
     optimized = apply_plan(copy.deepcopy(net), plan)
     for other in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
         exactly.compare(copy.deepcopy(net), other, leaf(7, 4))
@@ -349,7 +349,7 @@ class Accumulating(nn.Module):
     ],
 )
 def test_refused_by_a_plan(block: nn.Module, chunks: int, reason: str) -> None:
-    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=chunks, batch_statistics=True),))
+    plan = Plan(segments=(SegmentPlan(path="", chunks=chunks, batch_statistics=True),))
     with pytest.raises(PlanError, match=reason):
         apply_plan(block, plan)
 
@@ -357,13 +357,13 @@ def test_refused_by_a_plan(block: nn.Module, chunks: int, reason: str) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_chunks_with_statistics_of_their_own_must_be_asked_for(frozen: bool) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).train(not frozen))
-    plan = Plan(level=3, segments=(SegmentPlan(path="", chunks=2),))
+    plan = Plan(segments=(SegmentPlan(path="", chunks=2),))
     if frozen:
         apply_plan(block, plan)
         return
     with pytest.raises(PlanError, match="statistics of its own"):
         apply_plan(block, plan)
-    apply_plan(block, Plan(level=3, segments=(SegmentPlan(path="", chunks=2, inexact=True),)))
+    apply_plan(block, Plan(segments=(SegmentPlan(path="", chunks=2, inexact=True),)))
 
 
 def test_norms_without_running_statistics_mix_in_eval_mode_too() -> None:

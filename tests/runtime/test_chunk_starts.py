@@ -129,7 +129,7 @@ def test_in_another_segment_that_one_makes_them_again(exactly: Any) -> None:
 
 def test_a_second_backward_makes_them_again() -> None:
     plain, optimized = (Starting(Membrane()) for _ in range(2))
-    apply_plan(optimized, Plan(level=3, segments=(SegmentPlan(path="block", chunks=4, recompute_states=True),)))
+    apply_plan(optimized, Plan(segments=(SegmentPlan(path="block", chunks=4, recompute_states=True),)))
     found = []
     for net in (plain, optimized):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_second_backward_makes_them_again() -> None:
 def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Membrane()
     net = Starting(block)
-    apply_plan(net, Plan(level=3, segments=(SegmentPlan(path="block", chunks=chunks, recompute_states=True),)))
+    apply_plan(net, Plan(segments=(SegmentPlan(path="block", chunks=chunks, recompute_states=True),)))
     x = torch.randn(chunks, 2, 3, requires_grad=True)
     y = net(x)
     assert block.forwards == chunks
@@ -167,9 +167,9 @@ def test_states_are_not_held_between_forward_and_backward() -> None:
         )
         fake = FakeStep(step)
         segment = SegmentPlan(path="0", chunks=16, recompute_states=recompute_states)
-        apply_plan(fake.step.model, Plan(level=3, segments=(segment,)))
+        apply_plan(fake.step.model, Plan(segments=(segment,)))
         peaks.append(fake.count().tensor_peak_bytes)
-        apply_plan(step.model, Plan(level=3, segments=(segment,)))
+        apply_plan(step.model, Plan(segments=(segment,)))
         assert count(step).tensor_peak_bytes == peaks[-1]
     assert peaks[0] - peaks[1] > 8 * 64 * 64 * 4
 
@@ -183,11 +183,11 @@ class Noisy(Membrane):
 
 def test_states_that_depend_on_chance_cannot_be_made_again() -> None:
     net = Starting(Noisy())
-    apply_plan(net, Plan(level=3, segments=(SegmentPlan(path="block", chunks=3, recompute_states=True),)))
+    apply_plan(net, Plan(segments=(SegmentPlan(path="block", chunks=3, recompute_states=True),)))
     with pytest.raises(RuntimeError, match="set recompute_states to false in the plan"):
         net(frames())
 
 
 def test_it_takes_chunks() -> None:
     with pytest.raises(PlanError, match="it runs in one"):
-        apply_plan(Starting(Membrane()), Plan(level=3, segments=(SegmentPlan(path="block", recompute_states=True),)))
+        apply_plan(Starting(Membrane()), Plan(segments=(SegmentPlan(path="block", recompute_states=True),)))

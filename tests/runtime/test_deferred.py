@@ -390,7 +390,7 @@ class Scriptable(LanguageModel):
         return F.cross_entropy(logits.float()[:, :-1].reshape(-1, 512), labels[:, 1:].reshape(-1))
 
 
-PLAN = Plan(level=3, segments=(SegmentPlan(path="head", chunks=8, through_loss=True),))
+PLAN = Plan(segments=(SegmentPlan(path="head", chunks=8, through_loss=True),))
 
 
 def step_of(model: nn.Module) -> Step:
@@ -427,7 +427,7 @@ class Headed(nn.Sequential):
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(level=3, segments=(SegmentPlan(path="2", chunks=8, through_loss=True),))
+    plan = Plan(segments=(SegmentPlan(path="2", chunks=8, through_loss=True),))
     target = torch.randint(64, (8,))
     step = Step(
         model=Headed(),
@@ -520,7 +520,7 @@ def test_under_compile_it_is_whole_and_right() -> None:
 def test_an_entry_that_does_not_fit(change: dict[str, Any], reason: str) -> None:
     entry = SegmentPlan(**{"path": "head", "chunks": 8, "through_loss": True, **change})
     with pytest.raises(PlanError, match=reason):
-        apply_plan(LanguageModel(), Plan(level=3, segments=(entry,)))
+        apply_plan(LanguageModel(), Plan(segments=(entry,)))
 
 
 # ---------------------------------------------------------------------------------------------- other people's models
@@ -542,7 +542,7 @@ def test_hugging_face(config: str, kind: str, path: str) -> None:
         warnings.simplefilter("ignore")
         settings = getattr(transformers, config)(**SIZES, hidden_size=16, intermediate_size=32)
         model = getattr(transformers, kind)(settings)
-    plan = Plan(level=3, segments=(SegmentPlan(path=path, chunks=4, through_loss=True),))
+    plan = Plan(segments=(SegmentPlan(path=path, chunks=4, through_loss=True),))
     ids = torch.randint(300, (4, 16))
     step = Step(model=model.train(), args=(), kwargs={"input_ids": ids, "labels": ids}, settings=StepSettings())
     whole = trace.count(step)

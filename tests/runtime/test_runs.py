@@ -31,7 +31,7 @@ def flat() -> nn.Sequential:
 
 
 def plan(*paths: str) -> Plan:
-    return Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in paths))
+    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths))
 
 
 def effects(model: nn.Module) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ SAVED_BY_VERSION_1 = (
 def test_a_file_of_version_1_still_loads() -> None:
     written = zlib.decompress(base64.b85decode(SAVED_BY_VERSION_1))
     model = pickle.loads(written)
-    assert plan_of(model) == Plan(level=0, segments=(SegmentPlan(path="0-1"),))
+    assert plan_of(model) == Plan(segments=(SegmentPlan(path="0-1"),))
     x = torch.randn(3, requires_grad=True)
     assert torch.equal(model(x), x.tanh().sigmoid().tanh())
     names = ("GroupedSequential", "Run", "restore_segment", "_memopt_runs")  # by which what is written today is found

@@ -49,7 +49,7 @@ class Reading(nn.Module):
 
 
 def _planned(*layers: nn.Module, path: str = "1") -> nn.Module:
-    plan = Plan(level=1, segments=(SegmentPlan(path=path),))
+    plan = Plan(segments=(SegmentPlan(path=path),))
     return memopt_cli.apply_plan(nn.Sequential(nn.Linear(4, 4), *layers), plan)
 
 

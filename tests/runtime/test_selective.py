@@ -320,7 +320,7 @@ def test_memory_between_that_of_a_plain_module_and_of_a_segment() -> None:
 
 def test_it_survives_copies_files_and_removal(judge: Any) -> None:
     net = nn.Sequential(convolutions(), nn.Tanh())
-    plan = Plan(level=4, segments=(SegmentPlan(path="0", keep=(CONV, NORM)),))
+    plan = Plan(segments=(SegmentPlan(path="0", keep=(CONV, NORM)),))
     optimized = apply_plan(copy.deepcopy(net), plan)
     assert plan_of(optimized).segments == plan.segments
     for other in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
@@ -346,7 +346,7 @@ def test_it_survives_copies_files_and_removal(judge: Any) -> None:
 )
 def test_refused(name: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        apply_plan(nn.Sequential(nn.Linear(4, 4)), Plan(level=4, segments=(SegmentPlan(path="", keep=(CONV, name)),)))
+        apply_plan(nn.Sequential(nn.Linear(4, 4)), Plan(segments=(SegmentPlan(path="", keep=(CONV, name)),)))
 
 
 def test_only_a_segment_keeps() -> None:

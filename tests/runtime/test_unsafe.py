@@ -282,9 +282,7 @@ def test_a_tensor_in_an_object_whose_bits_are_not_looked_at(kind: str) -> None:
 
 @pytest.mark.parametrize("path", ["1", ""])
 def test_a_plan_s_path_is_named(path: str) -> None:
-    model = memopt_cli.apply_plan(
-        nn.Sequential(nn.Linear(4, 4), Teacher()), Plan(level=1, segments=(SegmentPlan(path=path),))
-    )
+    model = memopt_cli.apply_plan(nn.Sequential(nn.Linear(4, 4), Teacher()), Plan(segments=(SegmentPlan(path=path),)))
     copied = pickle.loads(pickle.dumps(model))
     named = "Teacher at '1'" if path else r"Sequential at '\(root\)'"
     for net in (model, copied):

@@ -220,7 +220,7 @@ def test_what_no_module_holds_is_read_again_from_where_it_stood(name: str, paths
     model = nn.Sequential(nn.Linear(4, 4), Reading(READ[name]))
     expected = _trained(model, READ[name])
     model.zero_grad()
-    memopt_cli.apply_plan(model, Plan(level=1, segments=tuple(SegmentPlan(path=path) for path in paths)))
+    memopt_cli.apply_plan(model, Plan(segments=tuple(SegmentPlan(path=path) for path in paths)))
     ran: list[nn.Module] = []
     model[1].linear.register_forward_hook(lambda module, *_: ran.append(module))
     found = _trained(model, READ[name])
@@ -247,7 +247,7 @@ def test_a_global_of_a_module_that_has_no_file(monkeypatch: pytest.MonkeyPatch) 
     model = kind()
     expected = _trained(model, lambda: GENERATOR.get_state())
     model.zero_grad()
-    memopt_cli.apply_plan(model, Plan(level=1, segments=(SegmentPlan(path=""),)))
+    memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path=""),)))
     assert all(map(same_bits, expected, _trained(model, lambda: GENERATOR.get_state())))
 
 

@@ -63,7 +63,7 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
     count(plain)  # makes the optimizer's state
-    accumulating = replace(plain, settings=replace(plain.settings, accumulates=True))
+    accumulating = replace(plain, settings=replace(plain.settings, micro_batches=2))
     counted = count(accumulating)
     assert all(p.grad is None for p in net.parameters())
     plain.backward(plain.forward())
@@ -445,7 +445,7 @@ def test_a_step_under_a_plan_is_recorded_too() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Sigmoid()) for _ in range(3)))
     step = step_of(model, torch.randn(50, 30))
     before = record(step, 50, contents=False)
-    apply_plan(model, Plan(level=1, segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
+    apply_plan(model, Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
     trace = record(step, 50, contents=False)
     assert trace.tensor_peak_bytes == count(step).tensor_peak_bytes < before.tensor_peak_bytes
     assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
@@ -522,8 +522,8 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     trace = record(step, 1024, contents=True)
     blocks = [m for m in trace.modules if m.path.startswith("blocks.") and m.path.count(".") == 1]
     assert {m.compressor for m in blocks} == {"sparse"}
-    plan = Plan(level=1, segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
-    raw = Plan(level=1, segments=tuple(SegmentPlan(path=m.path) for m in blocks))
+    plan = Plan(segments=tuple(SegmentPlan(path=m.path, compressor="sparse") for m in blocks))
+    raw = Plan(segments=tuple(SegmentPlan(path=m.path) for m in blocks))
     tree = {block.path: block for block in block_tree(trace, [op.seconds for op in trace.ops])}
     for m in blocks:
         assert tree[m.path].compressor == "sparse"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
 from memopt_cli.model_batching.kernels.linear import linear
+from memopt_cli.runtime.private_torch import cross_attention, feed_forward, self_attention
 
 
 def scaled_dot_product_attention(
@@ -111,10 +112,10 @@ def encoder_layer(
 ) -> Any:
     """``nn.TransformerEncoderLayer.forward`` as the training path of ``torch.nn`` computes it."""
     if layer.norm_first:
-        src = src + layer._sa_block(layer.norm1(src), src_mask, src_key_padding_mask, is_causal)
-        return src + layer._ff_block(layer.norm2(src))
-    src = layer.norm1(src + layer._sa_block(src, src_mask, src_key_padding_mask, is_causal))
-    return layer.norm2(src + layer._ff_block(src))
+        src = src + self_attention(layer, layer.norm1(src), src_mask, src_key_padding_mask, is_causal)
+        return src + feed_forward(layer, layer.norm2(src))
+    src = layer.norm1(src + self_attention(layer, src, src_mask, src_key_padding_mask, is_causal))
+    return layer.norm2(src + feed_forward(layer, src))
 
 
 def encoder(
@@ -141,12 +142,12 @@ def decoder_layer(
     own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
     other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
     if layer.norm_first:
-        tgt = tgt + layer._sa_block(layer.norm1(tgt), *own)
-        tgt = tgt + layer._mha_block(layer.norm2(tgt), *other)
-        return tgt + layer._ff_block(layer.norm3(tgt))
-    tgt = layer.norm1(tgt + layer._sa_block(tgt, *own))
-    tgt = layer.norm2(tgt + layer._mha_block(tgt, *other))
-    return layer.norm3(tgt + layer._ff_block(tgt))
+        tgt = tgt + self_attention(layer, layer.norm1(tgt), *own)
+        tgt = tgt + cross_attention(layer, layer.norm2(tgt), *other)
+        return tgt + feed_forward(layer, layer.norm3(tgt))
+    tgt = layer.norm1(tgt + self_attention(layer, tgt, *own))
+    tgt = layer.norm2(tgt + cross_attention(layer, tgt, *other))
+    return layer.norm3(tgt + feed_forward(layer, tgt))
 
 
 def decoder(

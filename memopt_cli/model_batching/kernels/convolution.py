@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.model_batching.kernels.interface import Convolutions, Kernels, ModuleKernel
 from memopt_cli.model_batching.layout import fold_channels, unfold_channels
+from memopt_cli.runtime.private_torch import output_padding, padding_of
 
 PLAIN: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
 TRANSPOSED: dict[str, Callable[..., Tensor]] = {
@@ -73,10 +74,7 @@ def _module_kernel(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _transposed_kernel(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-        dimensions = len(module.kernel_size)
-        extra = module._output_padding(
-            x[0], output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
-        )
+        extra = output_padding(module, x[0], output_size)
         return convolve(
             x, module.weight, module.bias, module.stride, module.padding, extra, module.groups, module.dilation
         )
@@ -86,7 +84,7 @@ def _transposed_kernel(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 def _padded(x: Tensor, module: Any) -> Tensor:
     images = x.dim() - len(module.kernel_size) - 1
-    padded = F.pad(x.flatten(0, images - 1), module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    padded = F.pad(x.flatten(0, images - 1), padding_of(module), mode=module.padding_mode)
     return torch.unflatten(padded, 0, x.shape[:images])
 
 

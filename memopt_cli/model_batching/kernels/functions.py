@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from memopt_cli.model_batching.kernels import attention, convolution, linear, normalization
 from memopt_cli.model_batching.kernels.interface import Convolutions
 from memopt_cli.model_batching.layout import fold_images
 from memopt_cli.model_batching.mapping import map_models
+from memopt_cli.runtime.private_torch import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)

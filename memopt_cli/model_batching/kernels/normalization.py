@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
 from memopt_cli.model_batching.layout import fold_channels, unfold_channels
+from memopt_cli.runtime.private_torch import check_dimensions, dimensions_of_one_sample
 
 
 def batch_norm(
@@ -99,7 +100,7 @@ def _over(tensor: Tensor, x: Tensor) -> Tensor:
 
 def _batch_norm(module: Any, x: Tensor) -> Tensor:
     """What ``nn.BatchNorm*`` does with its counter and its running statistics, per model."""
-    module._check_input_dim(x[0])
+    check_dimensions(module, x[0])
     training = module.training or module.running_mean is None
     counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
     if counts:
@@ -121,7 +122,7 @@ def _cumulative(module: Any, x: Tensor) -> Tensor:
 
 
 def _instance_norm(module: Any, x: Tensor) -> Tensor:
-    if x.dim() - 1 == module._get_no_batch_dim():
+    if x.dim() - 1 == dimensions_of_one_sample(module):
         return _instance_norm(module, x.unsqueeze(1)).squeeze(1)
     use_input = module.training or not module.track_running_stats
     statistics = module.running_mean, module.running_var

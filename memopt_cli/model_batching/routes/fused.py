@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
@@ -24,6 +23,7 @@ from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Refused
 from memopt_cli.model_batching.stacked import slots_of
 from memopt_cli.runtime import find_part, install_segment, named_parts, remove_segment, segment_of
+from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -78,7 +78,7 @@ def _key(skeleton: Any) -> Any:
 
 def _refuse_hooks(tree: nn.Module) -> None:
     for path, module in named_parts(tree):
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if has_hooks(module):
             raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
 
 

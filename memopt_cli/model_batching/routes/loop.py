@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.runtime.private_torch import use_weights
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
@@ -77,7 +78,7 @@ class LoopRoute:
             for slots, piece in zip(self._slots, pieces, strict=True):
                 slots[slot.name].tensors[slot.key] = piece
         for module in (m for modules in self._recurrent for m in modules):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            use_weights(module)
         return lent
 
     def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:

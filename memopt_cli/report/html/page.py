@@ -57,7 +57,7 @@ def optimize_page(result: OptimizeResult) -> str:
     Raises :class:`UsageError` without plotly.
     """
     page, summary = _Page(result.header), result.summary
-    plan = summary.plan or Plan(level=0)
+    plan = summary.plan or Plan()
     page.tiles(_optimize_tiles(summary))
     if result.steps is not None:
         traces = _before_and_after(result.steps, plan)

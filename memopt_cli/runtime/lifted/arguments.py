@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt_cli.runtime.private_torch import OpOverload, is_fake, is_of_transform, schema_of, unseen, without_transform
 
 Arguments = Mapping[str, Any]
 """Those of one call by their names, defaults too."""
@@ -28,15 +28,15 @@ class ArgumentError(RuntimeError):
     """A program gave an operator arguments that it must not run on."""
 
 
-def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..., Any]:
+def checked(operator: OpOverload, *, with_codes: bool) -> Callable[..., Any]:
     """The operator behind its check; as it is if it needs none.
 
     ``with_codes``: numbers of dtypes, layouts and memory formats are computed and must be looked at too.  What is
     returned raises :class:`ArgumentError`.
     """
-    check = _check_of(operator._schema)
+    check = _check_of(schema_of(operator))
     codes = codes_of(operator) if with_codes else ()
-    is_empty = operator._schema.name in _EMPTY
+    is_empty = schema_of(operator).name in _EMPTY
     if check is None and not codes and not is_empty:
         return operator
     bind = _binder(operator)
@@ -44,7 +44,7 @@ def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..
     def call(*args: Any, **kwargs: Any) -> Any:
         given = bind(args, kwargs)
         for position, kind in codes:
-            name = operator._schema.arguments[position].name
+            name = schema_of(operator).arguments[position].name
             if not is_code(given[name], kind):
                 raise ArgumentError(f"{operator} was given {given[name]!r} as its {name}")
         _require(check, operator, given)
@@ -54,12 +54,12 @@ def checked(operator: torch._ops.OpOverload, *, with_codes: bool) -> Callable[..
     return call
 
 
-def guarded(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any], operator: OpOverload) -> Callable[..., Any]:
     """PyTorch's own function of an operator behind the same check.
 
     What is returned raises :class:`ArgumentError`.
     """
-    check, bind = _check_of(operator._schema), _binder(operator)
+    check, bind = _check_of(schema_of(operator)), _binder(operator)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,13 +69,13 @@ def guarded(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Ca
     return call
 
 
-def _binder(operator: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
-    names = [argument.name for argument in operator._schema.arguments]
-    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+def _binder(operator: OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
+    names = [argument.name for argument in schema_of(operator).arguments]
+    defaults = {a.name: a.default_value for a in schema_of(operator).arguments if a.has_default_value()}
     return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _require(check: Check | None, operator: torch._ops.OpOverload, given: Arguments) -> None:
+def _require(check: Check | None, operator: OpOverload, given: Arguments) -> None:
     if check is not None and not check(given):
         raise ArgumentError(f"{operator} was given arguments that do not fit each other: {_shapes(given)}")
 
@@ -115,9 +115,9 @@ to compute, by the name of the argument: kernels know no others."""
 
 
 @functools.cache
-def codes_of(operator: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def codes_of(operator: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and kind of each argument that is the number of a dtype, layout or memory format."""
-    return codes_in(operator._schema)
+    return codes_in(schema_of(operator))
 
 
 def codes_in(schema: Any) -> tuple[tuple[int, str], ...]:
@@ -145,9 +145,9 @@ def is_code(value: Any, kind: str) -> bool:
 
 def _readable(tensor: Tensor) -> Tensor | None:
     """The tensor with numbers in it; none in a dry run, which computes shapes alone."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return None if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor
+    while is_of_transform(tensor):
+        tensor = without_transform(tensor)
+    return None if is_fake(tensor) or tensor.is_meta else tensor
 
 
 def _holds(condition: Callable[..., Any], *tensors: Tensor) -> bool:
@@ -155,7 +155,7 @@ def _holds(condition: Callable[..., Any], *tensors: Tensor) -> bool:
     readable = [_readable(tensor) for tensor in tensors]
     if any(tensor is None for tensor in readable):
         return True
-    with _disable_current_modes(), torch.no_grad():
+    with unseen(), torch.no_grad():
         return bool(condition(*readable))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data, is_plain
 from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
+from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -192,7 +193,7 @@ def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
 def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
     """The module at a path, which is also what Python finds there."""
     for name in path:
-        child = module._modules.get(name)
+        child = children_of(module).get(name)
         if child is None or name in vars(module) or _is_of_class(module, name):
             raise BadProgram(f"there is no module {'.'.join(path)}")
         module = child
@@ -209,7 +210,7 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 def _can_get(owner: nn.Module, name: str) -> bool:
     """Whether an attribute is there, and data."""
-    for held in (owner._parameters, owner._buffers):
+    for held in (parameters_of(owner), buffers_of(owner)):
         if name in held:
             return is_data(held[name]) and not _is_of_class(owner, name)
     return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
@@ -217,5 +218,5 @@ def _can_get(owner: nn.Module, name: str) -> bool:
 
 def _can_set(owner: nn.Module, name: str) -> bool:
     """Whether a program may set it: data that is there, or, on a module that is its own, a new name."""
-    is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), owner._modules))
+    is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), children_of(owner)))
     return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

@@ -20,6 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.lifted.allowed import is_allowed
+from memopt_cli.runtime.private_torch import (
+    LAYOUT_OF_MKLDNN,
+    OpOverload,
+    OpOverloadPacket,
+    buffers_of,
+    parameters_of,
+    schema_of,
+)
 
 # ---------------------------------------------------------------------------------------------- Python's own
 
@@ -214,7 +222,7 @@ READING: Final = frozenset(
 
 
 @functools.cache
-def find_operator(key: str) -> torch._ops.OpOverload | None:
+def find_operator(key: str) -> OpOverload | None:
     """The operator on tensors named ``aten::add.Tensor`` or ``aten::relu``; ``None`` if there is none, or it is not
     allowed."""
     name, _, overload = key.partition(".")
@@ -222,12 +230,12 @@ def find_operator(key: str) -> torch._ops.OpOverload | None:
     if not is_allowed(name):
         return None
     packet = getattr(getattr(torch.ops, namespace), operator, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return None
     found = getattr(packet, overload or "default", None)
-    if not isinstance(found, torch._ops.OpOverload) or not may_write_elsewhere(found._schema):
+    if not isinstance(found, OpOverload) or not may_write_elsewhere(schema_of(found)):
         return None
-    if shows_indices(found._schema):
+    if shows_indices(schema_of(found)):
         return None
     return found if _on_tensors(found) else None
 
@@ -259,8 +267,8 @@ def shows_indices(schema: Any) -> bool:
 
 
 @functools.cache
-def _on_tensors(operator: torch._ops.OpOverload) -> bool:
-    schema = operator._schema
+def _on_tensors(operator: OpOverload) -> bool:
+    schema = schema_of(operator)
     return any(
         "Tensor" in str(item.type) or "Generator" in str(item.type) for item in (*schema.arguments, *schema.returns)
     )
@@ -276,7 +284,7 @@ DTYPES: Final = (
 """Names of dtypes by the number that TorchScript knows them by."""
 
 _DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
-_LAYOUTS: Final = {torch.strided: 0, torch.sparse_coo: 1, torch._mkldnn: 4}  # type: ignore[attr-defined]
+_LAYOUTS: Final = {torch.strided: 0, torch.sparse_coo: 1, LAYOUT_OF_MKLDNN: 4}
 
 
 def dtype_code(tensor: Tensor) -> int:
@@ -330,7 +338,9 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """A parameter or buffer whose name is no identifier, as in a ``ParameterList``."""
-    return module._parameters[name] if name in module._parameters else module._buffers[name]
+    held = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
+    tensor: Tensor | None = held[name]
+    return tensor
 
 
 class ScriptError(RuntimeError):

@@ -35,6 +35,7 @@ from torch import nn
 from memopt_cli.runtime.lifted.allowed import LIBRARIES
 from memopt_cli.runtime.lifted.arguments import codes_of, is_code
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_operator
+from memopt_cli.runtime.private_torch import schema_of
 
 VERSION: Final = 1
 """Of the stored form; raised when it changes."""
@@ -373,7 +374,9 @@ def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
         return
     operator = find_operator(key)
     assert operator is not None, "it is on the list"
-    _require(len(operands) == len(operator._schema.arguments), f"the operator {key} has too few or too many operands")
+    _require(
+        len(operands) == len(schema_of(operator).arguments), f"the operator {key} has too few or too many operands"
+    )
     for position, kind in codes_of(operator):
         operand = operands[position]
         _require(type(operand) is int or is_code(operand[0], kind), f"{operand} is no {kind} of the operator {key}")

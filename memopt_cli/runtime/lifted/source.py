@@ -21,6 +21,7 @@ from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
 from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, nodes_of, tuple_name
 from memopt_cli.runtime.lifted.variables import Variables
+from memopt_cli.runtime.private_torch import schema_of
 
 Names = dict[str, Any]
 """What generated code names besides its own variables and :data:`FUNCTIONS`."""
@@ -335,7 +336,7 @@ class _Writer:
         namespace, _, name = key.partition("::")
         name = name.replace(".", "_")
         self._name_operator(namespace, name, operator, operands)
-        arguments = list(zip(operator._schema.arguments, operands, strict=True))
+        arguments = list(zip(schema_of(operator).arguments, operands, strict=True))
         while arguments and not arguments[-1][0].kwarg_only and _is_default(*arguments[-1]):
             arguments.pop()
         texts = [

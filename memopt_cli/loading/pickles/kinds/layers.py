@@ -6,8 +6,6 @@ import inspect
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _WrappedHook
-from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -15,6 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries
 from memopt_cli.loading.pickles.nodes import Built, entries_of
 from memopt_cli.runtime.lifted.arguments import fits_weight_norm
+from memopt_cli.runtime.private_torch import ParametrizedWeightNorm, WrappedHook, names_of_weights, weights_in_use
 
 HOOKS: Final = (
     *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
@@ -44,14 +43,14 @@ def check_weights(module: nn.Module) -> None:
             _check_hook(module, hook)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         for norm in module:
-            if isinstance(norm, _WeightNorm):
+            if isinstance(norm, ParametrizedWeightNorm):
                 _check_norm(getattr(module, "original1", None), getattr(module, "original0", None), norm.dim, module)
 
 
 def _check_hook(module: nn.Module, hook: Any) -> None:
     """What a hook of PyTorch's puts a tensor in the place of must be one, and no setting of the layer."""
     inner = hook
-    while isinstance(inner, _WrappedHook):
+    while isinstance(inner, WrappedHook):
         inner = vars(inner).get("hook")
     if not isinstance(inner, _SETTING):
         return
@@ -106,8 +105,8 @@ def _check_recurrent(module: nn.RNNBase) -> None:
     others = [(getattr(module, source, None), expected[name]) for source, name in sources.items()]
     if any(isinstance(tensor, Tensor) and tuple(tensor.shape) != shape for tensor, shape in others):
         raise Broken(f"the weights of {type(module).__name__} do not fit its settings")
-    flat = module._flat_weights
-    fits = list(module._flat_weights_names) == names and len(flat) == len(names)
+    flat = weights_in_use(module)
+    fits = list(names_of_weights(module)) == names and len(flat) == len(names)
     fits = fits and all(tensor is not None and tuple(tensor.shape) == expected[name] for name, tensor in held.items())
     if not (fits and all(used is held[name] for name, used in zip(names, flat, strict=True))):
         raise Broken(f"the weights of {type(module).__name__} do not fit its settings")

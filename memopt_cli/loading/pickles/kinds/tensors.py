@@ -20,6 +20,7 @@ from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAG
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
+from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _tensor(
         if bit not in ("conj", "neg"):
             raise Broken(f"a tensor has the property {bit!r}")
     if metadata:
-        torch._utils.set_tensor_metadata(made, dict(metadata))  # type: ignore[no-untyped-call]
+        set_bits(made, dict(metadata))
     return made.requires_grad_(bool(requires_grad))
 
 
@@ -172,12 +173,12 @@ def _quantized_tensor(
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
-            made = torch._empty_affine_quantized(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
+            made = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
             lists = [torch.as_tensor(given) for given in (scales, zero_points)]
             if not 0 <= axis < len(size) or any(given.shape != (size[axis],) for given in lists):
                 raise Broken("a quantized tensor has not one scale for each channel")
-            made = torch._empty_per_channel_affine_quantized(
+            made = quantized_by_channel(
                 _sizes(size), scales=lists[0].double(), zero_points=lists[1].long(), axis=axis, dtype=dtype
             )
         case _:

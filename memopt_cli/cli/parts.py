@@ -1,0 +1,106 @@
+"""Groups of options that commands share: one parameter of the command, several on its command line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.config import Config
+from memopt_cli.records import ModelSource, StepSettings, Trust
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingOptions:
+    """Which model of the file is meant, and what is vouched for."""
+
+    key: options.Key = None
+    weights: options.Weights = None
+    code_path: options.CodePath
+    allow_package: options.AllowPackage
+    allow_global: options.AllowGlobal
+    trust_pickle: options.TrustPickle = False
+    sandbox: options.Sandbox = True
+
+    def source(self, context: typer.Context, model: str) -> ModelSource:
+        """Where the model comes from, trusting what the flags and the config file's ``trust`` name."""
+        config: Config = context.obj
+        return ModelSource(
+            location=model,
+            key=self.key,
+            weights=self.weights,
+            trust=Trust(
+                libraries=config.trust,
+                packages=tuple(self.allow_package),
+                globals=tuple(self.allow_global),
+                code_paths=tuple(self.code_path),
+                pickle=self.trust_pickle,
+                sandbox=self.sandbox,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How the step is run."""
+
+    device: options.Device = "auto"
+    precision: options.PrecisionChoice = "stored"
+    loss: options.Loss = None
+    optimizer: options.Optimizer = None
+    accumulate: options.Accumulate = 1
+    clip_norm: options.ClipNorm = None
+    seed: options.Seed = 0
+
+    def settings(self) -> StepSettings:
+        """The same, as the pipeline takes it."""
+        return StepSettings(
+            device=self.device,
+            precision=self.precision,
+            loss=self.loss,
+            optimizer=self.optimizer or "",
+            micro_batches=self.accumulate,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+        )
+
+
+def with_parts(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer is to see it: each parameter that is a group is spelled out, option by option."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        spelled_out = _options_of(group) if group else [parameter.replace(annotation=hints[parameter.name])]
+        parameters.extend(spelled_out)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _options_of(group: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default

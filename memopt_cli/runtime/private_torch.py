@@ -1,0 +1,514 @@
+"""Whatever memopt uses of PyTorch that PyTorch does not promise to keep: nothing else in memopt names it.
+
+A private name is one that begins with an underscore, or lies in a module that does.  Each stands here once, with what
+it is for and what it replaces; ``tests/runtime/test_private_torch.py`` fails where PyTorch changes what it does, and
+``tests/runtime/test_private_names.py`` where another file uses one.  All were seen in PyTorch 2.6 to 2.14 (``make
+compat``), but where a note says otherwise.  What is read at every operator is an alias or an ``attrgetter``, which cost
+nothing.
+
+Not here: the names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and operators
+(``torch.ops.aten._to_copy``), which are called by the names of their schemas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped as without_transform
+from torch._C._functorch import is_batchedtensor as is_of_vmap
+from torch._C._functorch import is_functorch_wrapped_tensor as is_of_transform
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import unset_fake_temporarily as with_data
+from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.modules.module import _WrappedHook as WrappedHook
+from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as unseen
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import _CheckpointFrame as CheckpointCall
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
+if TYPE_CHECKING:
+    from torch._functorch.pyfunctorch import VmapInterpreter
+
+__all__ = [
+    "BatchNorm",
+    "CheckpointCall",
+    "Convolution",
+    "FakeCopyMode",
+    "FakeTensorMode",
+    "InstanceNorm",
+    "OpOverload",
+    "OpOverloadPacket",
+    "ParametrizedWeightNorm",
+    "StopRecomputation",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "WrappedHook",
+    "is_of_transform",
+    "is_of_vmap",
+    "is_watched",
+    "suggest_memory_format",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "unseen",
+    "with_data",
+    "without_transform",
+]
+"""What is given on as it is.
+
+- ``BatchNorm``, ``InstanceNorm``, ``Convolution``: the bases of PyTorch's layers of that kind; there is no public one.
+- ``WrappedHook``, ``ParametrizedWeightNorm``: classes of objects in saved modules.
+- ``CheckpointCall``, ``StopRecomputation``: one call of ``torch.utils.checkpoint``, and the exception by which it ends
+  a recomputation when all that backward wants has been made.
+- ``TorchDispatchMode``: sees every operator; ``unseen()``: within, no mode does, nor does a dry run; ``is_watched()``:
+  whether one does.
+- ``with_data()``: within, no dry run is, so that tensors have data.
+- ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it.
+- ``is_of_transform``, ``is_of_vmap``, ``without_transform``: whether ``torch.func`` or ``vmap`` wraps a tensor, and the
+  tensor within one wrapping.
+- ``suggest_memory_format``: in which memory format a kernel lays out what it makes of a tensor.
+- ``OpOverload``, ``OpOverloadPacket``: classes of what ``torch.ops`` holds.
+- ``tree_…``: PyTorch's own walk through containers, which knows those that others have registered.
+"""
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+version_counter: Final[Callable[[Tensor], int]] = attrgetter("_version")
+"""How often a tensor was written in place.  Raises :class:`RuntimeError` for one of inference."""
+
+storage_key: Final[Callable[[torch.UntypedStorage], int]] = attrgetter("_cdata")
+"""The address of a storage itself: it tells apart those that hold no memory as well, whose ``data_ptr`` is 0."""
+
+
+def memory_of(tensor: Tensor) -> int:
+    """:data:`storage_key` of a tensor's storage, the same for all its views."""
+    return storage_key(tensor.untyped_storage())
+
+
+stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
+"""Whether a tensor says that it is zero and has no memory, as tangents do."""
+
+is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
+"""Whether autograd takes a tensor for a view of another one."""
+
+
+def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass without memory."""
+    return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
+
+
+quantized_by_tensor: Final[Callable[..., Tensor]] = torch._empty_affine_quantized
+"""An empty tensor with one scale: public functions make them from floats alone."""
+
+quantized_by_channel: Final[Callable[..., Tensor]] = torch._empty_per_channel_affine_quantized
+"""The same with one scale for each channel."""
+
+
+def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
+    """Set the bits of a stored tensor: ``conj`` and ``neg``."""
+    torch._utils.set_tensor_metadata(tensor, bits)  # type: ignore[no-untyped-call]
+
+
+def replace_weight_norm(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put another function in the place of the one that weight norms call."""
+    torch._weight_norm = replaced(torch._weight_norm)
+
+
+LAYOUT_OF_MKLDNN: Final[torch.layout] = torch._mkldnn  # type: ignore[attr-defined]
+"""Of tensors that the library of the same name has laid out."""
+
+
+# ---------------------------------------------------------------------------------------------- dry runs
+
+UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operator raises in a dry run if its result, or the shape of that, depends on data."""
+
+
+def is_fake(value: Any) -> bool:
+    """Whether it is a tensor of a dry run, which has a shape and a device and no data."""
+    return isinstance(value, FakeTensor)
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
+"""The schema of an operator: its arguments, which of them it writes, its results."""
+
+
+def has_schema(operator: Any) -> bool:
+    """Whether it is an operator of PyTorch's: modes see others too, ``torch.compile``'s."""
+    return hasattr(operator, "_schema")
+
+
+def has_kernel(operator: OpOverload) -> bool:
+    """Whether the dispatcher runs it, and not TorchScript's interpreter alone."""
+    return bool(torch._C._dispatch_has_kernel(operator.name()))  # type: ignore[no-untyped-call]
+
+
+def consists_of_others(operator: OpOverload) -> bool:
+    """Whether modes see the operators that it calls in its place."""
+    name = operator.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def parse_schema(text: str) -> Any:
+    """The schema that a text says."""
+    return torch._C.parse_schema(text)
+
+
+def is_known_to_script(operator: str) -> bool:
+    """Whether TorchScript knows an operator of that name: ``aten::relu``."""
+    return bool(torch._C._jit_get_schemas_for_operator(operator))
+
+
+def with_plain_functions() -> AbstractContextManager[None]:
+    """Within, functions do not ask the classes of their arguments: a subclass's own code runs so."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory without autograd's part, but with the same version counter, which ``detach`` alone renews."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+# Functions, for ``torch.compile`` looks into them.
+
+
+def parameters_of(module: Any) -> dict[str, Any]:
+    """A module's own parameters by their names, some ``None``; whoever writes to it exchanges one without a check."""
+    held: dict[str, Any] = module._parameters
+    return held
+
+
+def buffers_of(module: Any) -> dict[str, Any]:
+    """The same of its buffers."""
+    held: dict[str, Any] = module._buffers
+    return held
+
+
+def children_of(module: Any) -> dict[str, Any]:
+    """The same of its children; of a ``ScriptModule`` these three are no dictionaries, but have ``items``."""
+    held: dict[str, Any] = module._modules
+    return held
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is called before or after its forward or backward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+weights_in_use: Final[Callable[[Any], list[Any]]] = attrgetter("_flat_weights")
+"""The weights that a recurrent layer hands to its kernel, which it holds beside its parameters."""
+
+names_of_weights: Final[Callable[[Any], list[str]]] = attrgetter("_flat_weights_names")
+"""The names of :data:`weights_in_use`."""
+
+
+def use_weights(recurrent: nn.Module) -> None:
+    """Have a recurrent layer hand on the weights that are its attributes now."""
+    recurrent._flat_weights = [getattr(recurrent, name, None) for name in names_of_weights(recurrent)]  # type: ignore[assignment]
+
+
+padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_repeated_twice")
+"""The padding of a convolution as ``F.pad`` takes it."""
+
+
+def output_padding(convolution: Any, x: Tensor, output_size: list[int] | None) -> list[int]:
+    """Of a transposed convolution that is to give ``output_size``.  Raises :class:`ValueError` if it cannot."""
+    kernel, dimensions = convolution.kernel_size, len(convolution.kernel_size)
+    extra: list[int] = convolution._output_padding(
+        x, output_size, convolution.stride, convolution.padding, kernel, dimensions, convolution.dilation
+    )
+    return extra
+
+
+def convolve(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a convolution does, its padding too, with another weight."""
+    y: Tensor = convolution._conv_forward(x, weight, bias)
+    return y
+
+
+def check_dimensions(norm: Any, x: Tensor) -> None:
+    """Raises :class:`ValueError` for an input of dimensions that a batch norm does not take."""
+    norm._check_input_dim(x)
+
+
+def dimensions_of_one_sample(norm: Any) -> int:
+    """How many dimensions an input of an instance norm without a batch axis has."""
+    return int(norm._get_no_batch_dim())
+
+
+def self_attention(layer: Any, *arguments: Any) -> Any:
+    """That of a layer of a transformer, dropout included."""
+    return layer._sa_block(*arguments)
+
+
+def cross_attention(layer: Any, *arguments: Any) -> Any:
+    """The same of a decoder's layer to what the encoder gave."""
+    return layer._mha_block(*arguments)
+
+
+def feed_forward(layer: Any, x: Any) -> Any:
+    """The two linear layers of a layer of a transformer, dropout included."""
+    return layer._ff_block(x)
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of autograd will have in this thread."""
+
+
+def number_of(node: Any) -> int:
+    """The number that a node got when it was made; those that add up gradients have the highest there is."""
+    return int(node._sequence_nr())
+
+
+running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
+"""The node whose derivative is being computed in this thread, ``None`` outside of backward."""
+
+
+def hooks_on_saving() -> Any:
+    """The innermost (pack, unpack) on what autograd saves now; ``None`` if there is none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs may run again (``retain_graph``)."""
+
+
+def vector_jacobian(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Vector-Jacobian products; ``None`` of an input that the outputs do not depend on.  The graph is kept.
+
+    What ``torch.autograd.grad`` calls once it has checked its arguments, which takes as long as a small Jacobian.
+    """
+    engine = Variable._execution_engine
+    return list(engine.run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(inputs), True, False))
+
+
+_ENGINE: Final = _engine_run_backward.__code__
+
+
+def is_engine(caller: FrameType | None) -> bool:
+    """Whether it is autograd's engine that called, ``caller`` being the frame behind.
+
+    The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
+    own.  PyTorch has no other answer to who asks for a saved tensor, or who adds two gradients.
+    """
+    return caller is None or caller.f_code is _ENGINE
+
+
+def caller_beyond(names: frozenset[str]) -> FrameType | None:
+    """The frame that called the caller of this, passing over modules of these names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in names:
+        frame = frame.f_back
+    return frame
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_around() -> CheckpointCall | None:
+    """The call of PyTorch's checkpoint that keeps or recomputes what is saved now; ``None`` if none does."""
+    return next((held for held in _held_by_pack() if isinstance(held, CheckpointCall)), None)
+
+
+def _held_by_pack() -> Iterator[Any]:
+    """What the hook on saving holds: that of a checkpoint knows its call, which nothing else tells."""
+    hooks = hooks_on_saving()
+    pack = inspect.unwrap(hooks[0]) if hooks else None
+    for cell in getattr(pack, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents() if isinstance(cell.cell_contents, ref) else cell.cell_contents
+
+
+def is_complete(call: CheckpointCall | None) -> bool:
+    """Whether a recomputation of a checkpoint has made all that forward saved.
+
+    It ends with :class:`StopRecomputation` then, which is another exception beyond TorchScript's interpreter.
+    """
+    return call is not None and len(call.weak_holders) in call.recomp_counter.values()
+
+
+def forbids_hooks(error: RuntimeError) -> bool:
+    """Whether ``torch.func`` was to compute gradients where hooks hold what is saved, which PyTorch cannot do.
+
+    It has no class of exception for that, so the message is the one that this PyTorch gives when it is asked to.
+    """
+    return str(error) == _refusal_of_hooks()
+
+
+@functools.cache
+def _refusal_of_hooks() -> str:
+    with unseen(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        try:
+            torch.func.grad(torch.sum)(torch.zeros(()))
+        except RuntimeError as refusal:
+            return str(refusal)
+    return "PyTorch does not refuse"
+
+
+def is_out_of_cpu_memory(error: RuntimeError) -> bool:
+    """Whether the CPU's memory ran out, for which PyTorch has no class: two sentences of its own and of C++."""
+    return any(words in str(error) for words in ("can't allocate memory", "bad_alloc"))
+
+
+# ---------------------------------------------------------------------------------------------- transforms
+
+
+def is_transforming() -> bool:
+    """Whether ``torch.func`` or ``vmap`` transforms what runs now."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
+
+
+def running_vmap() -> VmapInterpreter:
+    """The innermost transform, which is a ``vmap``: it knows how many lanes it has, and runs what is below it."""
+    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+
+    found = retrieve_current_functorch_interpreter()
+    assert isinstance(found, VmapInterpreter)
+    return found
+
+
+def in_lanes(batch: Tensor, level: int) -> Tensor:
+    """A tensor with the lanes in front as one lane of the ``vmap`` at that level sees it."""
+    return torch._C._functorch._add_batch_dim(batch, 0, level)
+
+
+def level_of(tensor: Tensor) -> int:
+    """The level of the ``vmap`` that a tensor belongs to; -1 or less of one that belongs to none."""
+    return torch._C._functorch.maybe_get_level(tensor)
+
+
+def lane_axis(tensor: Tensor) -> int:
+    """Along which axis of :data:`without_transform` the lanes lie."""
+    return torch._C._functorch.maybe_get_bdim(tensor)
+
+
+# ---------------------------------------------------------------------------------------------- torch.compile
+
+not_compiled: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo  # type: ignore[attr-defined]
+"""A function that ``torch.compile`` does not look into; ``torch.compiler.disable`` would import all of it at once."""
+
+
+def import_compiler() -> None:
+    """What steps without data want of ``torch.compile``, which takes as long to import as PyTorch itself."""
+    import torch._dynamo  # noqa: F401
+
+
+def original_of(module: Any) -> Any:
+    """The module within a compiled one; any other object as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+MKLDNN: Final = (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
+"""How to read and set whether that library's kernels are used; ``torch.backends.mkldnn`` can be read alone in 2.6."""
+
+
+def is_started(device: torch.device) -> bool:
+    """Whether anything has run on a device of that kind: its random generator may have been drawn from."""
+    return bool(getattr(torch.get_device_module(device), "_initialized", False))
+
+
+# ---------------------------------------------------------------------------------------------- TorchScript
+
+
+def script_class(script: Any) -> str:
+    """The name of a script's class, module and package too."""
+    name: str = script._c.qualified_name
+    return name
+
+
+def method_names(script: Any) -> list[str]:
+    """Those of a script's own methods."""
+    return list(script._c._method_names())
+
+
+def method_of(script: Any, name: str) -> Any:
+    """A method of a script: its ``graph`` and its ``schema``.  Raises :class:`RuntimeError` if there is none."""
+    return script._c._get_method(name)
+
+
+def has_method(script: Any, name: str) -> bool:
+    """Whether a script has such a method."""
+    return bool(script._c._has_method(name))
+
+
+def hooks_of(script: Any) -> list[Any]:
+    """What a script calls after and before its forward."""
+    return [*script._c._get_forward_hooks(), *script._c._get_forward_pre_hooks()]
+
+
+def attribute_of(script: Any, name: str) -> Any:
+    """The value of an attribute of a script.  Raises :class:`RuntimeError` if there is none."""
+    return script._c.getattr(name)
+
+
+def key_of_script(script: Any) -> Any:
+    """What is the same for two Python objects of one script."""
+    return script._c
+
+
+def inline(graph: Any) -> None:
+    """Put what a graph calls in the place of its calls, one level of what was run unoptimized."""
+    torch._C._jit_pass_inline(graph)
+
+
+def reader_of(archive: bytes) -> Any:
+    """PyTorch's own reader of its archives.  Raises :class:`RuntimeError` if the bytes are none."""
+    return torch._C.PyTorchFileReader(io.BytesIO(archive))
+
+
+def load_script(archive: bytes) -> tuple[Any, Any]:
+    """What ``torch.jit.load`` gives, on the CPU, and the unit that holds the free functions of its code as well.
+
+    Raises whatever the compiler raises of a damaged archive.
+    """
+    unit = torch._C.CompilationUnit()
+    read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are of another version
+    module = read(unit, archive, torch.device("cpu"), {}, False)
+    return torch.jit._recursive.wrap_cpp_module(module), unit  # type: ignore[no-untyped-call]

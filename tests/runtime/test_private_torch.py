@@ -1,0 +1,601 @@
+"""Each private name of PyTorch still does what memopt uses it for; ``make compat`` asks the oldest and the newest."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from memopt_cli.runtime import private_torch as p
+
+
+def a_view() -> Tensor:
+    return torch.zeros(4)[1:]
+
+
+def names_without_test() -> set[str]:
+    """What the file gives that no test here names."""
+    given = set(p.__all__)
+    for node in ast.parse(Path(p.__file__).read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                given.add(name)
+    here = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    tested = {node.attr for node in here if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "p"}
+    return {name for name in given - tested if not name.startswith("_")}
+
+
+def test_every_name_has_a_test() -> None:
+    assert names_without_test() == set()
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def test_a_version_counts_writes_through_views_too() -> None:
+    x = torch.zeros(4)
+    before = p.version_counter(x)
+    x[1:].add_(1)
+    assert p.version_counter(x) == before + 1
+
+
+def test_a_tensor_of_inference_has_no_version() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        p.version_counter(x)
+
+
+def test_views_share_a_storage_and_others_do_not() -> None:
+    x, empty, other = torch.zeros(4), torch.empty(0), torch.empty(0)
+    assert p.memory_of(x) == p.memory_of(x[1:]) == p.storage_key(x.untyped_storage())
+    assert p.memory_of(empty) != p.memory_of(other)
+
+
+def test_a_tangent_of_zeros_says_so() -> None:
+    assert p.stands_for_zeros(torch._efficientzerotensor(3))
+    assert not p.stands_for_zeros(torch.zeros(3))
+
+
+def test_views_are_told() -> None:
+    assert p.is_view(a_view())
+    assert not p.is_view(torch.zeros(3))
+
+
+def test_a_subclass_without_memory() -> None:
+    class Own(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    made = p.without_memory(Own, (2, 3), torch.float16, torch.device("cpu"))
+    assert (type(made), made.shape, made.dtype, made.requires_grad) == (Own, (2, 3), torch.float16, False)
+
+
+def test_quantized_tensors_are_made_empty() -> None:
+    one = p.quantized_by_tensor([2, 3], scale=0.5, zero_point=1, dtype=torch.quint8)
+    assert (one.shape, one.q_scale(), one.q_zero_point()) == ((2, 3), 0.5, 1)
+    scales, zeros = torch.tensor([0.5, 0.25]).double(), torch.tensor([0, 1])
+    two = p.quantized_by_channel([2, 3], scales=scales, zero_points=zeros, axis=0, dtype=torch.qint8)
+    assert two.q_per_channel_scales().tolist() == [0.5, 0.25]
+
+
+def test_bits_of_a_stored_tensor_are_set() -> None:
+    x = torch.ones(2, dtype=torch.complex64)
+    p.set_bits(x, {"conj": True, "neg": False})
+    assert x.is_conj()
+
+
+def test_the_function_of_weight_norms_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_weight_norm", torch._weight_norm)
+    called: list[int] = []
+
+    def watched(function: Any) -> Any:
+        return lambda *args: called.append(1) or function(*args)
+
+    p.replace_weight_norm(watched)
+    parametrizations.weight_norm(nn.Linear(2, 2))(torch.ones(1, 2))
+    assert called
+
+
+def test_the_layout_of_mkldnn() -> None:
+    assert torch.zeros(1).to_mkldnn().layout is p.LAYOUT_OF_MKLDNN
+
+
+def test_the_memory_format_that_a_kernel_would_take() -> None:
+    x = torch.zeros(2, 3, 4, 5)
+    assert p.suggest_memory_format(x) is torch.contiguous_format
+    assert p.suggest_memory_format(x.contiguous(memory_format=torch.channels_last)) is torch.channels_last
+
+
+# ---------------------------------------------------------------------------------------------- dry runs and modes
+
+
+def test_tensors_of_a_dry_run_are_fake() -> None:
+    with p.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.zeros(2)
+        with p.with_data():
+            real = torch.ones(2)
+        with p.unseen():
+            unseen = torch.ones(2)
+        with pytest.raises(p.UNKNOWN_WITHOUT_DATA):
+            fake.nonzero()
+        with pytest.raises(p.UNKNOWN_WITHOUT_DATA):
+            fake.sum().item()
+    assert p.is_fake(fake)
+    assert p.is_fake(mode.from_tensor(real))
+    assert not p.is_fake(real)
+    assert not p.is_fake(unseen)
+    assert real.tolist() == unseen.tolist() == [1, 1]
+
+
+def test_a_module_is_copied_into_a_dry_run() -> None:
+    model = nn.Linear(2, 2)
+    with p.FakeCopyMode(p.FakeTensorMode()):
+        twin = copy.deepcopy(model)
+    assert p.is_fake(twin.weight)
+    assert isinstance(twin.weight, nn.Parameter)
+
+
+class Seen(p.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_operators_but_for_those_unseen() -> None:
+    assert not p.is_watched()
+    with Seen() as mode:
+        assert p.is_watched()
+        torch.ones(1).add_(1)
+        with p.unseen():
+            torch.ones(1).mul_(1)
+    assert torch.ops.aten.add_.Tensor in mode.operators
+    assert torch.ops.aten.mul_.Tensor not in mode.operators
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+def test_a_schema_tells_arguments_and_writes() -> None:
+    schema = p.schema_of(torch.ops.aten.add_.Tensor)
+    assert p.has_schema(torch.ops.aten.add_.Tensor)
+    assert not p.has_schema(len)
+    assert (schema.name, schema.overload_name, schema.is_mutable) == ("aten::add_", "Tensor", True)
+    assert [(a.name, bool(a.alias_info and a.alias_info.is_write)) for a in schema.arguments][:2] == [
+        ("self", True),
+        ("other", False),
+    ]
+    assert p.parse_schema(str(schema)).name == "aten::add_"
+
+
+def test_classes_of_operators() -> None:
+    assert isinstance(torch.ops.aten.add, p.OpOverloadPacket)
+    assert isinstance(torch.ops.aten.add.Tensor, p.OpOverload)
+
+
+def test_who_runs_an_operator_is_told() -> None:
+    assert p.has_kernel(torch.ops.aten.add.Tensor)
+    assert not p.has_kernel(torch.ops.aten.append.t)
+    assert p.consists_of_others(torch.ops.aten.linear.default)
+    assert not p.consists_of_others(torch.ops.aten.mm.default)
+    assert p.is_known_to_script("aten::relu")
+    assert not p.is_known_to_script("aten::no_such")
+
+
+def test_a_subclass_is_not_asked_by_its_own_code() -> None:
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("asked")
+
+    own = torch.zeros(1).as_subclass(Own)
+    with p.with_plain_functions():
+        assert torch.add(own, 1).tolist() == [1]
+
+
+def test_an_alias_shares_the_version_that_detach_renews() -> None:
+    x = torch.zeros(2, requires_grad=True) * 1
+    with torch.no_grad(), Seen():
+        alias = p.alias(x)
+        x.add_(1)
+    assert p.version_counter(alias) == p.version_counter(x)
+    assert not alias.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def test_what_a_module_holds_is_exchanged() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm, other = module[0], nn.Identity()
+    assert list(p.parameters_of(norm)) == ["weight", "bias"]
+    assert list(p.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    p.children_of(module)["0"] = other
+    p.parameters_of(norm)["bias"] = None
+    p.buffers_of(norm)["running_mean"] = torch.ones(2)
+    assert (module[0], norm.bias, norm.running_mean.tolist()) == (other, None, [1, 1])
+
+
+def test_a_script_lists_what_it_holds() -> None:
+    script = torch.jit.script(nn.Sequential(nn.BatchNorm1d(2)))
+    assert [name for name, _ in p.children_of(script).items()] == ["0"]
+    inner = p.children_of(script)["0"]
+    assert [name for name, _ in p.parameters_of(inner).items()] == ["weight", "bias"]
+    assert "running_mean" in p.buffers_of(inner)
+
+
+@pytest.mark.parametrize(
+    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_hooks_of_a_module_are_noticed(register: str) -> None:
+    module = nn.Identity()
+    assert not p.has_hooks(module)
+    getattr(module, f"register_{register}")(lambda *_: None)
+    assert p.has_hooks(module)
+
+
+def test_a_recurrent_layer_uses_the_weights_it_is_told_to() -> None:
+    layer = nn.RNN(1, 1)
+    x = torch.ones(1, 1, 1)
+    assert p.names_of_weights(layer) == ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"]
+    assert all(a is b for a, b in zip(p.weights_in_use(layer), layer.parameters(), strict=True))
+    p.parameters_of(layer)["weight_ih_l0"] = nn.Parameter(torch.zeros(1, 1))
+    p.parameters_of(layer)["bias_ih_l0"] = p.parameters_of(layer)["bias_hh_l0"] = nn.Parameter(torch.zeros(1))
+    p.use_weights(layer)
+    assert layer(x)[0].tolist() == [[[0]]]
+
+
+def test_padding_of_convolutions() -> None:
+    assert list(p.padding_of(nn.Conv2d(1, 1, 3, padding=(1, 2)))) == [2, 2, 1, 1]
+    transposed = nn.ConvTranspose1d(1, 1, 3, stride=2)
+    assert list(p.output_padding(transposed, torch.zeros(1, 1, 4), [10])) == [1]
+    with pytest.raises(ValueError, match="output size"):
+        p.output_padding(transposed, torch.zeros(1, 1, 4), [99])
+
+
+def test_a_convolution_with_another_weight_pads_as_it_does() -> None:
+    layer, weight = nn.Conv1d(1, 1, 3, padding=1, padding_mode="circular"), torch.ones(1, 1, 3)
+    assert p.convolve(layer, torch.tensor([[[1.0, 2, 3]]]), weight, None).tolist() == [[[6, 6, 6]]]
+
+
+def test_norms_know_their_dimensions() -> None:
+    p.check_dimensions(nn.BatchNorm2d(1), torch.zeros(1, 1, 1, 1))
+    with pytest.raises(ValueError, match="4D"):
+        p.check_dimensions(nn.BatchNorm2d(1), torch.zeros(1, 1))
+    assert [p.dimensions_of_one_sample(n(1)) for n in (nn.InstanceNorm1d, nn.InstanceNorm2d)] == [2, 3]
+
+
+def test_bases_of_layers() -> None:
+    assert isinstance(nn.BatchNorm2d(1), p.BatchNorm)
+    assert isinstance(nn.SyncBatchNorm(1), p.BatchNorm)
+    assert isinstance(nn.InstanceNorm2d(1), p.InstanceNorm)
+    assert isinstance(nn.ConvTranspose3d(1, 1, 1), p.Convolution)
+    normed = parametrizations.weight_norm(nn.Linear(1, 1))
+    assert isinstance(normed.parametrizations.weight[0], p.ParametrizedWeightNorm)
+
+
+def test_a_hook_given_its_module_is_wrapped() -> None:
+    module = nn.Identity()
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    (hook,) = module._load_state_dict_pre_hooks.values()
+    assert isinstance(hook, p.WrappedHook)
+
+
+def test_layers_of_a_transformer_consist_of_these() -> None:
+    x, layer = torch.randn(3, 1, 4), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    mixed = layer.norm1(x + p.self_attention(layer, x, None, None, False))
+    assert torch.equal(layer.norm2(mixed + p.feed_forward(layer, mixed)), layer(x))
+    decoder = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0)
+    first = decoder.norm1(x + p.self_attention(decoder, x, None, None, False))
+    mixed = decoder.norm2(first + p.cross_attention(decoder, first, x, None, None, False))
+    assert torch.equal(decoder.norm3(mixed + p.feed_forward(decoder, mixed)), decoder(x, x))
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+def test_nodes_are_numbered_in_turn() -> None:
+    x = torch.ones(1, requires_grad=True)
+    first = p.next_node()
+    y = x.exp()
+    z = y.sin()
+    assert [p.number_of(t.grad_fn) for t in (y, z)] == [first, first + 1]
+    assert p.next_node() == first + 2
+
+
+def test_the_node_that_runs_is_known_in_backward() -> None:
+    seen: list[Any] = []
+    assert p.running_node() is None
+    with saved_tensors_hooks(lambda t: t, lambda t: seen.append(p.running_node()) or t):
+        y = torch.ones(1, requires_grad=True).exp()
+    y.backward()
+    assert [node.name() for node in seen] == ["ExpBackward0"]
+
+
+def test_the_innermost_hooks_are_told() -> None:
+    def pack(tensor: Tensor) -> Any:
+        return tensor
+
+    assert p.hooks_on_saving() is None
+    with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(pack, pack):
+        assert p.hooks_on_saving() == (pack, pack)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_whether_backward_may_run_again_is_known(kept: bool) -> None:
+    seen: list[bool] = []
+    y = torch.ones(1, requires_grad=True).exp()
+    y.register_hook(lambda _: seen.append(p.graph_is_kept()))
+    y.backward(retain_graph=kept)
+    assert seen == [kept]
+
+
+def test_vector_jacobian_products_keep_the_graph() -> None:
+    x, other = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
+    y = x * 3
+    for _ in range(2):
+        of_x, of_other = p.vector_jacobian((y,), (torch.tensor([1.0, 2.0]),), (x, other))
+        assert of_x is not None
+        assert of_x.tolist() == [3, 6]
+        assert of_other is None
+
+
+def test_the_engine_is_told_from_python() -> None:
+    seen: list[bool] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        seen.append(p.is_engine(sys._getframe().f_back))
+        return tensor
+
+    with saved_tensors_hooks(lambda t: t, unpack):
+        y = torch.ones(1, requires_grad=True).exp()
+    y.backward(retain_graph=True)
+    assert y.grad_fn._saved_result is not None
+    torch.autograd.grad(y, y.grad_fn.next_functions[0][0].variable)
+    assert seen == [True, False, True]
+    assert p.is_engine(None)
+
+
+def test_callers_are_passed_over_by_the_name_of_their_module() -> None:
+    def asked() -> Any:
+        return p.caller_beyond(frozenset())
+
+    frame = asked()
+    assert frame.f_code is asked.__code__
+    assert p.caller_beyond(frozenset({__name__})).f_globals["__name__"] != __name__
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_is_found_in_forward_and_in_recomputation() -> None:
+    calls: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(p.checkpoint_around())
+        return x.exp().sin()
+
+    assert p.checkpoint_around() is None
+    y = checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False)
+    y.backward()
+    assert [type(call) for call in calls] == [p.CheckpointCall] * 2
+    assert calls[0] is calls[1]
+
+
+def test_a_recomputation_ends_when_all_is_made() -> None:
+    ended: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        try:
+            return x.exp().sin()
+        except p.StopRecomputation:
+            ended.append(p.is_complete(p.checkpoint_around()))
+            raise
+
+    assert not p.is_complete(p.checkpoint_around())
+    y = checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False)
+    y.backward()
+    assert ended == [True]
+
+
+def test_one_that_has_not_made_all_is_not_complete() -> None:
+    seen: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        y = x.exp()
+        seen.append(p.is_complete(p.checkpoint_around()))
+        return y.sin()
+
+    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert seen == [False, False]
+
+
+def test_the_end_is_another_exception_beyond_torchscript() -> None:
+    """Why :func:`is_complete` is asked."""
+    errors: list[BaseException] = []
+    script = torch.jit.script(nn.Sequential(nn.Sigmoid(), nn.Tanh()))
+
+    def forward(x: Tensor) -> Tensor:
+        try:
+            with torch.jit.optimized_execution(False):
+                return script(x)
+        except RuntimeError as error:
+            errors.append(error)
+            assert p.is_complete(p.checkpoint_around())
+            raise p.StopRecomputation from error
+
+    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert [isinstance(error, p.StopRecomputation) for error in errors] == [False]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
+def test_hooks_forbid_gradients_by_torch_func(transform: Any) -> None:
+    x = torch.zeros(3)
+    with saved_tensors_hooks(lambda t: t, lambda t: t), pytest.raises(RuntimeError) as caught:
+        transform(torch.sum, x) if transform is torch.func.vjp else transform(torch.sum)(x)
+    assert p.forbids_hooks(caught.value)
+    assert not p.forbids_hooks(RuntimeError("another"))
+
+
+def test_too_much_memory_is_told() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.int8)
+    assert p.is_out_of_cpu_memory(caught.value)
+    assert not p.is_out_of_cpu_memory(RuntimeError("another"))
+
+
+# ---------------------------------------------------------------------------------------------- transforms
+
+
+def test_transforms_are_noticed() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append((p.is_transforming(), p.is_of_transform(x), p.is_of_vmap(x)))
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(1))
+    torch.func.vmap(f)(torch.ones(2, 1))
+    f(torch.ones(1))
+    assert seen == [(True, True, False), (True, True, True), (False, False, False)]
+
+
+def test_tangents_are_noticed() -> None:
+    assert not p.has_tangents()
+    with torch.autograd.forward_ad.dual_level():
+        assert p.has_tangents()
+
+
+def test_lanes_are_left_and_entered() -> None:
+    def f(x: Tensor) -> Tensor:
+        vmap = p.running_vmap()
+        size, level = vmap.batch_size(), vmap.level()
+        assert (size, p.level_of(x), p.lane_axis(x)) == (3, level, 1)
+        assert p.level_of(torch.ones(1)) < 0
+        whole = p.without_transform(x)
+        assert whole.shape == (2, 3)
+        with vmap.lower():
+            total = whole.movedim(1, 0) + 1
+        return p.in_lanes(total, level)
+
+    assert torch.func.vmap(f, in_dims=1)(torch.ones(2, 3)).tolist() == [[2, 2]] * 3
+
+
+# ---------------------------------------------------------------------------------------------- the rest
+
+
+def test_the_tree_functions_take_containers_apart() -> None:
+    leaves, spec = p.tree_flatten({"a": [1, (2,)]})
+    assert isinstance(spec, p.TreeSpec)
+    assert p.tree_leaves({"a": [1, (2,)]}) == leaves == [1, 2]
+    assert p.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
+    assert p.tree_map(lambda n: n + 1, [1, (2,)]) == [2, (3,)]
+    assert p.tree_map_only(int, lambda n: n + 1, [1, "a"]) == [2, "a"]
+    assert p.tree_map(lambda leaf: leaf, (1, [2]), is_leaf=lambda v: isinstance(v, list)) == (1, [2])
+
+
+def test_a_function_stays_out_of_a_compiled_one() -> None:
+    compiled: list[bool] = []
+
+    @p.not_compiled
+    def inner(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert torch.compile(lambda x: inner(x * 2), backend="eager")(torch.ones(1)).tolist() == [3]
+    assert compiled == [False]
+
+
+def test_the_module_within_a_compiled_one() -> None:
+    module = nn.Linear(1, 1)
+    assert p.original_of(torch.compile(module)) is module
+    assert p.original_of(module) is module
+
+
+def test_the_compiler_is_there_to_import() -> None:
+    p.import_compiler()
+    assert "torch._dynamo" in sys.modules
+
+
+def test_mkldnn_is_switched() -> None:
+    read, write = p.MKLDNN
+    before = read()
+    write(False)
+    assert read() is torch.backends.mkldnn.enabled is False
+    write(before)
+    assert read() is before
+
+
+def test_no_device_has_started_before_it_is_used() -> None:
+    assert p.is_started(torch.device("cuda")) == torch.cuda.is_initialized()
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    @torch.jit.export
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def archive_of(module: nn.Module) -> bytes:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), buffer)
+    return buffer.getvalue()
+
+
+def test_a_script_is_taken_apart() -> None:
+    script, unit = p.load_script(archive_of(Scripted()))
+    assert isinstance(script, torch.jit.ScriptModule)
+    assert script(torch.ones(1)).tolist() == [3]
+    assert unit.get_functions() is not None
+    assert p.script_class(script).endswith("Scripted")
+    assert sorted(p.method_names(script)) == ["forward", "scaled"]
+    assert p.has_method(script, "scaled")
+    assert not p.has_method(script, "missing")
+    assert p.attribute_of(script, "factor") == 3
+    assert p.hooks_of(script) == []
+    assert p.key_of_script(script) == p.key_of_script(script)
+    assert hash(p.key_of_script(script)) == hash(p.key_of_script(script))
+    method = p.method_of(script, "forward")
+    assert [argument.name for argument in method.schema.arguments] == ["self", "x"]
+    inlined = method.graph.copy()
+    p.inline(inlined)
+    assert not list(inlined.findAllNodes("prim::CallMethod"))
+    assert list(inlined.findAllNodes("aten::mul"))
+
+
+def test_an_archive_is_read_record_by_record() -> None:
+    reader = p.reader_of(archive_of(Scripted()))
+    names = reader.get_all_records()
+    code = next(name for name in names if name.endswith(".py"))
+    assert b"def forward" in reader.get_record(code)
+    with pytest.raises(RuntimeError):
+        p.reader_of(b"no archive")
+
+
+def test_functional_layers_take_what_these_return() -> None:
+    layer = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
+    padded = F.pad(torch.zeros(1, 1, 4, 4), p.padding_of(layer), mode="reflect")
+    assert padded.shape == (1, 1, 6, 6)

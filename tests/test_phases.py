@@ -1,0 +1,129 @@
+"""The phases of a step: which there are, and what each needs, predicted beside measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
+from memopt_cli.records import PhasePeak, StepSettings
+from memopt_cli.step import Step, make_scaler, reset_gradients, take
+from memopt_cli.trace import FakeStep, count
+from memopt_cli.trace.log import resident_bytes
+
+
+class Loss(nn.Module):
+    """Layers whose parameters outweigh what a step keeps for backward, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).float().square().mean()  # type: ignore[no-any-return]
+
+
+def step_of(optimizer: str, **settings: Any) -> Step:
+    model, make = Loss(), optimizer_maker(parse_optimizer(optimizer))
+    given = StepSettings(optimizer=optimizer, **settings)
+    made = make(model)
+    return Step(
+        model=model,
+        args=(torch.randn(16, 256),),
+        kwargs={},
+        settings=given,
+        optimizer=made,
+        make_optimizer=make,
+        scaler=make_scaler(given),
+    )
+
+
+def warmed(step: Step) -> Step:
+    """With the optimizer's state made."""
+    take(step)
+    reset_gradients(step)
+    return step
+
+
+def measured(step: Step) -> Allocated:
+    return measure_allocated(partial(take, step), "cpu", resident_bytes(step))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "none"},
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw"},
+        {"optimizer": "adamw:foreach"},
+        {"optimizer": "adamw:fused", "clip_norm": 1.0},
+        {"optimizer": "adamw", "clip_norm": 1.0, "micro_batches": 4},
+        {"optimizer": "adamw", "precision": "bf16"},
+        {"optimizer": "sgd", "precision": "fp16", "clip_norm": 0.5},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_every_phase_is_predicted_within_a_hundredth(settings: dict[str, Any]) -> None:
+    step = warmed(step_of(**settings))
+    allocated = measured(step)
+    dry = {peak.phase: peak.allocated_peak_bytes for peak in FakeStep(step).count(allocated.workspaces).phases}
+    counted = {peak.phase: peak.allocated_peak_bytes for peak in count(step, allocated.workspaces).phases}
+    assert list(dry) == list(counted) == list(allocated.phases)
+    assert dry == pytest.approx(allocated.phases, rel=0.01)
+    assert counted == pytest.approx(allocated.phases, rel=0.01)
+
+
+def test_a_step_has_the_phases_that_it_takes() -> None:
+    plain = step_of("none")
+    assert [peak.phase for peak in count(plain).phases] == ["forward", "backward"]
+    clipped = replace(step_of("sgd"), settings=StepSettings(clip_norm=1.0))
+    assert [peak.phase for peak in count(clipped).phases] == ["forward", "backward", "clip", "update"]
+
+
+def test_the_largest_phase_is_the_peak() -> None:
+    counted = count(warmed(step_of("adamw:foreach")))
+    assert max(peak.tensor_peak_bytes for peak in counted.phases) == counted.tensor_peak_bytes
+    assert max(counted.phases, key=lambda peak: peak.tensor_peak_bytes).phase == "update"
+
+
+def test_gradients_are_clipped() -> None:
+    step = replace(step_of("none"), settings=StepSettings(clip_norm=1e-3))
+    take(step)
+    norms = [p.grad.norm() for p in step.model.parameters() if p.grad is not None]
+    assert torch.stack(norms).norm() <= 1.001e-3
+
+
+def test_float16_scales_the_loss_and_unscales_the_gradients() -> None:
+    step = step_of("sgd", precision="fp16")
+    take(step)
+    scaled = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
+    step.model.zero_grad()
+    plain = replace(step, scaler=None, settings=replace(step.settings, precision="stored"), optimizer=None)
+    take(plain)
+    for one, parameter in zip(scaled, step.model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert (one - parameter.grad).norm() <= 0.05 * parameter.grad.norm()
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped() -> None:
+    step = step_of("adamw", precision="fp16")
+    broken = replace(step, args=(torch.full((16, 256), torch.inf),))
+    assert step.optimizer is not None
+    take(broken)
+    assert not step.optimizer.state
+    step.model.zero_grad()
+    take(step)
+    assert step.optimizer.state
+
+
+def test_a_peak_is_raised_by_what_is_above_it() -> None:
+    peak = PhasePeak(phase="forward", tensor_peak_bytes=5, allocated_peak_bytes=7)
+    assert peak.raised(4, 6) is peak
+    assert peak.raised(6, 6) == PhasePeak(phase="forward", tensor_peak_bytes=6, allocated_peak_bytes=7)
