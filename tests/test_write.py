@@ -292,7 +292,7 @@ def test_every_field_of_a_segment_is_written_and_generated(name: str) -> None:
     other = find(
         segments, lambda segment: getattr(segment, name) != getattr(SegmentPlan(path=""), name), settings=any_will_do
     )
-    assert f"{name}: " in plan_yaml(HEADER, Plan(segments=(other,)), 3).decode()
+    assert f"{name}:" in plan_yaml(HEADER, Plan(segments=(other,)), 3).decode()
 
 
 @settings(deadline=None)
