@@ -40,6 +40,7 @@ compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 	failed=0; for age in oldest newest; do $(COMPAT)/$$age/bin/python -c 'import torch; print("PyTorch", torch.__version__)'; \
 	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q tests/runtime || failed=1; \
 	done; exit $$failed
+
 # Without what starts processes.
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process" tests/$(PART)
