@@ -118,7 +118,7 @@ def _refuse_content(descriptor: int, path: str) -> None:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
 
 
-_SPECIAL: Final = "it is no regular file"
+_SPECIAL: Final = "it is not a regular file"
 
 
 def kept_below(path: str, folder: Path) -> bool:
@@ -143,7 +143,9 @@ def _require_place(descriptor: int, path: str) -> None:
     """The system tells where an open file is: what its name led to before, or leads to later, does not matter."""
     folder = places.get(os.path.abspath(path))
     if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
-        raise OSError(errno.EPERM, f"it leads out of {folder}", str(path))
+        raise OSError(
+            errno.EXDEV, f"it leads out of {folder}", str(path)
+        )  # no lack of leave, for which there are hints
 
 
 def _place(descriptor: int) -> str:
@@ -279,7 +281,7 @@ def _float(text: str) -> float:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} in it is no number")
+    raise ValueError(f"{text} in it is not a number")
 
 
 def _check_values(value: Any) -> None:

@@ -122,9 +122,12 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """An exception of any kind as one line: its type, and the first line of what it says."""
+    """An exception of any kind as one line: its type, and how what it says begins, which may quote a whole file."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_LONGEST_LINE]}" if lines else type(error).__name__
+
+
+_LONGEST_LINE = 2000
 
 
 def shortened(value: object, most: int = 60) -> str:

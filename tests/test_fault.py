@@ -306,6 +306,17 @@ def test_fault_other_weights_between_two_subprocesses(
     assert (done.code, "error: weights.pt changed while memopt ran\n" in done.err) == (3, True), done.err
 
 
+def test_fault_other_inputs_between_two_subprocesses(
+    memopt: Memopt, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save([torch.zeros(8, 6)], "inputs.pt")
+    torch.save([torch.ones(8, 6)], "others.pt")
+    assert memopt("profile", "good.pt", "--input-data", "inputs.pt").code == 0
+    change_at(2, monkeypatch, lambda: os.replace("others.pt", "inputs.pt"))
+    done = memopt("profile", "good.pt", "--input-data", "inputs.pt")
+    assert (done.code, "error: inputs.pt changed while memopt ran\n" in done.err) == (3, True), done.err
+
+
 def test_fault_a_file_that_leads_elsewhere_once_it_was_looked_at(
     memopt: Memopt, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,11 @@ from typing import Final
 from torch import nn
 
 from memopt_cli.documents import read_bytes
-from memopt_cli.errors import ChangedFileError, UnsafeFileError, UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
-from memopt_cli.loading.interface import Format, Loaded, ModelFile
+from memopt_cli.loading.interface import Format, Loaded, ModelFile, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
@@ -44,7 +44,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         loaded, kind, sha256, notes = Loaded(module=build(source.location)), "factory", None, ()
     elif Path(source.location).is_dir():
         (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
-        _require_same(source.location, sha256, source.sha256)
+        require_same(source.location, sha256, source.sha256)
     else:
         file, sha256 = _read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
@@ -85,13 +85,8 @@ def _read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile
     """A file and its hash, which is the ``known`` one if there is one."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
-    _require_same(path, sha256, known)
+    require_same(path, sha256, known)
     return file, sha256
-
-
-def _require_same(path: str, found: str, known: str | None) -> None:
-    if known not in (None, found):
-        raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")
 
 
 def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import io
 import shlex
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.documents import printable, read_bytes, read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
 from memopt_cli.loading.archive import check_archive
+from memopt_cli.loading.interface import require_same
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
@@ -90,7 +92,7 @@ def find_spec(
         _script_call(spec.script, spec.dims)
     require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # a model file carries inputs, and its layers tell of some
-    return spec
+    return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))
 
 
 def read_spec_file(path: str | Path) -> InputSpec:
@@ -189,7 +191,7 @@ def make_inputs(
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
-        made = _read_data(spec.data_file)
+        made = _read_data(spec.data_file, spec.data_sha256)
     elif spec.script is not None:
         made = _run_script(spec.script, spec.dims, seed)
     else:
@@ -234,7 +236,8 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
 
 
-def _read_data(path: str) -> Any:
+def _read_data(path: str, known: str | None) -> Any:
+    """What a file holds, whose hash is the ``known`` one if there is one."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -244,10 +247,8 @@ def _read_data(path: str) -> Any:
     reader = readers.get(Path(path).suffix)
     if reader is None:
         raise UsageError(f"--input-data {path} has an unknown ending", hint=f"Known: {', '.join(readers)}.")
-    try:
-        data = read_bytes(path)
-    except OSError as err:
-        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
+    data = _data_of(path)
+    require_same(path, _sha256(data), known)
     made = reader(data, path)
     if isinstance(made, Mapping | list | tuple):
         _require_few(len(made), path)
@@ -256,6 +257,17 @@ def _read_data(path: str) -> Any:
             f"{path} holds a tensor of the meta device, which has no data", hint="Save it again with tensors that have."
         )
     return made
+
+
+def _data_of(path: str) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as err:
+        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _require_few(count: int, path: str) -> None:
@@ -322,7 +334,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
-            hint=f"Leave --dim {min(unused)} away, or add the argument.",
+            hint=f"Omit --dim {min(unused)}, or add the argument.",
         )
     return functools.partial(function, **arguments)
 
@@ -345,7 +357,7 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _sizes(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        first = next(_tensors_in(_read_data(spec.data_file)), None)
+        first = next(_tensors_in(_read_data(spec.data_file, spec.data_sha256)), None)
         if first is not None and first.dim():
             return first.shape[0]
         raise UsageError(

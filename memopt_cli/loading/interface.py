@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from memopt_cli.errors import FileFormatError
+from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
 from memopt_cli.units import counted
 
@@ -62,3 +62,9 @@ def no_model(path: str, tensors: int) -> FileFormatError:
         f"{path} holds {counted(tensors, 'tensor')} but no model",
         hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
     )
+
+
+def require_same(path: str, found: str, known: str | None) -> None:
+    """Raise :class:`ChangedFileError` if a file's hash is not the one that is ``known``, if any is."""
+    if known not in (None, found):
+        raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

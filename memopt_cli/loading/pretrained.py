@@ -22,7 +22,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from memopt_cli.documents import MOST_BYTES, read_bytes, read_json
-from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, shortened
 from memopt_cli.loading.bounds import bounded
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
@@ -103,9 +103,9 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > _LONGEST_NAME:
         raise FileFormatError(
-            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {names!r})", hint=_SAVE
+            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shortened(names)})", hint=_SAVE
         )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)
@@ -138,7 +138,9 @@ def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str,
         counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
         if counted > most:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key}, {counted} in all, is far beyond what its weights have", hint=_SAVE
+                f"{folder} was not loaded: its {key[:_LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
+                "have",
+                hint=_SAVE,
             )
 
 
@@ -171,7 +173,7 @@ def _is_class(found: Any, base: type) -> bool:
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
-        found = sorted(key if isinstance(key, str) else str(key[0]) for key in info.get(kind) or ())
+        found = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
         if found:
             more = ", …" if len(found) > _SHOWN else ""
             raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)
@@ -185,7 +187,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     base = next((Path(base) for base in bases if is_pretrained(base)), None)
     if base is None:
         raise FileFormatError(
-            f"{folder} is an adapter of {named!r}, which is no folder here",
+            f"{folder} is an adapter of {shortened(named)}, which is no folder here",
             hint="Save the base with save_pretrained, and put its folder into "
             f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
@@ -217,16 +219,17 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
     kind = settings.get("peft_type")
     if kind not in _ADAPTERS:
         raise UnsafeFileError(
-            f"{folder} was not loaded: it is an adapter of the kind {kind!r}, which may read other files",
+            f"{folder} was not loaded: it is an adapter of the kind {shortened(kind)}, which may read other files",
             hint=f"Known kinds: {', '.join(_ADAPTERS)}. Build others in code of your own: package.module:callable.",
         )
     steps = 0.0
     for key, value in settings.items():
-        texts = [value] if isinstance(value, str) else list(_texts(value))
+        texts, shown = [value] if isinstance(value, str) else list(_texts(value)), key[:_LONGEST_NAME]
         if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
             raise UnsafeFileError(
-                f"{folder} was not loaded: memopt does not know its {key}, which may name a file: {texts[0]!r}",
-                hint=f"Remove {key} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
+                f"{folder} was not loaded: memopt does not know its {shown}, which may name a file: "
+                f"{shortened(texts[0])}",
+                hint=f"Remove {shown} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
             steps += _PARSING + _most_steps(text)
@@ -378,10 +381,10 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
                 f"{path.parent} was not loaded: its {key} {_CODE[key]}",
                 hint=_IN_CODE,
             )
-        if key.endswith("attn_implementation") and value not in _ATTENTION:
+        if "attn_implementation" in key and value not in _ATTENTION:
             raise UnsafeFileError(
-                f"{path.parent} was not loaded: its {key} names a kernel of a hub, {value!r}",
-                hint=f"Remove {key} from {path.name}.",
+                f"{path.parent} was not loaded: its {key[:_LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
+                hint=f"Remove {key[:_LONGEST_NAME]} from {path.name}.",
             )
 
 
@@ -439,11 +442,14 @@ def _shards(index: Path) -> list[str]:
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise FileFormatError(f"{index} is no index of weights", hint=_SAVE) from err
+        raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:
-        if not isinstance(name, str) or name != Path(name).name:
-            raise FileFormatError(f"{index} names a file elsewhere: {name!r}", hint=_SAVE)
+        if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
+            raise FileFormatError(f"{index} names what is no file beside it: {shortened(name)}", hint=_SAVE)
     return list(names)
+
+
+_LONGEST_FILE: Final = 255
 
 
 def _library(name: str, folder: Path) -> Any:

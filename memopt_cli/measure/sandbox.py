@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import struct
 import sys
@@ -53,8 +54,11 @@ HINT: Final = (
     "It ran confined: it may write to a temporary folder alone, change no modes or times of files, start no programs, "
     "open no connections and do nothing to other processes. If you trust the model and its code: --no-sandbox."
 )
-_REFUSALS: Final = ("Permission denied", "OS call failed or operation not supported on this OS")
-"""Of libraries that were refused something; the latter of CUDA."""
+_REFUSALS: Final = re.compile(
+    r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"
+)
+_OF_LIBRARIES: Final = ("RuntimeError", "AcceleratorError")
+"""How PyTorch begins when it was refused something, and the classes by which it says so."""
 
 
 _confined = False
@@ -121,10 +125,14 @@ def _give_up_privileges(libc: ctypes.CDLL) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, may be the wall's."""
+    """Whether an exception, or what caused it, may be the wall's.
+
+    Told by its type above all: most of what an exception says is the file's, and a file must not ask for :data:`HINT`.
+    """
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, PermissionError) or any(words in str(seen) for words in _REFUSALS):
+        says = str(seen).partition("\n")[0] if type(seen).__name__ in _OF_LIBRARIES else ""
+        if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
             return not _is_unreadable(seen)
         seen = seen.__cause__ or seen.__context__
     return False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import difference, effects, in_double
+from memopt_cli.equality import difference, effects, generator_state, generators_kept, in_double, state_of
 from memopt_cli.errors import UsageError, first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.interface import Convolutions
@@ -27,14 +27,15 @@ from memopt_cli.model_batching.stacked import first_models, slots_of
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import Convolution, TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, synchronize
+from memopt_cli.step import Step, seed_everything, seeds_of_backward, synchronize
 
 TOLERANCE = 1e-10
 """Relative difference from the loop, in float64, up to which a route is taken to compute the same."""
 STORED_TOLERANCE = 1e-5
 """The same for a model that cannot run in float64, in its own precision."""
-_STEPS = 2
-"""Steps compared in a row: the second sees the buffers and the state that the first left."""
+_MANY_WEIGHTS = 5_000_000
+"""Of a second step, which sees the buffers and the state that the first left, no more than the forward is compared for
+models of more weights than that."""
 _FEW_MODELS = 2
 _FEW_SAMPLES = 3
 """Models, and samples of each, that are compared; another number, so that one is not taken for the other."""
@@ -156,10 +157,10 @@ def _unchecked(
     def trial_of(candidate: Candidate) -> RouteTrial:
         refused = ""
         try:
-            few = _few(tree, models, args, kwargs)
-            _timer(candidate, *few)()
+            if candidate.name != "loop":  # it runs anything
+                _timer(candidate, *_few(tree, models, args, kwargs))()
         except Exception as error:
-            refused = "" if candidate.name == "loop" else first_line(error)
+            refused = first_line(error)
         return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=math.nan)
 
     return trial_of
@@ -209,6 +210,7 @@ class _Reference:
 
     def __init__(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._models = models
+        self._draws = False
         for given in (_few(tree, models, args, kwargs), (tree, models, args, kwargs)):
             self._run(*given)
             if self._effects is not None:  # not so for samples of which a few are no input
@@ -255,17 +257,48 @@ class _Reference:
         return f"{worst.name} differs from the loop's by {worst.relative:.1e} of its magnitude", worst.relative
 
     def _effects_of(self, candidate: Candidate) -> dict[str, Tensor]:
+        if not self._draws:
+            found = self._steps_of(candidate)
+            self._draws = any(_has_drawn(t) for name, t in found.items() if _RANDOM in name)
+        if self._draws:  # a mode costs time, and the import of a compiler
+            with _WithoutDropout():  # type: ignore[no-untyped-call]
+                found = self._steps_of(candidate)
+        return {name: tensor for name, tensor in found.items() if _RANDOM not in name}
+
+    def _steps_of(self, candidate: Candidate) -> dict[str, Tensor]:
         trial = _Trial(candidate, copy.deepcopy(self._tree), self._models)
         args, kwargs = self._inputs
-        step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs))
-        found: dict[str, Tensor] = {}
-        with _WithoutDropout():  # type: ignore[no-untyped-call]
-            for index in range(_STEPS):
-                found |= {f"{name} of step {index + 1}": t for name, t in effects(step).items() if _RANDOM not in name}
-        return found
+        step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs), loss=_loss)
+        found = {f"{name} of step 1": tensor for name, tensor in effects(step).items()}
+        if _weights_in(self._tree) > _MANY_WEIGHTS:
+            with generators_kept(), torch.no_grad():
+                seed_everything(StepSettings().seed)
+                outputs = tensors_of(step.forward())
+            again = {f"output[{i}]": tensor for i, tensor in enumerate(outputs)} | state_of(trial)
+        else:
+            again = effects(step)
+        return found | {f"{name} of step 2": tensor for name, tensor in again.items()}
 
 
 _RANDOM = "random generator"
+
+
+def _has_drawn(generators: Tensor) -> bool:
+    """Whether a step left the random generators elsewhere than it was given them."""
+    with generators_kept():
+        seed_everything(StepSettings().seed)
+        (untouched,) = generator_state().values()
+        return not torch.equal(generators, untouched)
+
+
+def _loss(output: Any) -> Tensor:
+    """A scalar whose gradient is that of a step without a loss.
+
+    Backward from gradients that are given makes PyTorch import what it computes symbolic shapes with: a second.
+    """
+    roots, cotangents = seeds_of_backward(output, None, StepSettings().seed)
+    weighed = [root if given is None else root * given for root, given in zip(roots, cotangents, strict=True)]
+    return torch.stack([(t.real if t.is_complex() else t).sum().double() for t in weighed]).sum()
 
 
 @torch.no_grad()
@@ -274,8 +307,15 @@ def _make_different(tree: nn.Module) -> None:
     torch.manual_seed(0)
     for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
         if tensor.is_floating_point():
-            tensor.mul_(1 + 0.1 * torch.rand_like(tensor))
-            tensor.add_(0.01 * torch.rand_like(tensor) if isinstance(tensor, nn.Parameter) else 0.0)
+            # Not one number for an output channel, which a norm would take away again.
+            shape = (tensor.shape[0], 1, *tensor.shape[2:]) if tensor.dim() > 2 else tensor.shape
+            noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device)
+            tensor.mul_(1 + 0.1 * noise)
+            tensor.add_(0.01 * noise.flip(-1) if isinstance(tensor, nn.Parameter) and tensor.dim() else 0.0)
+
+
+def _weights_in(tree: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in tree.parameters())
 
 
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -310,19 +350,21 @@ def _timed(
 ) -> list[tuple[Candidate, RouteTrial]]:
     """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused."""
     for given in (_few_samples(args, kwargs), (args, kwargs)):
-        steps, first_s = {}, 0.0
+        steps: dict[int, Callable[[], float]] = {}
+        first: dict[int, float] = {}
         for index in [index for index, (_, trial) in enumerate(tried) if not trial.refused]:
             candidate, trial = tried[index]
             try:
                 steps[index] = _timer(candidate, tree, models, *given)
-                first_s += steps[index]()
+                first[index] = steps[index]()
             except Exception as error:
                 steps.pop(index, None)
                 if candidate.name != "loop":
                     tried[index] = candidate, replace(trial, refused=first_line(error))
-        if first_s * _size((args, kwargs)) / _size(given) > _TIMING_S:
+        if sum(first.values()) * _size((args, kwargs)) / _size(given) > _TIMING_S:
             break
-    seconds = _median_seconds(list(steps.values())) if len(steps) > 1 else [math.nan] * len(steps)
+    taken = [first[index] for index in steps]
+    seconds = _median_seconds(list(steps.values()), taken) if len(steps) > 1 else [math.nan] * len(steps)
     for index, median in zip(steps, seconds, strict=True):
         candidate, trial = tried[index]
         tried[index] = candidate, replace(trial, step_s=median)
@@ -333,8 +375,13 @@ def _size(inputs: Any) -> int:
     return max(1, sum(tensor.numel() for tensor in tensors_of(inputs)))
 
 
-def _median_seconds(steps: list[Callable[[], float]]) -> list[float]:
-    """Of steps taken in turns, so that the load of the machine is the same for all that are still in the race."""
+def _median_seconds(steps: list[Callable[[], float]], first_s: list[float]) -> list[float]:
+    """Of steps taken in turns, so that the load of the machine is the same for all that are still in the race.
+
+    ``first_s``: what the first step of each took, which warms it up; where that is long, no more are taken.
+    """
+    if sum(first_s) > _TIMING_S:
+        return first_s
     taken: list[list[float]] = [[] for _ in steps]
     racing, started = list(range(len(steps))), time.perf_counter()
     for done in range(1, _MOST_ROUNDS + 1):
@@ -354,7 +401,9 @@ def _timer(
     """Takes one forward and backward on a copy of the model, and says how many seconds they took."""
     settings = _settings(args, kwargs)
     given, named = map_leaves(_own_leaf, (args, kwargs))
-    step = Step(model=_Trial(candidate, copy.deepcopy(tree), models), args=given, kwargs=named, settings=settings)
+    step = Step(
+        model=_Trial(candidate, copy.deepcopy(tree), models), args=given, kwargs=named, settings=settings, loss=_loss
+    )
 
     def run() -> float:
         step.model.zero_grad()

@@ -19,7 +19,8 @@ from memopt_cli.online.states import Batching, State, environ, init_all_states, 
 from memopt_cli.online.structure import find_structure
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
-from memopt_cli.runtime.private_torch import buffers_of, tree_map
+from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
 Correction = Literal["reference", "exact", "none"]
@@ -51,6 +52,11 @@ class OnlineAlgorithm(nn.Module):
         self._step: TracedStep | None = None
         self._shapes: list[tuple[int, ...]] = []
         self._expected: list[tuple[State, tuple[int, ...]]] = []
+        self._kept: list[tuple[Tensor, int]] = []
+        """What the last step left, and how often that had been written; empty before the first one."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": []}  # a copy's tensors are others
 
     # ------------------------------------------------------------------ before the first step
 
@@ -71,7 +77,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
                     "a factored trace cannot tell the two gradients apart",
-                    hint="use D_RTRL, or a weight of its own for each",
+                    hint="Use D_RTRL, or a weight of its own for each.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
@@ -86,6 +92,7 @@ class OnlineAlgorithm(nn.Module):
     def reset_state(self, batch_size: int | None = None) -> None:
         """Begin a new sequence: states and traces start anew, for one sample or for ``batch_size``."""
         init_all_states(self, batch_size)
+        self._kept = []
         self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
 
     @property
@@ -107,7 +114,7 @@ class OnlineAlgorithm(nn.Module):
         if not found:
             raise MemoptError(
                 "the parameter carries no eligibility trace",
-                hint=f"traced are: {', '.join(step.weights) or 'none'}",
+                hint=f"Traced are: {', '.join(step.weights) or 'none'}.",
             )
         return found
 
@@ -118,11 +125,13 @@ class OnlineAlgorithm(nn.Module):
         run, window = self._compiled(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("a window of no steps", hint="give inputs [steps, ...] of at least one time step")
+            raise MemoptError("a window of no steps", hint="Give inputs [steps, ...] of at least one time step.")
         self._check(steps[0])
+        self._check_kept()
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
+        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
         output = tree_map(_stack, *outputs) if window else outputs[0]
         return output if torch.is_grad_enabled() else tree_map(_detached, output)
 
@@ -152,23 +161,47 @@ class OnlineAlgorithm(nn.Module):
 
     def _compiled(self) -> TracedStep:
         if self._step is None:
-            raise MemoptError("the algorithm has not seen its model run", hint="call compile_graph(inputs) first")
+            raise MemoptError("the algorithm has not seen its model run", hint="Call compile_graph(inputs) first.")
         return self._step
+
+    def _held(self) -> list[tuple[str, Tensor]]:
+        """What a step leaves to the next one: followed states, traces, and what the algorithm itself counts."""
+        run = self._compiled()
+        followed = [(name, state.value) for name, state in run.followed_states.items()]
+        traces = [(name, state.value) for name, state in states_of(self.traces).items()]
+        own = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
+        return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
+
+    def _check_kept(self) -> None:
+        """Raises :class:`MemoptError` if some of that is not as the last step left it, and the rest is."""
+        if not self._kept or not self.traces:
+            return
+        others = [
+            name
+            for (name, now), (kept, version) in zip(self._held(), self._kept, strict=True)
+            if now.data_ptr() != kept.data_ptr() or version_of(now) != version
+        ]
+        if others and len(others) < len(self._kept):
+            raise MemoptError(
+                f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
+                hint="begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states; to "
+                "forget the past of some samples, let the cell multiply its state by a mask",
+            )
 
     def _sample_shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape[1:] if self.mode is not None else tensor.shape)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="give one or more tensors")
+            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
         if self.mode is not None and not all(x.dim() for x in inputs):
-            raise MemoptError("an input without axes in Batching() mode", hint="give inputs [B, ...]")
+            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
         shapes = [self._sample_shape(x) for x in inputs]
         if self._shapes and shapes != self._shapes:
             batch = "[B, ...] with " if self.mode is not None else ""
             raise MemoptError(
                 f"inputs of shapes {shapes} per sample; compiled for {self._shapes}",
-                hint=f"give inputs {batch}of those shapes, or make and compile an algorithm for the new ones",
+                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
             )
         lead = () if self.mode is None else (inputs[0].shape[0],)
         for state, per_sample in self._expected or [(s, s.shape) for s in states_of(self.model).values()]:
@@ -176,7 +209,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
                     f"inputs call for {(*lead, *per_sample)}",
-                    hint="call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
+                    hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
                     "initialize in vmap_new_states and call the algorithm through Vmap",
                 )
 
@@ -268,7 +301,7 @@ def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
-    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="give a decay between 0 and 1, or a rank of 1 or more")
+    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
 
 
 def _numel(trace: Trace) -> int:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.traces import Gate, Use
+from memopt_cli.online.traces import Gate, Held, Use
 from memopt_cli.runtime.private_torch import tree_flatten, tree_unflatten
 
 
@@ -33,6 +34,12 @@ class Interception:
         self._witness = torch.empty(0)
         self._calls: dict[str, int] = {}
         self.states = {path: cell_states(cell) for path, cell in cells.items()}
+        self.watched: dict[str, nn.Module] = {}
+        """Further modules whose calls are counted."""
+        self.most_calls: Mapping[str, int] | None = None
+        """How often each module is called in a step at most; ``None``: that is being found out."""
+        self._seen: dict[str, list[Tensor]] = {}
+        """Values of a cell's states, as the step has found or left them."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         """A traced weight is used; returns what the model gets for its output."""
@@ -46,11 +53,31 @@ class Interception:
         """A cell has ended; its new states and then what it returns, as the model is to see them."""
         raise NotImplementedError
 
+    def on_overwritten(self, held: Held) -> None:
+        """A cell that is about to be called finds in its state what another module wrote there."""
+        raise NotImplementedError
+
+    def on_forgotten(self, held: Held) -> None:
+        """A step ends with a constant in a state that no cell left there: nothing of the past is in it."""
+        raise NotImplementedError
+
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """One time step of the model; its states are left as the step left them."""
         self._calls.clear()
+        self._seen = {cell: _values(states) for cell, states in self.states.items()}
         with self._installed():
-            return model(*inputs)
+            output = model(*inputs)
+        for cell in self.cells:
+            for state in self._overwritten(cell):
+                if state.value.requires_grad:
+                    raise MemoptError(
+                        f"{_name(cell, state)} is written after its cell has been called, and not by the cell",
+                        hint="let the cell that declares a state write it, in its forward: give it what it needs, as "
+                        "a mask",
+                    )
+                self.on_forgotten(Held(cell, state.name))
+        self._seen = {}
+        return output
 
     @contextmanager
     def lanes_of(self, witness: Tensor) -> Iterator[None]:
@@ -83,6 +110,7 @@ class Interception:
     def _installed(self) -> Iterator[None]:
         forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
         forwards |= {m: partial(self._cell, path, m.forward) for path, m in self.cells.items()}
+        forwards |= {m: partial(self._watch, path, m.forward) for path, m in self.watched.items()}
         own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
@@ -99,14 +127,28 @@ class Interception:
         (y,) = self.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 
+    def _overwritten(self, cell: str) -> list[State]:
+        """States that hold something else than the step has found or left in them."""
+        return [
+            state for state, seen in zip(self.states[cell], self._seen[cell], strict=True) if state.value is not seen
+        ]
+
     def _count(self, path: str) -> int:
         """How often the module was called in this step before."""
         call = self._calls.get(path, 0)
+        if self.most_calls is not None and call >= self.most_calls.get(path, 0):
+            raise changed(path, f"is called {call + 1} times" if call else "is called")
         self._calls[path] = call + 1
         return call
 
+    def _watch(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count(path)
+        return forward(*args, **kwargs)
+
     def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call, states = self._count(path), self.states[path]
+        for state in self._overwritten(path):
+            self.on_overwritten(Held(path, state.name))
         self.act_on(states, partial(self.on_enter, path, call))
         leaves, spec = tree_flatten(forward(*args, **kwargs))
         values = _values(states)
@@ -117,6 +159,7 @@ class Interception:
         replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
         for state, value in zip(states, seen, strict=False):
             state.value = value
+        self._seen[path] = _values(states)
         return tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -124,6 +167,19 @@ def cell_states(cell: nn.Module) -> list[State]:
     """The floating states that a module declares itself, in the order of declaration."""
     own = (state for state in states_of(cell).values() if state.module is cell)
     return [state for state in own if state.value.is_floating_point()]
+
+
+def changed(path: str, what: str) -> MemoptError:
+    """A step does what that of ``compile_graph`` did not."""
+    return MemoptError(
+        f"{path or 'the model'} {what}, which was not so in the step that compile_graph saw",
+        hint="let every step take the same path, multiplying by a mask what some of them leave out; or compile with "
+        "inputs by which the step does all that any step does",
+    )
+
+
+def _name(cell: str, state: State) -> str:
+    return f"{cell}.{state.name}" if cell else state.name
 
 
 def _values(states: Sequence[State]) -> list[Tensor]:

@@ -20,8 +20,14 @@ from memopt_cli.online.interception import Interception, cell_states
 from memopt_cli.online.operations import operation_of, trace_kind
 from memopt_cli.online.states import State
 from memopt_cli.online.traces import Gate, Group, Held, Left, Use
+from memopt_cli.online.undeclared import refuse_undeclared
 from memopt_cli.runtime.private_torch import tree_leaves, vector_jacobian
 from memopt_cli.runtime.state import StartingState
+
+_SPREADS = (1.0, 10.0)
+"""How far from rest states are where the step is looked at, the structure at the first: what mixes neurons only where
+they are large is seen at the last.
+"""
 
 Source = Held | Use | Left
 """What a tensor may be computed from."""
@@ -69,6 +75,14 @@ class Structure:
     """Tensors that depend on nothing but the cell's new states -> the numbers of those states."""
     untraced: dict[str, str]
     """Tagged module -> why it carries no trace: it gets the gradient of each step alone."""
+    calls: dict[str, int]
+    """Tagged module or cell -> how often the step called it."""
+    known: dict[Left, frozenset[Source]]
+    """All that a tensor that is followed was computed from, by any path."""
+    not_followed: dict[Held, frozenset[Source]]
+    """The same of the states that carry nothing of traced weights."""
+    unread: frozenset[Held | Use]
+    """States, and outputs of traced weights, that no gradient reaches but from the cells that are tied to them."""
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
@@ -81,12 +95,19 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
     start = StartingState(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
-            probe = _Probe(weights, cells, _Graph(model, trainable), batched=batched)
-            with probe.lanes_of(inputs[0]):
-                probe.take_step(model, inputs)
+            refuse_undeclared(model, inputs)
+            start.enter()
+            graph = _Graph(model, trainable, weights)
+            probes = [_Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
+            for probe in probes:
+                with probe.lanes_of(inputs[0]):
+                    probe.take_step(model, inputs)
+                start.enter()
     finally:
         start.enter()
-    return _Reach(probe).structure()
+    for left, reads in probes[0].reads.items():
+        reads.mixed = reads.mixed.union(*(probe.reads[left].mixed for probe in probes if left in probe.reads))
+    return _Reach(probes[0]).structure()
 
 
 def jacobian_row(
@@ -119,6 +140,8 @@ class _Reads:
     """By paths that enter a weight that has no tag."""
     parameters: bool = False
     """Trainable ones, or inputs of the model that want a gradient."""
+    tagged: set[str] = field(default_factory=set)
+    """Modules whose tagged weights it reads itself, not by calling them."""
     mixed: set[Source] = field(default_factory=set)
     """Of ``direct``, those that do not act neuron by neuron; the weighted ones among them act in two ways."""
 
@@ -131,8 +154,15 @@ class _Probe(Interception):
     """Takes one step with every part of it cut off from the others, and notes what each one reads."""
 
     def __init__(
-        self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], graph: _Graph, *, batched: bool
+        self,
+        weights: Mapping[str, nn.Module],
+        cells: Mapping[str, nn.Module],
+        graph: _Graph,
+        *,
+        batched: bool,
+        spread: float,
     ) -> None:
+        """``spread``: how far from rest the states are."""
         super().__init__(weights, cells, batched=batched)
         self.reads: dict[Use | Left, _Reads] = {}
         """Of the input of each use and of each tensor that leaves a cell, in the order in which they were made."""
@@ -140,9 +170,14 @@ class _Probe(Interception):
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
         self.shapes: dict[Left, tuple[int, ...]] = {}
         self.derived: dict[Left, frozenset[int]] = {}
+        self.overwritten: set[Held] = set()
+        """States that their cells find changed."""
+        self.forgotten: set[Held] = set()
+        """States that the step leaves as constants."""
         self._graph = graph
         self.leaves: dict[Source, Tensor] = {}
         self._random = torch.Generator().manual_seed(0)
+        self._spread = spread
 
     def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """Fill in what is noted."""
@@ -157,8 +192,20 @@ class _Probe(Interception):
         self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
         self.reads[use] = self._graph.reads(z[0], self.leaves) if z else _Reads()
         operation = operation_of(self.weights[use.path])
+        _check_weight(use.path, self.weights[use.path])
         y = operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias)
         return (self._cut(use, y),)
+
+    def on_overwritten(self, held: Held) -> None:
+        self.overwritten.add(held)
+
+    def on_forgotten(self, held: Held) -> None:
+        self.forgotten.add(held)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Path of a tagged module or a cell -> how often it was called."""
+        return {path: self._calls.get(path, 0) for path in (*self.weights, *self.cells)}
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
         return states
@@ -167,17 +214,20 @@ class _Probe(Interception):
         count, lefts = len(self.states[cell]), [Left(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
         for left, q in zip(lefts, tensors, strict=True):
+            _check_real(self.states[cell][left.number].name if left.number < count else "", cell, q)
             self.shapes[left] = tuple(q.shape[1:])
             reads = self.reads[left] = self._graph.reads(q, self.leaves)
             reads.mixed = {s for s in reads.direct if s in reads.weighted or not self._elementwise(q, self.leaves[s])}
-            if left.number >= count and (states := self._graph.only(q, new)):
+            if left.number >= count and (states := only(q, new)):
                 self.derived[left] = states
         return tuple(self._cut(left, q) for left, q in zip(lefts, tensors, strict=True))
 
     def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Away from rest, where surrogates and gates have slopes.
         named = zip(self.states[cell], values, strict=True)
-        return tuple(self._cut(Held(cell, state.name), value + self._noise(value)) for state, value in named)
+        return tuple(
+            self._cut(Held(cell, state.name), value + self._spread * self._noise(value)) for state, value in named
+        )
 
     def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
         self.of_output = [self._graph.reads(result, self.leaves) for result in results]
@@ -206,9 +256,10 @@ class _Probe(Interception):
 class _Graph:
     """Walks autograd's graph from a tensor to the leaves that it was computed from."""
 
-    def __init__(self, model: nn.Module, trainable: set[int]) -> None:
+    def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
         self._trainable = trainable
+        self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
 
     def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> _Reads:
         """What ``tensor`` was computed from."""
@@ -219,13 +270,9 @@ class _Graph:
                 (found.weighted if weighted else found.direct).add(source)
             elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
                 found.parameters = True
+                if (path := self._tagged.get(id(leaf))) is not None:
+                    found.tagged.add(path)
         return found
-
-    def only(self, tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
-        """The numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else; else empty."""
-        reached: set[int] = set()
-        beyond = list(_leaves_behind(tensor, ends, reached)) if tensor.requires_grad else [tensor]
-        return frozenset() if beyond else frozenset(reached)
 
     def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Each leaf, and whether a path to it enters a weight."""
@@ -255,6 +302,47 @@ class _Graph:
             if node is not None
         ]
         return any(factor and factor <= self._parameters for factor in factors)
+
+
+def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
+    """The numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else and none of them on
+    another; else empty.
+    """
+    reached: set[int] = set()
+    if not tensor.requires_grad or next(_leaves_behind(tensor, ends, reached), None) is not None:
+        return frozenset()
+    inner: set[int] = set()
+    for node, number in ends.items():
+        if number in reached:
+            for before, _ in node.next_functions:
+                if before is not None:
+                    list(_leaves_of_node(before, ends, inner))
+    return frozenset() if inner & reached else frozenset(reached)
+
+
+def _check_weight(path: str, module: nn.Module) -> None:
+    """Raises :class:`MemoptError` for a weight of which two readings are two tensors of other values."""
+    if isinstance(vars(module).get("weight"), Tensor):
+        raise MemoptError(
+            f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
+            hint="use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
+        )
+    once, again = operation_of(module), operation_of(module)
+    for a, b in ((once.weight, again.weight), (once.bias, again.bias)):
+        if a is not None and b is not None and a is not b and not torch.equal(a, b):
+            raise MemoptError(
+                f"the weight of {path} is computed anew each time it is read, and differs from the last time",
+                hint="eval() the parametrization that computes it, or take the tag off with untraced()",
+            )
+
+
+def _check_real(state: str, cell: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        raise MemoptError(
+            f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
+            "neuron is not one number then",
+            hint="declare its real and its imaginary part as two states, as memopt_cli.LRU does",
+        )
 
 
 def _leaves_behind(
@@ -324,6 +412,7 @@ class _Reach:
             Held(left.cell, names[left.number].name): left
             for left in self.lefts
             if left.number < len(names := probe.states[left.cell])
+            and Held(left.cell, names[left.number].name) not in probe.forgotten
         }
         """State -> what the cell's last call in the step made of it."""
         self.reached = {use: held for use in self.uses if (held := self._states_reached(use))}
@@ -341,6 +430,7 @@ class _Reach:
         lefts = [left for left in self.lefts if left in self.followed]
         for left in lefts:
             self._check(left)
+        self._check_tagged()
         edges = {left: self._edges(left) for left in lefts}
         constant = frozenset(use for use in self.reached if self._is_constant(use))
         exposed = frozenset(held for held in self.held if self._is_exposed(held))
@@ -362,7 +452,36 @@ class _Reach:
             attached=attached,
             derived={left: states for left, states in self.probe.derived.items() if left in self.followed},
             untraced={path: reason for path in self.probe.weights if path not in self.traced},
+            calls=self.probe.calls,
+            known={left: self._known(left) for left in lefts},
+            not_followed=self._not_followed(),
+            unread=self._unread(constant, connected, read_by_attached),
         )
+
+    def _known(self, left: Left) -> frozenset[Source]:
+        return frozenset(self.reads[left].sources | self._behind_it(self.reads[left])[1])
+
+    def _not_followed(self) -> dict[Held, frozenset[Source]]:
+        found: dict[Held, frozenset[Source]] = {}
+        for cell in self.probe.cells.keys() - self.cells:
+            lefts = [left for left in self.lefts if left.cell == cell]
+            known = frozenset[Source]().union(*map(self._known, lefts))
+            found |= {Held(cell, state.name): known for state in self.probe.states[cell]}
+        return found
+
+    def _unread(
+        self, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
+    ) -> frozenset[Held | Use]:
+        inputs = [self.reads[use] for use in self.uses]
+        others = [self.reads[left] for left in self.lefts if left not in self.followed]
+        read = set[Source](self.probe.overwritten).union(
+            *(self._behind_it(r)[1] for r in (*inputs, *others, *self.probe.of_output))
+        )
+        for left in self.followed:
+            own = self.reads[left]
+            read |= own.weighted | {s for s in own.direct if isinstance(s, Held) and s.cell != left.cell}
+        uses = self.reached.keys() - connected - read_by_attached
+        return frozenset((self.new.keys() | uses) - read)
 
     def _states_reached(self, use: Use) -> set[Held]:
         """In the step of the use, and from there in later ones."""
@@ -435,9 +554,13 @@ class _Reach:
         )
 
     def _is_exposed(self, held: Held) -> bool:
-        """Read by the output, past all cells that are followed, or neuron by neuron by another of those."""
-        return any(held in self._behind_it(reads)[1] for reads in self.probe.of_output) or any(
-            held in self.reads[left].direct for left in self.followed if left.cell != held.cell
+        """Read by the output, past all cells that are followed, or neuron by neuron by another of those; or changed
+        before its cell is called.
+        """
+        return (
+            held in self.probe.overwritten
+            or any(held in self._behind_it(reads)[1] for reads in self.probe.of_output)
+            or any(held in self.reads[left].direct for left in self.followed if left.cell != held.cell)
         )
 
     def _check(self, left: Left) -> None:
@@ -446,16 +569,30 @@ class _Reach:
             if source in self.reads[left].weighted:
                 raise MemoptError(
                     f"{name} reaches {of} through a weight without a tag, and past it as well",
-                    hint="tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
+                    hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
                     "followed through it; or take the tags off those before it with untraced()",
                 )
             raise MemoptError(
                 f"{name} {self._shape(source)} does not reach {of}, {self.probe.shapes[left]} per sample, neuron by "
                 "neuron",
-                hint="let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
+                hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
                 "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
                 "gradient of each step alone",
             )
+
+    def _check_tagged(self) -> None:
+        """Raises :class:`MemoptError` for a tagged weight whose past would be followed for some of its uses alone."""
+        tagged: dict[Source, set[str]] = {}
+        for left in self.lefts:
+            tagged[left] = self.reads[left].tagged.union(*(tagged.get(s, ()) for s in self.reads[left].direct))
+        for held, left in self.new.items():
+            for path in sorted(tagged[left]):
+                raise MemoptError(
+                    f"the weight of {path} reaches {self._name(held)} without a call of {path}, by its attribute or by "
+                    "a module that shares it: that past is not followed",
+                    hint=f"call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
+                    "off with untraced(), to train it with the gradient of each step alone",
+                )
 
     def _check_exposed(self, held: Held, constant: frozenset[Use]) -> None:
         entering = [self.reads[use] for use in self.uses if use.path in self.traced and use not in constant]
@@ -464,7 +601,7 @@ class _Reach:
             raise MemoptError(
                 f"{self._name(held)}, as the last step left it, enters a weight, and is read past it and outside its "
                 "cell as well",
-                hint="read it as a constant where it enters the weight: detach() it there",
+                hint="Read it as a constant where it enters the weight: detach() it there.",
             )
 
     def _name(self, source: Source) -> str:

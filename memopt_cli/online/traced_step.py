@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from memopt_cli.online.interception import Interception
+from memopt_cli.online.interception import Interception, changed
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.structure import Structure, jacobian_row
+from memopt_cli.online.structure import Source, Structure, jacobian_row, only
 from memopt_cli.online.traces import Channel, Held, Left, Row, Ties, Trace, Use
 
 K = TypeVar("K")
@@ -37,6 +38,10 @@ class TracedStep(Interception):
         self._model_states = list(states_of(model).values())
         self._trace_states = [(t, name, state) for t in traces for name, state in states_of(t).items()]
         self._read = {left for edges in structure.edges.values() for left in edges.left}
+        watched = structure.calls.keys() - weights.keys() - self.cells.keys()
+        self.watched = {path: model.get_submodule(path) for path in watched}
+        self.most_calls = structure.calls
+        self._not_followed = {held: State(model.get_submodule(held.cell), held.name) for held in structure.not_followed}
         self._outputs: dict[Use, Tensor] = {}
         self._found: dict[Held, Tensor] = {}
         self._left: dict[Left, Tensor] = {}
@@ -47,6 +52,13 @@ class TracedStep(Interception):
     def states_held(self) -> list[State]:
         """Those of the model and of the traces."""
         return [*self._model_states, *(state for _, _, state in self._trace_states)]
+
+    @property
+    def followed_states(self) -> dict[str, State]:
+        """Name -> state of the model that a trace tells of."""
+        held = {held for trace in self.traces.values() for held in trace.shapes}
+        named = ((Held(cell, state.name), state) for cell, states in self.states.items() for state in states)
+        return {name_of(key): state for key, state in named if key in held}
 
     @contextmanager
     def traces_loaded(self) -> Iterator[None]:
@@ -80,9 +92,19 @@ class TracedStep(Interception):
         for cell, states in self.states.items():
             exposed = [state for state in states if Held(cell, state.name) in self.structure.exposed]
             self.act_on(exposed, partial(self._expose, [Held(cell, state.name) for state in exposed]))
+            unread = [] if self._window else [s for s in states if Held(cell, s.name) in self.structure.unread]
+            self.act_on(unread, partial(self._guard, [Held(cell, state.name) for state in unread]))
         output = self.run(model, inputs)
-        self.lift(self._advance)
+        others = {held: state.value for held, state in self._not_followed.items() if state.value.requires_grad}
+        self.lift(partial(self._advance, list(others)), *others.values())
         return output
+
+    def on_overwritten(self, held: Held) -> None:
+        if held not in self.structure.exposed:
+            raise changed(f"{held.cell}.{held.name}".removeprefix("."), "is written outside its cell")
+
+    def on_forgotten(self, held: Held) -> None:
+        self._new[held] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         if use not in self.traces:  # an earlier call of a traced weight that reaches a cell past a later one alone
@@ -95,7 +117,12 @@ class TracedStep(Interception):
         if use in self.structure.connected and not self._window:
             y = trace.attached(given, self.batch)
         uncut = (self._window or use in self.structure.connected) and y.requires_grad
-        (self._outputs[use],) = self.gate.tie([y], [[]]) if uncut else (y.detach().requires_grad_(),)
+        if uncut:
+            (self._outputs[use],) = self.gate.tie([y], [[]])
+        elif use in self.structure.unread:
+            self._outputs[use] = self._refusing(y, name_of(use))
+        else:
+            self._outputs[use] = y.detach().requires_grad_()
         return (self._outputs[use],)
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
@@ -129,21 +156,38 @@ class TracedStep(Interception):
                 ties[left.number] = self._ties(self._beside_its_graph(row) if attached else row)
                 values[left.number] = q if attached else q.detach()
         leaving = self.gate.tie(values, ties)
-        self._left |= {left: q for left, q in zip(lefts, leaving, strict=True) if left in self._read}
+        self._left |= zip(lefts, leaving, strict=True)
         return leaving
 
     def _row(self, left: Left, q: Tensor, new: Sequence[Tensor]) -> Row:
         """By paths within the cell; through its new states, if it is known to depend on these alone."""
-        if expected := self.structure.derived.get(left):
-            slopes = {j: slope for j, slope in enumerate(jacobian_row(self.gate, q, new)) if slope is not None}
-            if slopes.keys() == expected:
-                return Row(through={Left(left.cell, left.call, j): slope for j, slope in slopes.items()})
-        edges = self.structure.edges[left]
-        held = {key: self._found[key] for key in edges.held}
+        if left in self.structure.derived:
+            states = sorted(only(q, _made_by(new)))
+            slopes = jacobian_row(self.gate, q, [new[j] for j in states])
+            through = {Left(left.cell, left.call, j): s for j, s in zip(states, slopes, strict=True) if s is not None}
+            if through:
+                return Row(through=through)
+        edges, known = self.structure.edges[left], self.structure.known[left]
+        held = {key: self._found[key] for key in edges.held if key in self._found}
         uses = {key: self._outputs[key] for key in edges.uses if key in self._outputs}
         past = {key: self._left[key] for key in edges.left if key in self._left}
-        row = iter(jacobian_row(self.gate, q, [*held.values(), *uses.values(), *past.values()]))
-        return Row(_entries(held, row), _entries(uses, row), _entries(past, row))
+        others = self._others(known)
+        row = iter(jacobian_row(self.gate, q, [*held.values(), *uses.values(), *past.values(), *others.values()]))
+        found = Row(_entries(held, row), _entries(uses, row), _entries(past, row))
+        _refuse_further(left.cell, _entries(others, row))
+        return found
+
+    def _others(self, known: frozenset[Source]) -> dict[Source, Tensor]:
+        """All that there is in this step so far, but for what is ``known``."""
+        parts: tuple[Mapping[Any, Tensor], ...] = (self._found, self._outputs, self._left)
+        return {key: tensor for part in parts for key, tensor in part.items() if key not in known}
+
+    def _check_not_followed(self, cells: Sequence[Held], values: Sequence[Tensor]) -> None:
+        """Raises :class:`MemoptError` if a state that carried nothing of a traced weight has come to do so."""
+        for held, value in zip(cells, values, strict=True):
+            others = self._others(self.structure.not_followed[held])
+            row = jacobian_row(self.gate, value, list(others.values()))
+            _refuse_further(held.cell, _entries(others, iter(row)))
 
     def _beside_its_graph(self, row: Row) -> Row:
         """Without what the graph of a tensor that is attached to it leads to."""
@@ -168,7 +212,8 @@ class TracedStep(Interception):
             trace.begin(loaded[use])
         return ()
 
-    def _advance(self) -> tuple[Tensor, ...]:
+    def _advance(self, not_followed: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        self._check_not_followed(not_followed, values)
         for trace in self.traces.values():
             trace.advance(self._new)
         self._forget()
@@ -182,6 +227,19 @@ class TracedStep(Interception):
         self._found |= zip(names, seen, strict=True)
         return seen
 
+    def _guard(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        """Constants that no gradient should reach: no more than their cell is known to read them."""
+        return tuple(self._refusing(value, name_of(held)) for held, value in zip(names, values, strict=True))
+
+    def _refusing(self, tensor: Tensor, name: str) -> Tensor:
+        def refuse(gradient: Tensor) -> None:
+            if not self.gate.closed and gradient.any():
+                raise changed(name, "is read outside its cell")
+
+        guarded = tensor.detach().requires_grad_()
+        guarded.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return guarded
+
     def _tie_to_past(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
         traces = self.traces.values()
         ties: list[Ties] = [[(None, t.past(held)) for t in traces if held in t.shapes] for held in names]
@@ -190,6 +248,28 @@ class TracedStep(Interception):
     def _set_scale(self, scale: float | Tensor) -> None:
         for trace in self.traces.values():
             trace.set_scale(scale)
+
+
+def _refuse_further(cell: str, row: Mapping[Any, Tensor]) -> None:
+    """Raises :class:`MemoptError` for an entry that is not zero."""
+    for source, slope in row.items():
+        if slope.any():
+            raise changed(cell, f"reads {name_of(source)}")
+
+
+def name_of(source: Source) -> str:
+    """How messages name it."""
+    match source:
+        case Use(path=path):
+            return f"the output of {path}"
+        case Held(cell=cell, name=name):
+            return f"{cell}.{name}".removeprefix(".")
+        case Left(cell=cell):
+            return f"what {cell} leaves"
+
+
+def _made_by(tensors: Sequence[Tensor]) -> dict[Node, int]:
+    return {tensor.grad_fn: j for j, tensor in enumerate(tensors) if tensor.grad_fn is not None}
 
 
 def _entries(keys: Iterable[K], row: Iterator[Tensor | None]) -> dict[K, Tensor]:

@@ -119,6 +119,8 @@ class _Block:
     """The first operator within that autograd saves something for: backward comes to it last."""
     shares: float = 1.0
     """The whole over the longest chunk, that of the blocks around it multiplied in."""
+    longest_adds_in_place: bool = False
+    """Of chunks: the longest comes after two others in backward."""
     packed: dict[int, int] = field(default_factory=dict)
     """Storages that are stored packed -> bytes."""
     kept: frozenset[int] = frozenset()
@@ -186,7 +188,7 @@ class CostModel:
 
     def _added_s(self, block: _Block) -> float:
         forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
-        saved_s = sum(self.recompute_s[op] for op in block.kept if op < block.stop)
+        saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
         packing = packing_s(self.trace, packed_bytes, len(block.packed))
         ops = block.call.end - block.call.start
@@ -210,9 +212,9 @@ class CostModel:
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
             block.first_saver = _first_saver(self._ends, call)
-            block.shares = (block.parent.shares if block.parent else 1.0) / longest_share(
-                segment.chunks, self._length(segment)
-            )
+            share = longest_share(segment.chunks, self._length(segment))
+            block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
+            block.shares = (block.parent.shares if block.parent else 1.0) / share
             blocks.append(block)
             around.append(block)
         within: dict[_Block | None, list[ModuleCall]] = defaultdict(list)
@@ -232,7 +234,7 @@ class CostModel:
 
     def _kept(self, block: _Block, within: Sequence[ModuleCall]) -> frozenset[int]:
         others = {op for call in within for op in range(call.start, call.end)}
-        own = [op for op in range(block.call.start, block.call.end) if op not in others]
+        own = [op for op in range(block.call.start, block.stop) if op not in others]  # later ones are not kept
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
@@ -312,6 +314,8 @@ class _Original:
         self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
         self.savers = [[op for op in s.saved_by if op < self.forward_ops] for s in trace.storages]
         """Of every storage, the operators of forward that autograd keeps it for."""
+        self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
+        """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
 
 
 class _Replay:
@@ -338,6 +342,9 @@ class _Replay:
         self._place = self._lay_out()
         self._change = [0] * (self._length + 1)
         self._extra = [0] * (self._length + 1)
+        self._freed = [0] * (self._length + 1)
+        self._behind = [0] * (self._length + 1)
+        """What there is for a moment when an operator has run, and what it alone needed is gone."""
 
     # ------------------------------------------------------------------------------------------ the new order
 
@@ -397,14 +404,17 @@ class _Replay:
         alive, best, at = self._original.held_before, -1, 0
         for instant in range(self._length):
             alive += self._change[instant]
-            if alive + self._extra[instant] > best:
-                best, at = alive + self._extra[instant], instant
+            behind = self._behind[instant] and self._behind[instant] - self._freed[instant + 1]
+            most = alive + max(self._extra[instant], behind)
+            if most > best:
+                best, at = most, instant
         return best, operators[at]
 
     def _live(self, start: int, end: int, nbytes: int) -> None:
         if end > start:
             self._change[start] += nbytes
             self._change[end] -= nbytes
+            self._freed[end] += nbytes
 
     def _end_of_existing(self, storage: StorageTrace) -> None:
         if storage.died is not None:
@@ -511,14 +521,24 @@ class _Replay:
     def _add_pieces_of_gradient(self, block: _Block, storage: StorageTrace) -> None:
         """Of a parameter in chunks: that of all chunks so far is there from the first on, and each adds its own.
 
-        A product is transposed, and autograd adds to no view in place: the sum is one more.
+        A product is transposed, and autograd adds to no view in place: the first sum is one more, when what the node
+        of autograd used is gone.  The longest chunk comes last in backward, and adds to that sum in place.
         """
         chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
         if chunked:
-            born = self._place[storage.born]
-            self._live(self._place[chunked[-1].call.backward_start], born, storage.nbytes)
-            adds = 2 if self._trace.ops[storage.born].name == "aten::mm" else 1
-            self._extra[born] += adds * storage.nbytes
+            end = self._end_of_node(storage)
+            self._live(self._place[chunked[-1].call.backward_start], self._place[storage.born], storage.nbytes)
+            for op in range(storage.born, end):
+                self._extra[self._place[op]] += storage.nbytes
+            if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
+                self._behind[self._place[end - 1]] += 2 * storage.nbytes
+
+    def _end_of_node(self, gradient: StorageTrace) -> int:
+        """The operator behind those that make the gradients of one module's parameters, one after the other."""
+        makers, end = self._original.makers, gradient.born + 1
+        while end < len(self._trace.ops) and makers.get(end, gradient.module) == gradient.module:
+            end += 1
+        return end
 
     def _add_stored_input(self, block: _Block) -> None:
         """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""

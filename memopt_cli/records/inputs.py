@@ -36,6 +36,8 @@ class InputSpec:
     """Those of ``dims`` that are left out where nothing takes them: a config file may be of other models, too."""
     data_file: str | None = None
     """``--input-data``: a file that holds the inputs."""
+    data_sha256: str | None = None
+    """Hash of that file when it was first read: one that has become another is refused.  ``None``: not read yet."""
     script: str | None = None
     """``--input-script``: ``file.py:function``, called with the dimensions it names."""
     source: str

@@ -45,6 +45,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.modules.module import _WrappedHook as WrappedHook
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
@@ -223,6 +224,19 @@ def children_of(module: Any) -> dict[str, Any]:
     """The same of its children; of a ``ScriptModule`` these three are no dictionaries, but have ``items``."""
     held: dict[str, Any] = module._modules
     return held
+
+
+def program_of(script: Any) -> Any:
+    """What holds a ``ScriptModule``'s attributes and buffers: ``getattr`` and ``setattr`` by name."""
+    return script._c
+
+
+def attributes_of_script(script: Any) -> list[str]:
+    """Names of what a ``ScriptModule`` keeps besides parameters; of one from a file, buffers are among them."""
+    kind = vars(script).get("_concrete_type")  # one that is still being built has none
+    return (
+        [] if kind is None else [name for name, (_, is_parameter) in kind.get_attributes().items() if not is_parameter]
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -444,6 +458,17 @@ def original_of(module: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- settings
+
+
+def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
+    """How many ``parametrize.cached()`` run, and a copy of what is held there."""
+    return parametrize._cache_enabled, dict(parametrize._cache)
+
+
+def cache_parametrizations(enabled: int, tensors: dict[Any, Any]) -> None:
+    """Put others in their place."""
+    parametrize._cache_enabled, parametrize._cache = enabled, dict(tensors)
+
 
 MKLDNN: Final = (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
 """How to read and set whether that library's kernels are used."""

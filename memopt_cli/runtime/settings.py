@@ -9,13 +9,37 @@ from typing import Any, Final
 import torch
 from torch.backends import cuda, cudnn
 
-from memopt_cli.runtime.private_torch import MKLDNN, TorchDispatchMode, is_watched
+from memopt_cli.runtime.private_torch import (
+    MKLDNN,
+    TorchDispatchMode,
+    cache_parametrizations,
+    cached_parametrizations,
+    is_watched,
+)
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _attribute(holder: Any, name: str) -> _Setting:
     return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
+
+
+class _Cached:
+    """What ``parametrize.cached()`` holds: a forward within computes of the parametrizations only what is not there."""
+
+    def __init__(self) -> None:
+        self.enabled, self.tensors = cached_parametrizations()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Cached) and self._key() == other._key()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> Any:
+        return self.enabled, {name: id(tensor) for name, tensor in self.tensors.items()}
+
+    def put(self) -> None:
+        cache_parametrizations(self.enabled, self.tensors)
 
 
 # Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
@@ -27,6 +51,7 @@ _SETTINGS: Final[tuple[_Setting, ...]] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_Cached, _Cached.put),
     MKLDNN,
     *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
 )

@@ -52,12 +52,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memopt_cli.runtime.copies import copies_of, remade
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
 from memopt_cli.runtime.private_torch import (
+    attributes_of_script,
     buffers_of,
     children_of,
     is_of_transform,
     is_started,
     memory_of,
     parameters_of,
+    program_of,
     unseen,
 )
 from memopt_cli.runtime.settings import Settings
@@ -210,12 +212,50 @@ class _Forgotten:
     key: int
 
 
+class _Slots(MutableMapping[str, Any]):
+    """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._program = program_of(module)
+        # Of one that was loaded they name its buffers too.
+        buffers = (name for name, _ in buffers_of(module).items())
+        self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._program.getattr(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._program.setattr(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)  # a program's are what they are
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+    """Where a module keeps its state."""
+    yield vars(module)
+    if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
+        yield _Slots(module)
+
+
+def _parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Those of a ScriptModule cannot be exchanged."""
+    parameters: Any = parameters_of(module)
+    return parameters if isinstance(parameters, dict) else dict(parameters.items())
+
+
 class ModuleState:
     """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._attributes = [(vars(m), *_held(vars(m))) for m in modules]
+        self._attributes = [(attributes, *_held(attributes)) for m in modules for attributes in _attributes_of(m)]
         self._kinds = {type(m): None for m in modules}
         # A ScriptModule's cannot be exchanged.
         self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
@@ -268,8 +308,7 @@ class _Parameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # A ScriptModule's cannot be exchanged.
-        held: list[dict[str, Any]] = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
+        held = map(_parameters_of, module.modules())
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
@@ -496,7 +535,7 @@ def detach_state(module: nn.Module) -> None:
     state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
 
 
-def _held(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _held(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state among a module's attributes: what is put back as it is, and what needs a look."""
     atoms: dict[str, Any] = {}
     held: dict[str, Any] = {}

@@ -23,8 +23,10 @@ import resource
 import signal
 import tempfile
 import traceback
+import unittest.mock
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,16 +38,23 @@ import typer
 from torch import nn
 
 import memopt_cli
+from memopt_cli import pipeline
 from memopt_cli.cli.app import app
 from memopt_cli.cli.app import main as memopt
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
-from memopt_cli.pipeline import compare_files
-from memopt_cli.records import InputSpec, ModelSource
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import compare_files, prepare
+from memopt_cli.progress import Progress
+from memopt_cli.records import BaselineRequest, CheckRequest, InputSpec, ModelSource
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.spec_text import parse_limit, parse_tensor
 
 _CASE_S: Final = 60
 _CASE_BYTES: Final = 4 << 30
@@ -190,6 +199,38 @@ def _read_model(path: str) -> None:
             read()
 
 
+@functools.cache
+def _folders() -> dict[str, bytes]:
+    """A model of ``save_pretrained``, whose weights are in two files, and an adapter on it: path -> content."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    config = LlamaConfig(**sizes, max_position_embeddings=8, num_key_value_heads=1, vocab_size=9)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stderr(io.StringIO()):
+        LlamaForCausalLM(config).save_pretrained("base", max_shard_size=1000)
+        adapted = peft.get_peft_model(LlamaForCausalLM.from_pretrained("base"), peft.LoraConfig(r=2))
+        adapted.peft_config["default"].base_model_name_or_path = "../base"
+        adapted.save_pretrained("adapter")
+        return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def _sound_part(part: str) -> Callable[[], list[bytes]]:
+    return lambda: [_folders()[part]]
+
+
+def _read_in(part: str) -> Callable[[str], None]:
+    """The model or adapter of whose folder the file is ``part``."""
+
+    def read(path: str) -> None:
+        for name, content in _folders().items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_bytes(Path(path).read_bytes() if name == part else content)
+        load_model(ModelSource(location=str(Path(part).parent)))
+
+    return read
+
+
 def _read_inputs(path: str) -> None:
     make_inputs(InputSpec(data_file=path, source="--input-data"), seed=0, device="cpu", dtype=None)
 
@@ -210,8 +251,10 @@ def _read_config(path: str) -> None:
 
 def _read_measured(path: str) -> None:
     found = compare_files(path, path)
-    for report in (TextReport(), MarkdownReport()):
-        report.compared(found, io.StringIO())
+    said = io.StringIO()
+    for report in _REPORTS:
+        report.compared(found, said)
+    _require_printable(said.getvalue())
 
 
 _PLAN: Final = b"""schema_version: 1
@@ -240,6 +283,44 @@ input: 8x3x32x32
 memory: 8GiB
 timeout: 100
 """
+
+
+_REPORTS: Final = (TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport())
+
+
+def _read_checked(path: str) -> None:
+    """By ``memopt check``, of the model that it was recorded of; what is said of it can be printed."""
+    Path("model.pt").write_bytes(_zips()[0])
+    request = CheckRequest(source=ModelSource(location="model.pt"), baseline_path=path, limits=(parse_limit("peak:0"),))
+    said = io.StringIO()
+    try:
+        with _in_this_process():
+            found = pipeline.check(request, progress=Progress(), ask=None)
+        for report in _REPORTS:
+            report.compared(found, said)
+    except MemoptError as err:
+        for report in _REPORTS:
+            report.refused(err.message, said)
+    _require_printable(said.getvalue())
+
+
+def _require_printable(text: str) -> None:
+    if not all(line.isprintable() for line in text.split("\n")):
+        raise ValueError(f"a report says {text!r}")
+
+
+def _in_this_process() -> AbstractContextManager[object]:
+    return unittest.mock.patch.object(prepare, "Session", LocalSession)
+
+
+def _recorded() -> list[bytes]:
+    """A baseline of a model, as it is recorded here."""
+    spec = InputSpec(tensors=(parse_tensor("2x1x4x4"),), source="--input")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), _in_this_process():
+        Path("model.pt").write_bytes(_zips()[0])
+        request = BaselineRequest(source=ModelSource(location="model.pt"), spec=spec, output="made.json")
+        pipeline.baseline(request, progress=Progress(), ask=None)
+        return [Path("made.json").read_bytes()]
 
 
 def _measured() -> list[bytes]:
@@ -281,6 +362,11 @@ FORMATS: Final[dict[str, Format]] = {
     "memopt.yaml": Format(lambda: [_CONFIG], _TEXT, _read_config),
     "plan.yaml": Format(lambda: [_PLAN], _TEXT, _read_plan),
     "baseline.json": Format(_measured, _TEXT, _read_measured),
+    "checked.json": Format(_recorded, _TEXT, _read_checked),
+    **{
+        Path(part).name: Format(_sound_part(part), _TEXT, _read_in(part))
+        for part in ("base/config.json", "base/model.safetensors.index.json", "adapter/adapter_config.json")
+    },
 }
 """Name of a file -> its format."""
 

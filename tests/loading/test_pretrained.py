@@ -298,12 +298,46 @@ def test_an_adapter_may_name_its_modules_by_a_pattern(pattern: str, adapter: Pat
     assert any("lora_A" in name for name, _ in load(adapter).named_parameters())
 
 
-def test_an_index_names_files_of_the_folder_alone(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "a\x1b[2J", "a\x7f", "a" * 300, 1])
+def test_an_index_names_files_of_the_folder_alone(name: Any, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
-    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    index = {"weight_map": {"a": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileFormatError, match="names a file elsewhere"):
+    with pytest.raises(FileFormatError, match="names what is no file beside it") as caught:
         load(folder)
+    assert caught.value.message.isprintable()
+
+
+LONG = "a" * 100_000
+"""Of which a message says a piece."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architectures": [LONG]},
+        {"architectures": {LONG: 1}},
+        {"activation_function": LONG},
+        {"attn_implementation": LONG},
+        {f"n_{LONG}": 10**9},
+    ],
+    ids=["a class", "no class", "a function", "attention", "a number"],
+)
+def test_a_message_quotes_a_piece_of_the_settings(settings: dict[str, Any], folder: Path) -> None:
+    rewrite(folder / "config.json", lambda given: given.update(settings))
+    with pytest.raises((FileFormatError, UnsafeFileError)) as caught:
+        load(folder)
+    assert len(f"{caught.value}") < 4000
+
+
+@pytest.mark.parametrize(
+    "settings", [{"base_model_name_or_path": LONG}, {"peft_type": LONG}, {LONG: "text"}, {"other": LONG}]
+)
+def test_nor_more_of_those_of_an_adapter(settings: dict[str, Any], adapter: Path) -> None:
+    rewrite(adapter / "adapter_config.json", lambda given: given.update(settings))
+    with pytest.raises((FileFormatError, UnsafeFileError)) as caught:
+        load(adapter)
+    assert len(f"{caught.value}") < 4000
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from typing import Any
 
 import pytest
 
+from memopt_cli.errors import StepError, UnsafeFileError
 from memopt_cli.measure import sandbox, seccomp
+from memopt_cli.runtime.lifted.operators import ScriptError
 
 MACHINE = platform.machine()
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or MACHINE not in ("x86_64", "aarch64"), reason="no filter")
@@ -348,3 +350,30 @@ def test_another_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def _raised(error: BaseException, *, cause: BaseException | None = None) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+WORDS = "unable to open file </x> in read-write mode: Permission denied (13)"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_the_wall"),
+    [
+        (PermissionError(13, "Permission denied", "/nowhere"), True),
+        (RuntimeError(WORDS), True),
+        (RuntimeError("CUDA error: OS call failed or operation not supported on this OS\nmore"), True),
+        (_raised(StepError("its step failed"), cause=PermissionError(13, "Permission denied")), True),
+        # What follows is said by the file, which would have the user take the wall down.
+        (UnsafeFileError(f"model.pt was not loaded: {WORDS}"), False),
+        (_raised(StepError("module 'Permission denied' rejected its input"), cause=RuntimeError("shapes")), False),
+        (ScriptError(WORDS), False),
+        (RuntimeError(f"The following operation failed in the TorchScript interpreter.\n{WORDS}"), False),
+        (KeyError(WORDS), False),
+    ],
+)
+def test_only_a_refusal_is_taken_for_one(error: BaseException, is_the_wall: bool) -> None:
+    assert sandbox.is_refusal(error) is is_the_wall

@@ -365,9 +365,22 @@ def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
         return run
 
     steps = [step(0, 3.0), step(1, 0.9, 1.3, 1.4), step(2, 1.1, 1.1, 9.0)]  # behind, a lucky one, a disturbed one
-    assert selection._median_seconds(steps) == [3.0, 1.3, 1.1]
+    assert selection._median_seconds(steps, [0.3, 0.3, 0.3]) == [3.0, 1.3, 1.1]
     assert calls[0] == 2
     assert calls[1] == calls[2] > 2
+
+
+def test_steps_that_take_long_are_not_taken_again() -> None:
+    assert selection._median_seconds([lambda: 1 / 0, lambda: 1 / 0], [0.9, 0.8]) == [0.9, 0.8]
+
+
+def test_of_large_models_the_second_step_is_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_MANY_WEIGHTS", 0)
+    found = BatchModule(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), G, example_inputs=(images(),), route="fused")
+    assert found.trials[0].difference < 1e-12
+    monkeypatch.setattr(linear, "product_with", lambda rows, weight, bias: torch.bmm(rows, weight.mT) * 1.001)
+    with pytest.raises(UsageError, match="of step 1 differs from the loop's"):
+        BatchModule(nn.Sequential(nn.Linear(5, 4)), G, example_inputs=(images(),), route="fused")
 
 
 def test_a_route_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,6 +386,83 @@ class Twice(Network):
         return self.out(first + self.neu(self.syn(self.w(x.flip(-1)))))
 
 
+class TwoPopulations(Network):
+    """Either reads what the other held, and the output both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.excitatory, self.inhibitory = LIF(HIDDEN), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.excitatory(self.w(x) - 0.5 * torch.tanh(self.inhibitory.v))
+        self.inhibitory(0.7 * spikes)
+        return self.out(spikes) + self.out(torch.tanh(self.inhibitory.v))
+
+
+class Residual(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = LIF(HIDDEN), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w(x)
+        joined = y + self.first(y)
+        return self.out(self.second(joined) + joined)
+
+
+class Shared(Network):
+    """One synapse for two kinds of neurons, and one weight for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn, self.one, self.two, self.above = Synapse(), LIF(HIDDEN), ALIF(HIDDEN), LIF(HIDDEN)
+        self.between, self.tied = weight(HIDDEN, HIDDEN), weight(HIDDEN, HIDDEN)
+        self.tied.weight = self.between.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.syn(self.w(x))
+        return self.out(self.above(self.between(self.one(g)) + self.tied(self.two(torch.tanh(2 * g)))))
+
+
+class Intertwined(Network):
+    """One new state is made of the other, and the output of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Adapting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cell(self.w(x), self.past))
+
+
+class Adapting(nn.Module):
+    h: Tensor
+    a: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec, self.gain = weight(HIDDEN, HIDDEN), ElementWise(torch.tensor(0.8), HIDDEN)
+        declare_state(self, "h", HIDDEN)
+        declare_state(self, "a", HIDDEN)
+
+    def forward(self, y: Tensor, past: Callable[[Tensor], Tensor]) -> Tensor:
+        self.h = self.gain() * self.h + torch.tanh(y + self.rec(past(self.h))) - 0.2 * self.a
+        self.a = 0.9 * self.a + torch.exp(-F.softplus(self.gain())) * torch.tanh(self.h)
+        return self.h * self.a
+
+
+class MaskedFromOutside(Network):
+    """The model forgets some samples' past before it calls the cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn = Synapse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.syn.g = self.syn.g * (x[..., :1] > 1)
+        return self.out(torch.tanh(self.syn(self.w(x))))
+
+
 COMPOSITIONS: dict[str, Composition] = {
     "synapse and neuron": SynapseAndNeuron,
     "two synapses and recurrence": RecurrentSynapse,
@@ -407,6 +484,11 @@ COMPOSITIONS: dict[str, Composition] = {
     "loop": Looping,
     "iteration": Iterating,
     "called twice": Twice,
+    "two populations": TwoPopulations,
+    "residual": Residual,
+    "shared synapse and weight": Shared,
+    "one state of another": Intertwined,
+    "masked from outside": MaskedFromOutside,
 }
 
 

@@ -3,10 +3,13 @@ test, over compositions of cells."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online import (
@@ -14,8 +17,11 @@ from memopt_cli.online import (
     ES_D_RTRL,
     LIF,
     Batching,
+    ElementWise,
     OnlineAlgorithm,
+    OverTime,
     Vmap,
+    declare_state,
     init_all_states,
     traced,
     untraced,
@@ -31,7 +37,7 @@ from tests.online.compositions import (
     cut_graph_gradients,
     weight,
 )
-from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, relative, sequence
+from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, relative, sequence, through_time
 
 EXACT = 1e-12
 
@@ -205,3 +211,205 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     with pytest.raises(MemoptError, match="the output of w is read by a cell with other parameters") as raised:
         ES_D_RTRL(net, 0.9, mode=Batching()).compile_graph(inputs[0])
     assert "use D_RTRL" in str(raised.value.hint)
+
+
+# ------------------------------------------------------------------ what would be wrong without a word
+
+
+class Cell(nn.Module):
+    """A cell whose step is given."""
+
+    g: Tensor
+
+    def __init__(self, step: Callable[[Cell, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step = step
+        self.slow: Tensor | float = 0.0
+        self.leak = ElementWise(torch.linspace(0.5, 0.9, HIDDEN))
+        declare_state(self, "g", HIDDEN)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.step(self, y)
+
+
+def of_an_attribute(cell: Cell, y: Tensor) -> Tensor:
+    cell.g = 0.7 * cell.g + y
+    cell.slow = 0.9 * cell.slow + cell.g
+    return cell.g + cell.slow
+
+
+def by_its_attribute(cell: Cell, y: Tensor) -> Tensor:
+    cell.g = cell.leak.weight * cell.g + y
+    return cell.g
+
+
+def complex_decay(cell: Cell, y: Tensor) -> Tensor:
+    cell.g = (0.6 + 0.5j) * cell.g + y
+    return cell.g.real
+
+
+def mixed_where_large(cell: Cell, y: Tensor) -> Tensor:
+    cell.g = 0.9 * cell.g + y + torch.relu(cell.g.roll(1, -1) - 5)
+    return cell.g
+
+
+class OfCell(Network):
+    def __init__(self, step: Callable[[Cell, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.cell = Cell(step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.cell(self.w(x))))
+
+
+class Sharing(Network):
+    """A module without a tag shares a traced weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.between = LIF(HIDDEN), LIF(HIDDEN), nn.Linear(INPUTS, HIDDEN)
+        self.between.weight = self.w.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.first(self.w(x)) + self.second(self.between(x)))
+
+
+class WrittenLater(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn = Synapse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.out(torch.tanh(self.syn(self.w(x))))
+        self.syn.g = self.syn.g * (x[..., :1] > 1)
+        return scores
+
+
+class Reparametrized(Network):
+    def __init__(self, change: Callable[[nn.Linear], object]) -> None:
+        super().__init__()
+        self.syn = Synapse()
+        change(self.w)
+        traced(self.w)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.syn(self.w(x))))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OfCell(of_an_attribute), r"cell\.slow is carried from one time step to the next, and is no declared"),
+        (lambda: OfCell(by_its_attribute), r"the weight of cell\.leak reaches cell\.g without a call of cell\.leak"),
+        (lambda: OfCell(complex_decay), r"cell\.g is complex"),
+        (lambda: OfCell(mixed_where_large), r"cell\.g \(7,\) does not reach cell\.g, \(7,\) per sample, neuron by"),
+        (Sharing, r"the weight of w reaches second\.v without a call of w"),
+        (WrittenLater, r"syn\.g is written after its cell has been called"),
+        (lambda: Reparametrized(spectral_norm), "the weight of w is computed anew each time it is read, and differs"),
+        (lambda: Reparametrized(nn.utils.weight_norm), "a hook computes the weight of w anew before each call"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_what_no_trace_tells_of_is_refused_by_name(make: Callable[[], Network], message: str) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(MemoptError, match=message) as raised:
+        online(make().double())
+    assert raised.value.hint
+
+
+def test_a_weight_that_is_computed_from_parameters_is_learnt_exactly() -> None:
+    net = Reparametrized(weight_norm).double()
+    inputs, labels = sequence()
+    found = learn(online(net), inputs, labels)
+    assert relative(found, through_time(net, inputs, labels)) <= EXACT  # nothing recurs: nothing is cut
+
+
+class Sometimes(Network):
+    """Some steps do what the first one did not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.syn, self.above, self.other = Synapse(), Synapse(), weight(INPUTS, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = bool(x[0, 0] < 1)
+        y, before = self.w(x), self.syn.g
+        if more and self.what == "weight":
+            y = y + self.other(x)
+        if more and self.what == "again":
+            y = y + self.w(x.flip(-1))
+        g = self.syn(y)
+        above = torch.zeros_like(g) if self.what != "cell" else self.above(g if more else torch.zeros_like(g))
+        seen = {"state": before, "output": y}.get(self.what, torch.zeros_like(g)) * more
+        return self.out(torch.tanh(g + above) + (torch.tanh(seen) if more else 0))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("weight", "other is called, which was not so in the step that compile_graph saw"),
+        ("again", "w is called 2 times, which was not so"),
+        ("cell", r"above reads (syn\.g|what syn leaves), which was not so"),
+        ("state", r"syn\.g is read outside its cell, which was not so"),
+        ("output", "the output of w is read outside its cell, which was not so"),
+    ],
+)
+def test_a_step_that_does_more_than_the_first_one_is_refused(what: str, message: str) -> None:
+    net = Sometimes(what).double()
+    inputs, labels = sequence()
+    assert inputs[0, 0, 0] > 1
+    with pytest.raises(MemoptError, match=message) as raised:
+        learn(online(net), inputs, labels)
+    assert "let every step take the same path" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("make", [D_RTRL, lambda net, **k: ES_D_RTRL(net, 0.9, **k)], ids=["D_RTRL", "ES_D_RTRL"])
+def test_states_without_their_traces_are_not_begun_anew(make: Callable[..., OnlineAlgorithm]) -> None:
+    net = SynapseAndNeuron().double()
+    inputs, labels = sequence()
+    init_all_states(net, BATCH)
+    algorithm = make(net, mode=Batching())
+    algorithm.compile_graph(inputs[0])
+    first = learn(algorithm, inputs, labels)
+    for change in (lambda: init_all_states(net, BATCH), lambda: net.syn.g[2:].zero_()):
+        algorithm.reset_state(BATCH)
+        assert relative(learn(algorithm, inputs, labels), first) == 0
+        change()
+        with pytest.raises(MemoptError, match=r"syn\.g was written after the last step, and the traces were") as raised:
+            algorithm(inputs[0])
+        assert "reset_state" in str(raised.value.hint)
+
+
+def test_lanes_are_begun_anew_together_with_their_traces() -> None:
+    net = SynapseAndNeuron().double()
+    inputs, labels = sequence()
+    algorithm = D_RTRL(net)
+
+    @vmap_new_states(axis_size=BATCH)
+    def init() -> None:
+        init_all_states(net)
+        algorithm.compile_graph(inputs[0, 0])
+
+    init()
+    first = learn(Vmap(algorithm), inputs, labels)
+    init()  # makes no traces: the graph is compiled
+    with pytest.raises(MemoptError, match=r"syn\.g was written after the last step"):
+        Vmap(algorithm)(inputs[0])
+    vmap_new_states(axis_size=BATCH)(algorithm.reset_state)()
+    assert relative(learn(Vmap(algorithm), inputs, labels), first) == 0
+
+
+def test_a_sequence_within_a_step_starts_and_ends_there() -> None:
+    class Within(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = nn.Sequential(weight(INPUTS, HIDDEN), Synapse())
+            self.inner, self.w, self.neu = OverTime(inner), weight(HIDDEN, HIDDEN), LIF(HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.neu(self.w(torch.tanh(self.inner(torch.stack([x, x.flip(-1)]))[-1]))))
+
+    net = Within().double()
+    inputs, labels = sequence()
+    assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT

@@ -23,7 +23,7 @@ from memopt_cli.records import ChunkRule, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.workspace import Workspaces
-from tests.plan.subjects import SUBJECTS, Subject, carriers, carrying, segments
+from tests.plan.subjects import SUBJECTS, Subject, carriers, carrying, drawn, segments
 
 CONV = "aten::convolution"
 
@@ -327,3 +327,16 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     assert way is not None
     predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes
     assert way.peak_bytes == pytest.approx(predicted, rel=0.02)
+
+
+def test_what_no_recomputation_comes_to_is_not_kept() -> None:
+    """The last operator of ``3.branch`` saves its input alone, and the segment's output is soon nobody's."""
+    assert abs(drawn(1).error(Plan(level=4, segments=(SegmentPlan(path="3.branch", keep=("aten::addmm",)),)))) <= 0.02
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_the_gradients_of_a_products_weights_are_added_when_its_node_has_run(chunks: int) -> None:
+    """Of batch 4: three chunks are uneven, and the longest comes last in backward."""
+    wide = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    subject = Subject(nn.Sequential(nn.Linear(16, 16), wide, nn.BatchNorm1d(16)), torch.randn(4, 16, 16))
+    assert abs(subject.error(segments("1", chunks=chunks))) <= 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import resource
@@ -225,6 +226,11 @@ FINE: dict[str, Call] = {
     "eigenvalues": lambda: behind_its_check("aten::linalg_eigvals")(ones(3, 3)),
     "least squares": lambda: behind_its_check("aten::linalg_lstsq")(torch.eye(3), ones(3, 1), driver="gelss"),
     "upsampling": lambda: behind_its_check("aten::upsample_nearest1d")(ones(1, 1, 8), [12], 1.55),
+    "distances": lambda: behind_its_check("aten::_pdist_forward")(ones(4, 3), 2.0),
+    "interpolating by scales": lambda: behind_its_check("aten::__interpolate.scale_list")(
+        ones(1, 1, 8, 8), None, [2.0, 0.5], recompute_scale_factor=True
+    ),
+    "interpolating to a size": lambda: behind_its_check("aten::__interpolate.size_list")(ones(1, 1, 8, 8), [16, 4]),
     "upsampling by scales": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(
         ones(1, 1, 8, 8), None, False, [2.0, 0.5]
     ),
@@ -357,6 +363,15 @@ REFUSED: dict[str, Call] = {
     "a scale that is no number": lambda: behind_its_check("aten::upsample_bilinear2d.vec")(
         ones(1, 1, 8, 8), None, False, [2.0, float("nan")]
     ),
+    **{
+        f"{len(scales)} scales of two dimensions": functools.partial(
+            lambda scales: behind_its_check("aten::__interpolate.size_list_scale_list")(ones(1, 1, 8, 8), None, scales),
+            scales,
+        )
+        for scales in ([], [2.0], [2.0] * 3)
+    },
+    "one size of two dimensions": lambda: behind_its_check("aten::__interpolate.size_list")(ones(1, 1, 8, 8), [16]),
+    "distances within no list of points": lambda: behind_its_check("aten::_pdist_forward")(ones(2, 1, 0), 2.0),
     "memory format": lambda: behind_its_check("aten::clone")(ones(2, 2), memory_format=4),
 }
 

@@ -599,3 +599,25 @@ def test_functional_layers_take_what_these_return() -> None:
     layer = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
     padded = F.pad(torch.zeros(1, 1, 4, 4), p.padding_of(layer), mode="reflect")
     assert padded.shape == (1, 1, 6, 6)
+
+
+def test_what_a_script_keeps_is_read_and_written_in_its_program() -> None:
+    script = torch.jit.script(nn.BatchNorm1d(2))  # type: ignore[no-untyped-call]
+    assert "training" in p.attributes_of_script(script)
+    assert "weight" not in p.attributes_of_script(script)
+    p.program_of(script).setattr("training", False)
+    assert script.training is False
+    assert p.program_of(script).getattr("running_mean") is script.running_mean
+
+
+def test_cached_parametrizations_are_read_and_put_back() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached():
+        weight = linear.weight
+        enabled, tensors = p.cached_parametrizations()
+        assert enabled == 1
+        assert [*tensors.values()] == [weight]
+        p.cache_parametrizations(1, {})
+        assert linear.weight is not weight
+        p.cache_parametrizations(enabled, tensors)
+        assert linear.weight is weight

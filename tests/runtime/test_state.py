@@ -400,3 +400,61 @@ def test_snntorch_neurons(judge: Any) -> None:
         settings = {"alpha": 0.8} if kind is snntorch.Synaptic else {}
         neuron = kind(beta=0.9, init_hidden=True, **settings)
         judge(Loop(nn.Sequential(nn.Linear(4, 4), neuron), 3), {"block": PLAIN}, torch.randn(5, 4) * 3)
+
+
+class Scripted(nn.Module):
+    """Keeps a number, tensors, a list and batch statistics, all within a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls, self.membrane = nn.BatchNorm1d(4), 0, torch.zeros(4)
+        self.history = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        self.membrane = 0.5 * self.membrane + x.detach().mean(0)
+        normed: Tensor = self.norm(x)
+        return (normed * self.membrane).tanh() * float(len(self.history))
+
+
+def with_a_script() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(Scripted()), nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+
+
+def test_what_scripts_within_keep_advances_once(judge: Any) -> None:
+    plain, segment = with_a_script(), with_a_script()
+    install_segment(segment, PLAIN)
+    judge.tolerance = 1e-5  # in a segment a script runs as it is written: its executor does not merge formulas
+    judge.compare(plain, segment, torch.randn(6, 4), steps=3)
+    assert judge.recomputations == 3
+    for model in (plain, segment):
+        assert (model[1].calls, model[1].history, model[1].norm.num_batches_tracked) == (3, [0, 1, 2, 3], 3)
+
+
+def test_a_script_whose_parameter_is_written_before_backward() -> None:
+    segment = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Tanh())  # type: ignore[no-untyped-call]
+    install_segment(segment, PLAIN)
+    output = segment(torch.randn(2, 4))
+    with torch.no_grad():
+        segment[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"the parameter weight of shape .* was modified in place"):
+        output.sum().backward()
+
+
+def test_parametrizations_that_are_cached_in_forward_alone() -> None:
+    """The first call computes the weight, the second finds it; backward runs where nothing is cached."""
+    gradients = []
+    for installs in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
+        if installs:
+            install_segment(model, PLAIN)
+        x = torch.randn(3, 4)
+        with torch.nn.utils.parametrize.cached():
+            output = model(model(x))
+        output.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert not torch.nn.utils.parametrize._cache
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

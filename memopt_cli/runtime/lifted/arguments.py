@@ -390,9 +390,11 @@ def _least_squares(given: Arguments) -> bool:
 
 
 def _upsample(given: Arguments) -> bool:
-    """Scales from which no index is computed that lies outside."""
+    """Scales from which no index is computed that lies outside, and one for each dimension where they are listed."""
     x, sizes = given.get("self", given.get("input")), given.get("output_size", given.get("size"))
     scales = given.get("scale_factors", given.get("scale_factor"))
+    if any(isinstance(listed, list | tuple) and len(listed) != x.dim() - 2 for listed in (scales, sizes)):
+        return False
     if scales is None:
         scales = [value for name, value in given.items() if name.startswith("scales")]
     scales = scales if isinstance(scales, list | tuple) else [scales]
@@ -429,6 +431,11 @@ def _plain(given: Arguments) -> bool:
 def _to(given: Arguments) -> bool:
     """A copy goes somewhere, or becomes something."""
     return given.get("device") is not None or given.get("dtype") is not None or not given["copy"]
+
+
+def _points(given: Arguments) -> bool:
+    """A list of points: of more dimensions, the kernel would take the second for the coordinates."""
+    return bool(given["self"].dim() == 2)
 
 
 def _pool(rank: int) -> Check:
@@ -485,6 +492,7 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "aten::to.prim_Device": _to,
     "aten::to.prim_dtype": _to,
     "aten::to.prim_other": _to,
+    "aten::_pdist_forward": _points,
     "aten::linalg_eig": _eigenvalues,
     "aten::linalg_eigvals": _eigenvalues,
     "aten::linalg_lstsq": _least_squares,

@@ -1,0 +1,67 @@
+"""What a model carries from one time step to the next without declaring it: no trace follows that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.states import states_of
+from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
+
+_STRUCTURE = frozenset(vars(nn.Module()))
+
+
+def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Take two steps: no more than the declared states may connect the second one's graph with the first one's.
+
+    What a module keeps as a constant (detached) connects nothing.  The states are left as the steps left them.
+    Raises :class:`MemoptError` that names the attribute.
+    """
+    first = _step(model, inputs)
+    kept = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
+    made = set(_nodes([tensor.grad_fn for tensor in [*first, *(t for _, t in _undeclared(model))]]))
+    for state in states_of(model).values():
+        state.value = state.value.detach()
+    for node in _nodes([tensor.grad_fn for tensor in _step(model, inputs)]):
+        if node in made and not hasattr(node, "variable"):
+            raise MemoptError(
+                f"{kept.get(node, 'something that the model keeps')} is carried from one time step to the next, and is "
+                "no declared state",
+                hint="declare it with declare_state(module, name, shape), so that its past is followed; or detach() "
+                "what is kept, which makes a constant of it",
+            )
+
+
+def _step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What one step returns and the declared states that it leaves."""
+    output: Any = model(*inputs)
+    returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [*returned, *(state.value for state in states_of(model).values())]
+
+
+def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Path and value of every tensor in an attribute, a buffer, or a container in one, that is no declared state."""
+    declared = {(id(state.module), state.name) for state in states_of(model).values()}
+    for path, module in model.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
+        for name, value in (attributes | buffers_of(module)).items():
+            if (id(module), name) not in declared:
+                leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                yield from ((f"{path}.{name}".removeprefix("."), leaf) for leaf in leaves)
+
+
+def _nodes(starts: Sequence[Node | None]) -> Iterator[Node]:
+    """Of the graph behind these, each once, the nearest first."""
+    pending, seen = [node for node in starts if node is not None], set[Node]()
+    while pending:
+        following: list[Node] = []
+        for node in pending:
+            if node not in seen:
+                seen.add(node)
+                yield node
+                following += [before for before, _ in node.next_functions if before is not None]
+        pending = following
