@@ -479,3 +479,13 @@ def test_batch_configuration() -> None:
     assert data["recommended"]["fastest_batch_size"] == 8
     assert data["recommended"]["estimated_batch_size"] == 52
     assert data["recommended"]["peak_fit"] == {"intercept_bytes": 200.0, "bytes_per_sample": 200.0}
+
+
+def test_a_baseline_of_modules_within_each_other_without_end_is_refused(tmp_path: Path) -> None:
+    data = json.loads((VERSION_1 / "memopt-baseline.json").read_text())
+    data["memory"]["modules"] = [
+        {"path": ".".join("a" * 300), "class_name": "Linear", "output_bytes": 1, "held_bytes": {}}
+    ]
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    with pytest.raises(BaselineError, match="299 levels within each other"):
+        read_measured(tmp_path / "b.json")
