@@ -429,7 +429,7 @@ def test_a_measured_step_of_version_1_is_read(name: str) -> None:
 def test_a_key_that_went_with_version_1_may_not_come_with_version_2(tmp_path: Path) -> None:
     text = (VERSION_1 / "memopt-baseline.json").read_text()
     (tmp_path / "b.json").write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(BaselineError, match="unknown key 'level'"):
+    with pytest.raises(BaselineError, match="unknown key 'accumulates'"):
         read_measured(tmp_path / "b.json")
 
 
