@@ -32,7 +32,7 @@ from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import Measured, MeasureJob, Subject, TraceJob
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.goal import GoalSearch
@@ -539,20 +539,20 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
 
 @pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "44%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
-    goal: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+    goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     """Pressed in the dry run after the first that has lowered the peak."""
     torch.save(deep_net(), "net.pt")
-    count, counted = LocalSession.count, []
+    counted: list[int] = []
 
-    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+    def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
         if len(counted) > 1 and counted[-1] < counted[0]:
             raise KeyboardInterrupt
-        found = count(session, plan, **settings)
+        found = ask(job)
         counted.append(found.allocated_peak_bytes)
         return found
 
-    monkeypatch.setattr(LocalSession, "count", pressed)
+    answered(CountJob, pressed)
     done = optimize("net.pt", *SPEC, *goal, "--json")
     assert done.code == 130
     found = "the frontier is made" if "--frontier" in goal else "the plan is the best"
@@ -569,19 +569,19 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
         assert segments(memopt_cli.load("net.memopt.pt"))
 
 
-def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
-    count, counted = LocalSession.count, []
+    counted: list[int] = []
 
-    def told(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+    def told(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
         if len(counted) > 1 and counted[-1] < counted[0]:
             signal.raise_signal(signal.SIGTERM)
-        found = count(session, plan, **settings)
+        found = ask(job)
         counted.append(found.allocated_peak_bytes)
         return found
 
-    monkeypatch.setattr(LocalSession, "count", told)
-    done = optimize("net.pt", *SPEC)
+    answered(CountJob, told)
+    done = optimize("net.pt", *SPEC, "--max-slowdown", "none")
     assert (done.code, done.out) == (130, "")
     assert os.listdir() == ["net.pt"]
 
@@ -591,18 +591,18 @@ def deep_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
 
-def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
-    count, plans = LocalSession.count, []
+    plans: list[Plan] = []
 
-    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
-        plans.append(plan)
+    def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
+        plans.append(job.plan)
         if len(plans) > 1:
             raise KeyboardInterrupt
-        return count(session, plan, **settings)
+        return ask(job)
 
-    monkeypatch.setattr(LocalSession, "count", pressed)
-    done = optimize("net.pt", *SPEC)
+    answered(CountJob, pressed)
+    done = optimize("net.pt", *SPEC, "--max-slowdown", "none")
     assert (done.code, done.out) == (130, "")
     assert os.listdir() == ["net.pt"]
 
@@ -832,14 +832,12 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
 
 
 def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
-    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+    optimize: Memopt, answered: Callable[..., None]
 ) -> None:
-    verify = LocalSession.verify
+    def lost(session: LocalSession, job: VerifyJob, ask: Callable[[VerifyJob], Any]) -> Any:
+        return Crashed(reason="gone", output_tail="") if job.further else ask(job)
 
-    def lost(session: LocalSession, plan: Plan, batch: int, *, further: bool = False, **named: Any) -> Any:
-        return Crashed(reason="gone", output_tail="") if further else verify(session, plan, batch)
-
-    monkeypatch.setattr(LocalSession, "verify", lost)
+    answered(VerifyJob, lost)
     torch.save(deep_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
