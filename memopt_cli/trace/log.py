@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
-from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import (
@@ -36,6 +35,7 @@ from memopt_cli.runtime.private_torch import (
     storage_key,
     tree_leaves,
 )
+from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything, take
 from memopt_cli.trace.formulas import Formula, formula_at
