@@ -88,7 +88,8 @@ class InBackward:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
-        self._handles += [parameter.register_post_accumulate_grad_hook(self._update) for parameter in trained]
+        for parameter in trained:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off."""
