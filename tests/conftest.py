@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.starting import _no_process_but_of_the_marked, _watched, pytest_collection_modifyitems  # noqa: F401
+
 
 def quickly(arguments: tuple[str, ...]) -> list[str]:
     """The steps that verify a recommended batch, up to 10 s long, would make up most of a test."""

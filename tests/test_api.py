@@ -603,13 +603,13 @@ def test_of_modules_within_another_a_split_names_one() -> None:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("may", [True, False])
 def test_only_what_may_runs_in_chunks(may: bool) -> None:
-    net, asked = blocks(), set()
+    net, asked = blocks(2), set()
 
     def can_chunk(module: nn.Module) -> bool:
         asked.add(type(module).__name__)
         return may and isinstance(module, Block)
 
-    summary = summary_of(net, Block, (X,), level=3, can_chunk=can_chunk)
+    summary = summary_of(net, Block, (X,), level=3, max_split_rounds=1, can_chunk=can_chunk)
     assert asked == {"Block", "Linear"}
     assert bool(summary.tcgc_container_count) == may
 

@@ -77,7 +77,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
                     "a factored trace cannot tell the two gradients apart",
-                    hint="use D_RTRL, or a weight of its own for each",
+                    hint="Use D_RTRL, or a weight of its own for each.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
@@ -114,7 +114,7 @@ class OnlineAlgorithm(nn.Module):
         if not found:
             raise MemoptError(
                 "the parameter carries no eligibility trace",
-                hint=f"traced are: {', '.join(step.weights) or 'none'}",
+                hint=f"Traced are: {', '.join(step.weights) or 'none'}.",
             )
         return found
 
@@ -125,7 +125,7 @@ class OnlineAlgorithm(nn.Module):
         run, window = self._compiled(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("a window of no steps", hint="give inputs [steps, ...] of at least one time step")
+            raise MemoptError("a window of no steps", hint="Give inputs [steps, ...] of at least one time step.")
         self._check(steps[0])
         self._check_kept()
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
@@ -161,7 +161,7 @@ class OnlineAlgorithm(nn.Module):
 
     def _compiled(self) -> TracedStep:
         if self._step is None:
-            raise MemoptError("the algorithm has not seen its model run", hint="call compile_graph(inputs) first")
+            raise MemoptError("the algorithm has not seen its model run", hint="Call compile_graph(inputs) first.")
         return self._step
 
     def _held(self) -> list[tuple[str, Tensor]]:
@@ -193,15 +193,15 @@ class OnlineAlgorithm(nn.Module):
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="give one or more tensors")
+            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
         if self.mode is not None and not all(x.dim() for x in inputs):
-            raise MemoptError("an input without axes in Batching() mode", hint="give inputs [B, ...]")
+            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
         shapes = [self._sample_shape(x) for x in inputs]
         if self._shapes and shapes != self._shapes:
             batch = "[B, ...] with " if self.mode is not None else ""
             raise MemoptError(
                 f"inputs of shapes {shapes} per sample; compiled for {self._shapes}",
-                hint=f"give inputs {batch}of those shapes, or make and compile an algorithm for the new ones",
+                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
             )
         lead = () if self.mode is None else (inputs[0].shape[0],)
         for state, per_sample in self._expected or [(s, s.shape) for s in states_of(self.model).values()]:
@@ -209,7 +209,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
                     f"inputs call for {(*lead, *per_sample)}",
-                    hint="call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
+                    hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
                     "initialize in vmap_new_states and call the algorithm through Vmap",
                 )
 
@@ -301,7 +301,7 @@ def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
-    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="give a decay between 0 and 1, or a rank of 1 or more")
+    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
 
 
 def _numel(trace: Trace) -> int:

@@ -205,7 +205,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     if not found:
         raise UsageError(
             f"{type(module).__name__} has no weight that can carry a trace",
-            hint="tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise",
+            hint="Tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise.",
         )
     for layer in found:
         setattr(layer, _TAG, kind)

@@ -569,13 +569,13 @@ class _Reach:
             if source in self.reads[left].weighted:
                 raise MemoptError(
                     f"{name} reaches {of} through a weight without a tag, and past it as well",
-                    hint="tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
+                    hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
                     "followed through it; or take the tags off those before it with untraced()",
                 )
             raise MemoptError(
                 f"{name} {self._shape(source)} does not reach {of}, {self.probe.shapes[left]} per sample, neuron by "
                 "neuron",
-                hint="let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
+                hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
                 "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
                 "gradient of each step alone",
             )
@@ -601,7 +601,7 @@ class _Reach:
             raise MemoptError(
                 f"{self._name(held)}, as the last step left it, enters a weight, and is read past it and outside its "
                 "cell as well",
-                hint="read it as a constant where it enters the weight: detach() it there",
+                hint="Read it as a constant where it enters the weight: detach() it there.",
             )
 
     def _name(self, source: Source) -> str:

@@ -103,7 +103,7 @@ class Prover:
         if not isinstance(found, Verification) or not found.passed:
             return best, failed
         self.notes += [
-            f"'{path or '(root)'}' is no segment: with it {reason}." for path, reason in sorted(left_out.items())
+            f"'{path or '(root)'}' is not a segment: with it {reason}." for path, reason in sorted(left_out.items())
         ]
         return row, found
 

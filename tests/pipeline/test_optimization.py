@@ -118,7 +118,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, spawn_memopt: Memopt) -> Run:
     torch.save(conv_net(), folder / "net.pt")
     sha256 = hashlib.sha256((folder / "net.pt").read_bytes()).hexdigest()
     arguments = (
-        "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --max-slowdown none".split()
+        "optimize net.pt -i Bx1x16x16 --dim B=8 --level 4 --seed 3 --longest-step 0.1 --max-slowdown none"
+        " --max-split-rounds 1".split()
     )
     return Run(spawn_memopt(folder, *arguments), folder, sha256)
 
@@ -606,7 +607,7 @@ def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: py
     assert os.listdir() == ["net.pt"]
 
 
-@pytest.mark.parametrize("level", range(5))
+@pytest.mark.parametrize("level", [0, 1, 4])
 def test_levels(level: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     flags = ("--level", str(level), "--json", "--measure-levels", "--max-slowdown", "none")
@@ -907,7 +908,9 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     )
     assert done.code == 0, done.err
     assert "verified: " in done.out
-    (line,) = (line for line in done.out.splitlines() if line.startswith("'2' is no segment: with it gradient of 2."))
+    (line,) = (
+        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: with it gradient of 2.")
+    )
     assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
     assert {segment.path for segment in plan.segments} == {"0", "1"}
