@@ -793,6 +793,91 @@ def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     assert row.outcome.breakdown.optimizer_bytes >= 3 * sum(p.nbytes for p in small_net().parameters())
 
 
+def heavy_net() -> nn.Sequential:
+    """Its parameters outweigh what a step of few samples keeps for backward."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())))
+
+
+FEW = ("-i", "8x128", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
+
+
+def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = optimize("net.pt", *FEW, "--optimizer", "adamw", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    before, after = (row.outcome for row in summary.levels)
+    assert isinstance(before, Measurement)
+    assert isinstance(after, Measurement)
+    parameters = sum(p.nbytes for p in heavy_net().parameters())
+    assert after.allocated_peak_bytes <= before.allocated_peak_bytes - parameters / 2
+    assert after.allocated_peak_bytes == pytest.approx(summary.levels[1].predicted_allocated_peak_bytes, rel=0.01)
+    assert [peak.phase for peak in after.phases] == ["forward", "backward"]
+    assert summary.verification is not None
+    assert summary.verification.further[-1].name == "in 3 updates in backward"
+    assert summary.verification.further[-1].compared == 12 * 4  # parameters, two moments, a counter
+    assert any("must then not accumulate, clip or scale gradients" in note for note in summary.notes)
+    assert read_plan("net.memopt.plan.yaml")[1].in_backward
+    saved: nn.Module = torch.load("net.memopt.pt", weights_only=False)
+    saved(torch.ones(8, 128)).sum().backward()
+    assert all(p.grad is not None for p in saved.parameters())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (),
+        *(
+            ("--optimizer", "adamw", *more)
+            for more in (("--accumulate", "2"), ("--clip-norm", "1"), ("--precision", "fp16"))
+        ),
+    ],
+    ids=" ".join,
+)
+def test_the_optimizer_does_not_run_in_backward_in_a_step_that_forbids_it(
+    step: tuple[str, ...], optimize: Memopt
+) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = optimize("net.pt", *FEW, *step, "--json")
+    assert done.code == 0, done.err
+    assert not from_data(MemOptSummary, json.loads(done.out)["summary"]).plan.in_backward
+
+
+LOOKING_AT_ALL = """
+import torch
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+def make(model):
+    return Clipping(model.parameters(), lr=0.1)
+"""
+
+
+def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    Path("train.py").write_text(LOOKING_AT_ALL)
+    done = optimize("net.pt", *FEW, "--optimizer", "train.py:make", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert not summary.plan.in_backward
+    assert any("does not run in backward" in note and "several parameters at once" in note for note in summary.notes)
+
+
+def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in_process: None) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = memopt("optimize", "net.pt", *FEW, "--optimizer", "sgd", "--plan-only")
+    assert done.code == 0, done.err
+    assert "net.memopt.plan.yaml', optimizer=optimizer)" in " ".join(done.out.split())
+    done = memopt("apply", "net.pt", "net.memopt.plan.yaml", "-o", "other.pt", "--verify")
+    assert done.code == 0, done.err
+    assert "memopt_cli.Plan(in_backward=True)" in " ".join((done.out + done.err).split())
+
+
 def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Verification(
         passed=False,
