@@ -83,6 +83,8 @@ class Structure:
     """The same of the states that carry nothing of traced weights."""
     unread: frozenset[Held | Use]
     """States, and outputs of traced weights, that no gradient reaches but from the cells that are tied to them."""
+    entering: frozenset[Held]
+    """States that, as the last step left them, enter weights and are read by nothing else outside their cells."""
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
@@ -355,6 +357,20 @@ def _leaves_behind(
         yield from _leaves_of_node(tensor.grad_fn, ends, reached)
 
 
+def leaves_before(tensors: Sequence[Tensor], ends: set[Node]) -> Iterator[Tensor]:
+    """The leaves that tensors were computed from, by paths that pass none of the ``ends``."""
+    pending, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set(ends)
+    yield from (t for t in tensors if t.grad_fn is None)
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending += [following for following, _ in node.next_functions if following is not None]
+
+
 def _leaves_of_node(
     start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
 ) -> Iterator[Tensor]:
@@ -439,6 +455,7 @@ class _Reach:
         attached = frozenset(left for left in lefts if self._is_attached(left, edges[left]))
         connected = frozenset(use for use in self.reached if self._is_connected(use))
         read_by_attached = {use for left in attached - self.probe.derived.keys() for use in edges[left].uses}
+        unread = self._unread(constant, connected, read_by_attached)
         reason = "its output enters no cell (a module that declares states), or only past another traced weight"
         return Structure(
             groups={use: self._groups(held) for use, held in self.reached.items()},
@@ -455,7 +472,8 @@ class _Reach:
             calls=self.probe.calls,
             known={left: self._known(left) for left in lefts},
             not_followed=self._not_followed(),
-            unread=self._unread(constant, connected, read_by_attached),
+            unread=unread,
+            entering=frozenset(self.held) - unread - exposed - self._read_by_cells(),
         )
 
     def _known(self, left: Left) -> frozenset[Source]:
@@ -472,7 +490,7 @@ class _Reach:
     def _unread(
         self, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
     ) -> frozenset[Held | Use]:
-        inputs = [self.reads[use] for use in self.uses]
+        inputs = [self.reads[use] for use in self.uses if use not in constant]
         others = [self.reads[left] for left in self.lefts if left not in self.followed]
         read = set[Source](self.probe.overwritten).union(
             *(self._behind_it(r)[1] for r in (*inputs, *others, *self.probe.of_output))
@@ -482,6 +500,12 @@ class _Reach:
             read |= own.weighted | {s for s in own.direct if isinstance(s, Held) and s.cell != left.cell}
         uses = self.reached.keys() - connected - read_by_attached
         return frozenset((self.new.keys() | uses) - read)
+
+    def _read_by_cells(self) -> set[Held]:
+        """States that cells which are followed read through weights that are not."""
+        reads = [self.reads[left] for left in self.followed]
+        found = set[Source]().union(*(r.weighted | (self._behind_it(r)[1] - r.direct) for r in reads))
+        return {source for source in found if isinstance(source, Held)}
 
     def _states_reached(self, use: Use) -> set[Held]:
         """In the step of the use, and from there in later ones."""
