@@ -26,7 +26,7 @@ COMPAT := build/compat
 OLDEST_TORCH := torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
 COMPAT_SECONDS ?= 3600
 
-.PHONY: demo samples test compat lint docs fuzz check-memory baselines bench clean
+.PHONY: demo samples test test-fast compat lint docs check-docs fuzz check-memory baselines bench clean
 
 demo: $(SAMPLES)
 	$(BIN)/memopt optimize sample_models/build/spiking_vgg.pt --level 3 $(TRUST) --force
@@ -41,6 +41,10 @@ compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q tests/runtime || failed=1; \
 	done; exit $$failed
 
+# Without what starts processes.
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process" tests/$(PART)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,6 +54,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Slow outputs too: SLOW=1.  Into the pages: UPDATE=1.
+check-docs: $(SAMPLES)
+	$(BIN)/python docs/check.py $(if $(SLOW),--slow) $(if $(UPDATE),--update)
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz training --count $(COUNT) --seed $(SEED)

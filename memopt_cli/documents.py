@@ -118,7 +118,7 @@ def _refuse_content(descriptor: int, path: str) -> None:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
 
 
-_SPECIAL: Final = "it is no regular file"
+_SPECIAL: Final = "it is not a regular file"
 
 
 def kept_below(path: str, folder: Path) -> bool:
@@ -281,7 +281,7 @@ def _float(text: str) -> float:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} in it is no number")
+    raise ValueError(f"{text} in it is not a number")
 
 
 def _check_values(value: Any) -> None:

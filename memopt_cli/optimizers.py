@@ -74,7 +74,7 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in known for parameter in group["params"]):
-            raise StepError(f"--optimizer: {_name(function)} updates tensors that are no parameters of its model")
+            raise StepError(f"--optimizer: {_name(function)} updates tensors that are not parameters of its model")
     return optimizer
 
 

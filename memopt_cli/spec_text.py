@@ -81,7 +81,7 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
             shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
             raise UsageError(
                 f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
-                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or leave the flag away.",
+                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or omit the flag.",
             )
 
 
@@ -177,7 +177,7 @@ def parse_values(text: str, dtype: str) -> str:
         raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
     elif not rate and text not in ("normal", "uniform", "zeros", "ones"):
         known = "spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, LOW..HIGH (as 0..32000)"
-        raise UsageError(f"{shortened(text)} are no known values", hint=f"Known values: {known}.")
+        raise UsageError(f"{shortened(text)} are not known values", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text
@@ -204,7 +204,7 @@ def check_spec(spec: InputSpec) -> None:
     """
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MOST_ITEMS:
-            raise UsageError(f"the dimension {shortened(name)} has the size {size}, and is none", hint=_NAMED_SIZE)
+            raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_NAMED_SIZE)
     for tensor in spec.tensors:
         _check_tensor(tensor)
         check_sizes(tensor, spec.dims)
@@ -214,7 +214,7 @@ def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
         is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MOST_ITEMS
         if not is_size:
-            raise UsageError(f"an input has the size {shortened(size)}, which is none", hint=_NAMED_SIZE)
+            raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_NAMED_SIZE)
     if tensor.name is not None:
         _parse_name(tensor.name)
     parse_values(tensor.values, parse_dtype(tensor.dtype))

@@ -603,13 +603,13 @@ def test_of_modules_within_another_a_split_names_one() -> None:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("may", [True, False])
 def test_only_what_may_runs_in_chunks(may: bool) -> None:
-    net, asked = blocks(), set()
+    net, asked = blocks(2), set()
 
     def can_chunk(module: nn.Module) -> bool:
         asked.add(type(module).__name__)
         return may and isinstance(module, Block)
 
-    summary = summary_of(net, Block, (X,), level=3, can_chunk=can_chunk)
+    summary = summary_of(net, Block, (X,), level=3, max_split_rounds=1, can_chunk=can_chunk)
     assert asked == {"Block", "Linear"}
     assert bool(summary.tcgc_container_count) == may
 
@@ -830,6 +830,7 @@ SCRIPT = """
 import torch
 from torch import nn
 from memopt_cli import memory_optimization
+from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline.live_model import prepared_model
 from memopt_cli.records import Plan, StepSettings
 
@@ -845,7 +846,7 @@ net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
     with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
-        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan()))).__name__, *prepared.notes)
+        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan())).measurement).__name__, *prepared.notes)
 
 def optimize():
     _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)

@@ -26,12 +26,12 @@ SPECIAL = [
 
 @pytest.mark.parametrize("path", SPECIAL)
 def test_what_the_kernel_makes_up_is_not_read(path: str) -> None:
-    with pytest.raises(OSError, match=r"no regular file|No such|ermi"):
+    with pytest.raises(OSError, match=r"not a regular file|No such|ermi"):
         read_bytes(path)
 
 
 def test_a_file_that_says_it_is_empty_and_is_not_is_special() -> None:
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         read_bytes("/proc/self/maps")
 
 
@@ -85,7 +85,7 @@ def test_a_folder_an_empty_file_and_a_pipe(tmp_path: Path) -> None:
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for path in (tmp_path, "/dev/zero", "/proc/self/maps"):
-        with pytest.raises(OSError, match=r"no regular file|directory"):
+        with pytest.raises(OSError, match=r"not a regular file|directory"):
             read_bytes(path)
     assert len(os.listdir("/proc/self/fd")) == before
 

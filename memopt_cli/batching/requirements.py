@@ -134,5 +134,5 @@ def _unless(shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], 
 def require_batch_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape as a tuple; raises :class:`BatchShapeError` if it is empty or has a size that is not positive."""
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise BatchShapeError(f"{tuple(shape)} is no shape of a batch", hint="Give positive sizes, the batch first.")
+        raise BatchShapeError(f"{tuple(shape)} is not a batch shape", hint="Give positive sizes, the batch first.")
     return tuple(shape)

@@ -34,7 +34,7 @@ class OutputError(MemoptError):
 
 
 class NobodyReads(OutputError):
-    """The reader of the output, as ``head`` is one, has all that it wants: no failure, and nothing is said of it."""
+    """Broken pipe: the reader of the output, such as ``head``, has closed it.  No failure, and nothing is printed."""
 
     exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
 
@@ -117,7 +117,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted(str(err) or "interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
-            return NobodyReads("the reader of the output went away before it was complete")
+            return NobodyReads("broken pipe (SIGPIPE)")
         case OSError(errno=number, filename=None) if number in _FULL:  # files have an error of their own
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."

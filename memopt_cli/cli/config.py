@@ -44,7 +44,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None and not file.exists():
         return None
     if path is None and not file.is_file():
-        raise UsageError(f"{file} in this folder is no regular file", hint="Remove it, or name another with --config.")
+        raise UsageError(f"{file} here is not a regular file", hint="Remove it, or name another with --config.")
     data = read_mapping(file, "Write flags and their values, as in level: 4.")
     unsafe = sorted(key for key, value in data.items() if _runs_code(key, value)) if path is None else []
     if unsafe:

@@ -154,7 +154,7 @@ class _Program:
             return bytearray(data)
         tensor = load_tensors(data, f"{self._path} ({entry['path_name']})")
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{entry['path_name']} is no tensor")
+            raise ValueError(f"{entry['path_name']} is not a tensor")
         if not is_plain(tensor):
             raise BadProgram(f"{entry['path_name']} is a sparse tensor")
         return tensor

@@ -32,7 +32,7 @@ def build(location: str) -> nn.Module:
     module, _, name = location.partition(":")
     if module.endswith(".py"):
         hint = f"Name the module: {module.removesuffix('.py')}:{name}"
-        raise UsageError(f"{location}: {module} is a file, and a module is wanted", hint=hint)
+        raise UsageError(f"{location}: {module} is a file; give a module", hint=hint)
     try:
         factory: Any = importlib.import_module(module)
     except Exception as err:  # the user's code may raise anything

@@ -334,7 +334,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
-            hint=f"Leave --dim {min(unused)} away, or add the argument.",
+            hint=f"Omit --dim {min(unused)}, or add the argument.",
         )
     return functools.partial(function, **arguments)
 

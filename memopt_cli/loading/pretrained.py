@@ -442,7 +442,7 @@ def _shards(index: Path) -> list[str]:
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise FileFormatError(f"{index} is no index of weights", hint=_SAVE) from err
+        raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
             raise FileFormatError(f"{index} names what is no file beside it: {shortened(name)}", hint=_SAVE)

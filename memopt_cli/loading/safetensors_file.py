@@ -103,7 +103,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
 def _entry(item: Any, start: int) -> Entry:
     dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
     if not all(type(place) is int and 0 <= place <= LARGEST for place in (begin, end)):
-        raise ValueError("a position in its header is no whole number")
+        raise ValueError("a position in its header is not a whole number")
     if end - begin != items_in(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes are not a tensor of {len(shape)} sizes and {item['dtype']}")
     return Entry(dtype=dtype, shape=tuple(shape), start=start + begin, end=start + end)

@@ -87,7 +87,7 @@ class ScriptObjects:
     def _check_object(self, node: Built, name: str) -> None:
         known = self._classes.get(name)
         if not node.has_state or node.items or node.entries:
-            raise ValueError(f"an object of {name} is not made in one go")
+            raise ValueError(f"an object of {name} is not made in one step")
         if name.startswith(NATIVE):
             if not is_packed(name, _untagged(node.state)):
                 raise ValueError(f"an object of {name} has a state that PyTorch does not write")

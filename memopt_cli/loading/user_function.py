@@ -20,7 +20,7 @@ def user_function(reference: str, flag: str) -> Callable[..., Any]:
         raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
     spec = importlib.util.spec_from_file_location(f"memopt_user_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{flag} {reference}: '{path}' is no Python file", hint="Write file.py:function.")
+        raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

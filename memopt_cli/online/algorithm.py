@@ -44,7 +44,7 @@ class OnlineAlgorithm(nn.Module):
         """
         super().__init__()
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"vjp_method={vjp_method!r}", hint='give "single-step" or "multi-step"')
+            raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -77,7 +77,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
                     "a factored trace cannot tell the two gradients apart",
-                    hint="use D_RTRL, or a weight of its own for each",
+                    hint="Use D_RTRL, or a weight of its own for each.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
@@ -114,7 +114,7 @@ class OnlineAlgorithm(nn.Module):
         if not found:
             raise MemoptError(
                 "the parameter carries no eligibility trace",
-                hint=f"traced are: {', '.join(step.weights) or 'none'}",
+                hint=f"Traced are: {', '.join(step.weights) or 'none'}.",
             )
         return found
 
@@ -125,13 +125,13 @@ class OnlineAlgorithm(nn.Module):
         run, window = self._compiled(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("a window of no steps", hint="give inputs [steps, ...] of at least one time step")
+            raise MemoptError("a window of no steps", hint="Give inputs [steps, ...] of at least one time step.")
         self._check(steps[0])
         self._check_kept()
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
-        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
+        self.keep()
         output = tree_map(_stack, *outputs) if window else outputs[0]
         return output if torch.is_grad_enabled() else tree_map(_detached, output)
 
@@ -161,7 +161,7 @@ class OnlineAlgorithm(nn.Module):
 
     def _compiled(self) -> TracedStep:
         if self._step is None:
-            raise MemoptError("the algorithm has not seen its model run", hint="call compile_graph(inputs) first")
+            raise MemoptError("the algorithm has not seen its model run", hint="Call compile_graph(inputs) first.")
         return self._step
 
     def _held(self) -> list[tuple[str, Tensor]]:
@@ -171,6 +171,10 @@ class OnlineAlgorithm(nn.Module):
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
         own = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
+
+    def keep(self) -> None:
+        """Take states and traces, as they are now, for what the last step left."""
+        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
 
     def _check_kept(self) -> None:
         """Raises :class:`MemoptError` if some of that is not as the last step left it, and the rest is."""
@@ -184,8 +188,8 @@ class OnlineAlgorithm(nn.Module):
         if others and len(others) < len(self._kept):
             raise MemoptError(
                 f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
-                hint="begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states; to "
-                "forget the past of some samples, let the cell multiply its state by a mask",
+                hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
+                "forget the past of some samples, let the cell multiply its state by a mask.",
             )
 
     def _sample_shape(self, tensor: Tensor) -> tuple[int, ...]:
@@ -193,15 +197,15 @@ class OnlineAlgorithm(nn.Module):
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="give one or more tensors")
+            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
         if self.mode is not None and not all(x.dim() for x in inputs):
-            raise MemoptError("an input without axes in Batching() mode", hint="give inputs [B, ...]")
+            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
         shapes = [self._sample_shape(x) for x in inputs]
         if self._shapes and shapes != self._shapes:
             batch = "[B, ...] with " if self.mode is not None else ""
             raise MemoptError(
                 f"inputs of shapes {shapes} per sample; compiled for {self._shapes}",
-                hint=f"give inputs {batch}of those shapes, or make and compile an algorithm for the new ones",
+                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
             )
         lead = () if self.mode is None else (inputs[0].shape[0],)
         for state, per_sample in self._expected or [(s, s.shape) for s in states_of(self.model).values()]:
@@ -209,7 +213,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
                     f"inputs call for {(*lead, *per_sample)}",
-                    hint="call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
+                    hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
                     "initialize in vmap_new_states and call the algorithm through Vmap",
                 )
 
@@ -246,12 +250,12 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"correction={correction!r}", hint='give "reference", "exact" or "none"')
+            raise UsageError(f"correction={correction!r}", hint='Give "reference", "exact" or "none".')
         self.decay, self.rank = decay_and_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
                 "a decay of 0 (rank 1) with the reference's correction, which would divide by 1 - 1^t = 0",
-                hint='give correction="exact", or a rank of 2 or more',
+                hint='Give correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay
@@ -301,7 +305,7 @@ def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
-    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="give a decay between 0 and 1, or a rank of 1 or more")
+    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
 
 
 def _numel(trace: Trace) -> int:

@@ -40,7 +40,7 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
     makes, and once for all lanes.
     """
     if axis_size < 1:
-        raise UsageError(f"axis_size={axis_size}", hint="give the batch size, at least 1")
+        raise UsageError(f"axis_size={axis_size}", hint="Give the batch size, at least 1.")
 
     def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
         def for_every_lane() -> None:
@@ -82,7 +82,7 @@ class Vmap(nn.Module):
         if not mapped:
             raise MemoptError(
                 f"no state of the model is tagged {self.vmap_states!r}",
-                hint="initialize the states in a function decorated with vmap_new_states(axis_size, state_tag)",
+                hint="Initialize the states in a function decorated with vmap_new_states(axis_size, state_tag).",
             )
         before = [(m, dict(vars(m)), dict(buffers_of(m))) for m in self.model.modules()]
         lanes = next(iter(mapped.values())).value.shape[0]
@@ -115,7 +115,7 @@ class Vmap(nn.Module):
             if not -tensor.dim() <= self.in_axes < tensor.dim() or tensor.shape[self.in_axes] != lanes:
                 raise MemoptError(
                     f"input {i} of shape {tuple(tensor.shape)} does not have {lanes} samples on axis {self.in_axes}",
-                    hint="the states were made for that many lanes; make them anew for another batch size",
+                    hint="The states were made for that many lanes; make them anew for another batch size.",
                 )
 
 
@@ -181,7 +181,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
             ):
                 raise MemoptError(
                     f"{function.__name__}, an autograd.Function, does not do to a batch what it does to each sample",
-                    hint="give it setup_context() and vmap(), or generate_vmap_rule = True; or batch the model by "
+                    hint="Give it setup_context() and vmap(), or generate_vmap_rule = True; or batch the model by "
                     "hand: init_all_states(model, batch_size) and mode=Batching()",
                 )
     _separate.add(function)
@@ -223,7 +223,7 @@ def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
         if path not in mapped and is_of_vmap(tensor):
             raise MemoptError(
                 f"{path} was written with a value of its own for each sample, but is no mapped state",
-                hint="declare it with declare_state(module, name, shape) and initialize it in vmap_new_states",
+                hint="Declare it with declare_state(module, name, shape) and initialize it in vmap_new_states.",
             )
 
 

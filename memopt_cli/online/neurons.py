@@ -101,7 +101,7 @@ class LIF(Neuron):
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
         if V_th <= V_reset:
-            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="give a threshold above the reset")
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
@@ -172,7 +172,7 @@ class ALIF(Neuron):
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
         if V_th <= V_reset:
-            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="give a threshold above the reset")
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
         declare_state(self, "v", size)
         declare_state(self, "a", size)
 
@@ -193,7 +193,7 @@ class ALIF(Neuron):
 def decay_of(tau: float, name: str = "tau") -> float:
     """``exp(-dt / tau)``, the share that is left after one time step of ``environ.dt``."""
     if not tau > 0:
-        raise UsageError(f"{name}={tau}", hint="give a time constant above 0, in the unit of environ.dt")
+        raise UsageError(f"{name}={tau}", hint="Give a time constant above 0, in the unit of environ.dt.")
     return math.exp(-environ.dt / tau)
 
 
@@ -206,7 +206,7 @@ def fired(v: Tensor, threshold: float, scale: float, function: SpikeFunction | N
 
 def _known_reset(reset: Reset) -> Reset:
     if reset not in ("soft", "hard"):
-        raise UsageError(f"spk_reset={reset!r}", hint='give "soft" or "hard"')
+        raise UsageError(f"spk_reset={reset!r}", hint='Give "soft" or "hard".')
     return reset
 
 
@@ -260,7 +260,7 @@ class ExplicitState(nn.Module):
         self.together = None if isinstance(states, Mapping) else type(states)
         shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
         if not shapes:
-            raise UsageError("a cell without states", hint="give the states that the cell takes: {name: shape}")
+            raise UsageError("a cell without states", hint="Give the states that the cell takes: {name: shape}.")
         self.cell = cell
         self.names = tuple(shapes)
         for name, shape in shapes.items():
@@ -308,7 +308,7 @@ class ExplicitState(nn.Module):
 def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
     if not isinstance(states, tuple) or not hasattr(states, "_fields"):
         raise UsageError(
-            f"states of type {type(states).__name__}", hint="give {name: shape}, or a named tuple of shapes"
+            f"states of type {type(states).__name__}", hint="Give {name: shape}, or a named tuple of shapes."
         )
     return dict(zip(states._fields, states, strict=True))
 

@@ -200,12 +200,12 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     :class:`HybridTrace` alone.  Raises :class:`UsageError` if there is no such layer.
     """
     if kind not in ("full", "approx", "adaptive"):
-        raise UsageError(f"kind={kind!r}", hint='give "full", "approx" or "adaptive"')
+        raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
     found = list(_traceable(module))
     if not found:
         raise UsageError(
             f"{type(module).__name__} has no weight that can carry a trace",
-            hint="tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise",
+            hint="Tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise.",
         )
     for layer in found:
         setattr(layer, _TAG, kind)

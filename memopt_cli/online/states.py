@@ -43,11 +43,11 @@ class Environment:
         """Set ``mode``, ``dt``, or both; what is not named stays.  Raises :class:`UsageError` for anything else."""
         for name, value in settings.items():
             if name not in ("mode", "dt"):
-                raise UsageError(f"environ.set({name}=...)", hint="set mode or dt")
+                raise UsageError(f"environ.set({name}=...)", hint="Set mode or dt.")
             if name == "dt" and not (isinstance(value, float | int) and value > 0):
-                raise UsageError(f"dt={value!r}", hint="give the length of a time step, a number above 0")
+                raise UsageError(f"dt={value!r}", hint="Give the length of a time step, a number above 0.")
             if name == "mode" and not (value is None or isinstance(value, Batching)):
-                raise UsageError(f"mode={value!r}", hint="give Batching(), or None for one sample at a time")
+                raise UsageError(f"mode={value!r}", hint="Give Batching(), or None for one sample at a time.")
         vars(self).update(settings)
 
 
@@ -116,7 +116,7 @@ def declare_state(
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(size < 0 for size in sizes):
-        raise UsageError(f"state {name!r}: {sizes} is no shape", hint="give the sizes of one sample, none negative")
+        raise UsageError(f"state {name!r}: {sizes} is not a shape", hint="Give the sizes of one sample, none negative.")
     module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     like = next(module.parameters(), torch.empty(0))
     module.register_buffer(name, like.detach().new_empty(0), persistent=False)
@@ -136,7 +136,7 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
     """Start every declared state of ``model`` anew: for one sample, or for a batch of ``batch_size`` samples."""
     if batch_size is not None and batch_size < 1:
         raise UsageError(
-            f"batch_size={batch_size}", hint="a batch has at least one sample; leave it out for one sample"
+            f"batch_size={batch_size}", hint="A batch has at least one sample; leave it out for one sample."
         )
     for state in states_of(model).values():
         state.initialize(batch_size)

@@ -20,7 +20,7 @@ class DeltaProj(nn.Module):
         """``comm``: a tagged linear layer, as a rule.  ``post``: neurons, which the model calls itself."""
         super().__init__()
         if not isinstance(post, Neuron):
-            raise UsageError(f"post is a {type(post).__name__}", hint="give neurons: LIF, IF, ALIF or another Neuron")
+            raise UsageError(f"post is a {type(post).__name__}", hint="Give neurons: LIF, IF, ALIF or another Neuron.")
         self.comm = comm
         self.post = post
 
@@ -114,5 +114,5 @@ class STP(nn.Module):
 
 def _share(U: float) -> float:
     if not 0 < U <= 1:
-        raise UsageError(f"U={U}", hint="give the share of resources that a spike uses, above 0 and at most 1")
+        raise UsageError(f"U={U}", hint="Give the share of resources that a spike uses, above 0 and at most 1.")
     return U

@@ -138,7 +138,7 @@ def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise MemoptError(
             "a second derivative of an online step was asked for; traces have first ones alone",
-            hint="leave create_graph=True out, or differentiate the model without the algorithm",
+            hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
         )
 
 

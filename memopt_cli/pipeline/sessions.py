@@ -10,7 +10,7 @@ from typing import Self
 from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
 
-SESSION_LOST = "A profiling subprocess died; another took over."
+SESSION_LOST = "A profiling subprocess died; restarted."
 
 
 class Sessions:

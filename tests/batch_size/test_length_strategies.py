@@ -77,7 +77,8 @@ def test_lengths_are_read_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "why"), [("/dev/zero", "no regular file"), ("a\0b", "no file can have"), ("a\ud800b", "no file can have")]
+    ("path", "why"),
+    [("/dev/zero", "not a regular file"), ("a\0b", "no file can have"), ("a\ud800b", "no file can have")],
 )
 def test_what_is_no_file_holds_no_lengths(path: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):

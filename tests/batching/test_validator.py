@@ -83,7 +83,7 @@ def test_slow_sizes_are_noted_but_valid() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, -1), (2.0, 3)])
 def test_impossible_shapes_are_refused(shape: Any) -> None:
-    with pytest.raises(BatchShapeError, match="is no shape of a batch"):
+    with pytest.raises(BatchShapeError, match="is not a batch shape"):
         BatchShapeValidator().validate_batch_shape(shape)
 
 

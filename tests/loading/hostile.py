@@ -292,7 +292,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         RUNS_KEY: "has _memopt_runs that are none",
     }.items():
         yield f"{key} of the file's own", _of(_linear(**{key: 5}), says)
-    yield "runs that are none", _of(_linear(**{RUNS_KEY: {"0-1": nn.Linear(1, 1)}}), "a run '0-1' that is none")
+    yield "runs that are none", _of(_linear(**{RUNS_KEY: {"0-1": nn.Linear(1, 1)}}), "a run '0-1' that is not one")
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
     yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
     empty = Call(_ARRAY, b"", Call(np.dtype, "S0", False, True), (1 << 40,), "C")

@@ -275,7 +275,7 @@ def failing():
     [
         ("/dev/zero", "unknown ending"),
         ("pipe", "unknown ending"),
-        ("zero.pt", "cannot be read: it is no regular file"),
+        ("zero.pt", "cannot be read: it is not a regular file"),
         ("a\0.pt", "cannot be read: no file can have this name"),
         ("a.pt", "cannot be read: No such file"),
     ],

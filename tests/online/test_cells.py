@@ -285,4 +285,4 @@ def test_what_makes_no_cell_is_refused(make: Callable[[], object], message: str)
     with pytest.raises(UsageError, match=message) as raised:
         make()
     assert isinstance(raised.value, MemoptError)
-    assert str(raised.value.hint).startswith("give")
+    assert str(raised.value.hint).startswith("Give")

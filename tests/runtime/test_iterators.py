@@ -153,7 +153,7 @@ def _trained(name: str, moved: int, config: SegmentConfig | None) -> list[Tensor
     return [*(output.detach() for output in outputs), torch.tensor(float(read(model.held))), *gradients]
 
 
-@pytest.mark.parametrize("moved", [0, 1, 4])
+@pytest.mark.parametrize("moved", [0, 4])
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.filterwarnings("ignore:Holding moves")
 def test_what_is_held_moves_on_once_a_step(name: str, moved: int) -> None:
@@ -162,7 +162,7 @@ def test_what_is_held_moves_on_once_a_step(name: str, moved: int) -> None:
     assert all(map(torch.equal, plain, optimized))
 
 
-@pytest.mark.parametrize("moved", [0, 1, 4])
+@pytest.mark.parametrize("moved", [0, 4])
 @pytest.mark.parametrize("name", READ)
 def test_what_is_held_and_not_moved_is_no_reason_to_run_plainly(name: str, moved: int) -> None:
     make, read = READ[name]

@@ -80,10 +80,12 @@ def items_in(sizes: Iterable[int]) -> int:
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
         if dims > _MOST_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
-            raise ValueError(f"a tensor has more than {_MOST_SIZES} sizes, or one that is no whole number of 63 bits")
+            raise ValueError(
+                f"a tensor has more than {_MOST_SIZES} sizes, or one that is not a whole number below 2^63"
+            )
         count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
     if not count and widest == LARGEST:
-        raise ValueError("an empty tensor has sizes whose product is no number of 63 bits")
+        raise ValueError("an empty tensor has sizes whose product does not fit into 63 bits")
     return count
 
 
@@ -159,7 +161,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
         if storage is not None:
             storages[storage.key] = storage.size_bytes
             if sizes is not None and sizes.get(storage.key) != storage.size_bytes:
-                raise ValueError(f"its storage {storage.key!r} has not the size that the pickle says")
+                raise ValueError(f"its storage {storage.key!r} does not have the size that the pickle says")
         if tensor is not None and tensor.storage is not None:
             _check_view(tensor, tensor.storage)
     if sizes is None and sum(storages.values()) > total_bytes:

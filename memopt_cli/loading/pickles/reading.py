@@ -58,7 +58,7 @@ def _read_archive(archive: Archive, scan: PickleScan) -> PickledFile:
     if "data.pkl" not in archive.sizes:
         raise ValueError("the archive holds no data.pkl")
     if archive.text("byteorder") not in ("", "little"):
-        raise ValueError(f"its bytes are in the order {archive.text('byteorder')!r}")
+        raise ValueError(f"its byte order is {archive.text('byteorder')!r}")
     pickle = scan_pickle(io.BytesIO(archive.view("data.pkl")), scan)
     return PickledFile(form="zip", pickle=pickle, scan=scan, storages=ArchivedStorages(archive))
 
@@ -69,7 +69,7 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
     pickle = scan_pickle(stream, scan)
     if pickle.root != _MAGIC:
         if stream.read(1):
-            raise ValueError("more follows its pickle")
+            raise ValueError("data follows its pickle")
         return PickledFile(form="plain", pickle=pickle, scan=scan, storages=NoStorages())
     for _ in ("version", "machine"):
         scan_pickle(stream, scan)

@@ -31,7 +31,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
             machine.step(opcode, argument)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-        raise ValueError("its bytes are no pickle, or a broken one") from err
+        raise ValueError("its bytes are not a pickle, or a broken one") from err
     finally:
         if collects:
             gc.enable()

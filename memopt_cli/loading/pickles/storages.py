@@ -33,7 +33,7 @@ class _Storages:
         if key not in self._made:
             self._made[key] = storage_of(self._find(key, nbytes))
         if self._made[key].nbytes() != nbytes:
-            raise Broken(f"its storage {key!r} has not the size that the pickle says")
+            raise Broken(f"its storage {key!r} does not have the size that the pickle says")
         return self._made[key]
 
     def _find(self, key: str, nbytes: int) -> memoryview:
@@ -56,7 +56,7 @@ class ArchivedStorages(_Storages):
 
     def _find(self, key: str, nbytes: int) -> memoryview:
         if self._archive.sizes.get(f"data/{key}") != nbytes:
-            raise Broken(f"its storage {key!r} has not the size that the pickle says")
+            raise Broken(f"its storage {key!r} does not have the size that the pickle says")
         return self._archive.view(f"data/{key}")
 
 

@@ -72,7 +72,7 @@ def _key(skeleton: Any) -> Any:
     try:
         hash(key := (structure, *((type(leaf), leaf) for leaf in leaves)))
     except TypeError as error:
-        raise Refused(f"an argument that is no tensor cannot be part of a graph: {error}") from error
+        raise Refused(f"an argument that is not a tensor cannot be part of a graph: {error}") from error
     return key
 
 

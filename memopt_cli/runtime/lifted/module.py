@@ -171,14 +171,14 @@ def _check_state(module: LiftedModule) -> None:
         raise BadProgram("a lifted module holds a child that is no module")
     registered = [(nn.Parameter, state["_parameters"]), (Tensor, state["_buffers"])]
     if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
-        raise BadProgram("a parameter or buffer is no tensor")
+        raise BadProgram("a parameter or buffer is not a tensor")
     shadowed = state.keys() & {*children, *state["_parameters"], *state["_buffers"]}
     shadowed |= {name for name in state if _is_of_class(module, name)}
     if shadowed:
         raise BadProgram(f"the attribute {', '.join(sorted(shadowed))} hides another one")
     constants = state.get("_constants", ())
     if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
-        raise BadProgram("a constant tensor is no tensor")
+        raise BadProgram("a constant tensor is not a tensor")
     held = (*state["_parameters"].values(), *state["_buffers"].values(), *constants)
     if not all(t is None or is_plain(t) for t in held):
         raise BadProgram("a parameter, buffer or constant is a sparse tensor")

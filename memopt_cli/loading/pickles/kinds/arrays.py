@@ -74,7 +74,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 
     _check(data, dtype, shape)
     if order not in ("C", "F"):
-        raise Broken("an array has an order that is none")
+        raise Broken("an array has an unknown order")
     return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
 
 

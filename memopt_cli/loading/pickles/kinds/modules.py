@@ -304,7 +304,7 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
         if misnamed is not None:
             return f"has {what} named {misnamed!r}, which stands for more than a name where code is made of it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
-        return f"has {what} {wrong[0]!r} that is none" if wrong else ""
+        return f"has {what} {wrong[0]!r} that is not one" if wrong else ""
 
     return check
 

@@ -244,7 +244,7 @@ def _check_subclass(node: Built | None, graph: Graph) -> str:
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)
             if own is None or not issubclass(own, Tensor):
-                return "makes a tensor of a class that is none"
+                return "makes a tensor of a class that is not a tensor's"
             return _check_attributes((state,), graph)
     return "makes a tensor by something else"
 

@@ -1,0 +1,96 @@
+"""The marker ``process``: set on every test that starts a process, by the names that it uses.
+
+``pytest -m "not process"`` runs the others, which are quick.  One that starts a process all the same fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from inspect import isfunction, unwrap
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from memopt_cli.measure import processes
+
+ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers", "failures"}
+PROFILING = {"Session", "memory_optimization", "memopt", "recommend_batch"}
+"""These start profiling subprocesses, but not beside a fixture of :data:`HERE`."""
+HERE = {"in_process", "pipeline", "requests"}
+"""Profiling in this process, or none at all."""
+
+_SERVER = "memopt_cli.measure.server"
+"""Every command starts it, early; it starts nothing unless it is asked."""
+
+_started: list[str] = []
+"""What the test that runs has started."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes."""
+    for item in items:
+        used, fixtures = _used(item), set(getattr(item, "fixturenames", ()))
+        if used & ALWAYS or (used & PROFILING and not fixtures & HERE):
+            item.add_marker("process")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watched() -> Iterator[None]:
+    """Whatever starts a process of Python from now on is noted."""
+    start = processes.start
+
+    def noted(*given: Any, **named: Any) -> Any:
+        _started.append("a profiling subprocess")
+        return start(*given, **named)
+
+    def audit(event: str, given: tuple[Any, ...]) -> None:
+        forked = event == "subprocess.Popen" and sys.executable in given[1] and _SERVER not in given[1]
+        if forked or event == "os.fork":
+            _started.append(f"{event}: {given}")
+
+    sys.addaudithook(audit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "start", noted)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_process_but_of_the_marked(request: pytest.FixtureRequest, _watched: None) -> Iterator[None]:
+    _started.clear()
+    yield
+    if request.node.get_closest_marker("process") is None:
+        assert _started == [], (
+            "it starts a process: mark it with @pytest.mark.process, or add the name to tests/starting.py"
+        )
+
+
+def _used(item: pytest.Item) -> set[str]:
+    """Names that a test, its fixtures and the functions of its module that they call refer to."""
+    used = set(getattr(item, "fixturenames", ()))
+    definitions: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    functions = [getattr(item, "function", None), *(d.func for found in definitions.values() for d in found)]
+    seen: set[FunctionType] = set()
+    for function in functions:
+        if isfunction(unwrap(function)) and "/tests/conftest.py" not in unwrap(function).__code__.co_filename:
+            used |= _names(unwrap(function), seen)
+    return used
+
+
+def _names(function: FunctionType, seen: set[FunctionType]) -> set[str]:
+    names = set(_names_in(function.__code__))
+    seen.add(function)
+    for name in [*names]:
+        value = function.__globals__.get(name)
+        value = unwrap(value) if callable(value) else value
+        if isfunction(value) and value.__module__ == function.__module__ and value not in seen:
+            names |= _names(value, seen)
+    return names
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,64 @@
+"""What documentation shows is compared with what is made; times and ratios vary, other words do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "docs" / "check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_check", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGE = """
+<!-- made by (slow): made 1 | varies: batch \\d+ -->
+```
+peak 3.1 MiB, step 2.24 s (1.29×), batch 7
+...
+done
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "agrees"),
+    [
+        ("peak 3.1 MiB, step 1.9 s (1.4×), batch 12\ndone\n", True),
+        ("peak 3.1 MiB,  step 950 ms (1×), batch 7\nmore\nmore\ndone\n", True),
+        ("peak 3.2 MiB, step 2.24 s (1.29×), batch 7\ndone\n", False),
+        ("peak 3.1 MiB, step 2.24 s (1.29×), batch 7\nwell done\n", False),
+        ("peak 3.1 MiB, step 2.24 s (1.29×), batch 7\n", False),
+    ],
+)
+def test_an_output_is_the_same_but_for_what_varies(made: str, agrees: bool, check: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    (output,) = check.outputs(page)
+    assert (output.command, output.slow) == ("made 1", True)
+    assert output.agrees(made) is agrees
+
+
+def test_python_keeps_its_lines_and_what_is_hidden_runs(check: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- python\na = 1\n-->\nText.\n```python\nb = a\n```\n<!-- not run: why -->\n```python\nc\n```\n")
+    assert check.script(page) == "\na = 1\n\n\n\nb = a"
+
+
+def test_every_page_names_what_makes_its_outputs(check: Any) -> None:
+    """A block without a language is an output."""
+    root = FILE.parents[1]
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        fences = [line for line in page.read_text().splitlines() if line.startswith("```")]
+        assert fences[::2].count("```") == len([*check.outputs(page)]), page
