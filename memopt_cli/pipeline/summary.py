@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
-from memopt_cli.plan.search import spent_by
+from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
     LevelRow,
