@@ -164,7 +164,7 @@ def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
         MemoptError, match=r"what first returns reaches second\.v through a weight without a tag"
     ) as raised:
         online(net)
-    assert "tag that weight with traced()" in str(raised.value.hint)
+    assert "Tag that weight with traced()" in str(raised.value.hint)
     traced(net.between)
     inputs, labels = sequence()
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
@@ -210,7 +210,7 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
     with pytest.raises(MemoptError, match="the output of w is read by a cell with other parameters") as raised:
         ES_D_RTRL(net, 0.9, mode=Batching()).compile_graph(inputs[0])
-    assert "use D_RTRL" in str(raised.value.hint)
+    assert "Use D_RTRL" in str(raised.value.hint)
 
 
 # ------------------------------------------------------------------ what would be wrong without a word
