@@ -61,7 +61,7 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.runs import Chain, calls_in_turn
 from memopt_cli.runtime.samples import compared, is_sampled
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, keep_refusal
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import SEGMENT_KEY, ModuleState, StartingState, name_of, uninitialized
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
 from memopt_cli.runtime.unsafe import as_of, as_of_checkpoint, marks, run_plainly, runs_plainly, this_moment
 
@@ -201,6 +201,20 @@ def running_chunk() -> SequenceChunk | None:
     """
     chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
     return chunk
+
+
+@contextlib.contextmanager
+def one_step_at_a_time() -> Iterator[None]:
+    """Within, this thread runs single time steps: chunks of a step are of its samples, and hand no state on."""
+    before, _thread.steps = _steps_singly(), True
+    try:
+        yield
+    finally:
+        _thread.steps = before
+
+
+def _steps_singly() -> bool:
+    return getattr(_thread, "steps", False)
 
 
 def _within(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -557,6 +571,7 @@ def _one_by_one(
     resumes = any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
     collected: list[tuple[Any, ...]] = []
     output: Any = None
+    kept = list(ModuleState(module).tensors()) if _steps_singly() else None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
@@ -566,6 +581,11 @@ def _one_by_one(
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
+        if kept is not None and list(map(id, ModuleState(module).tensors())) != list(map(id, kept)):
+            raise ValueError(
+                f"{name_of(module)} keeps state from one time step to the next and is called with a single one: in "
+                "chunks its samples would get each other's; set chunks to 1 in the plan, or cut the whole sequence"
+            )
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output
