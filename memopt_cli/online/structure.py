@@ -327,14 +327,14 @@ def _check_weight(path: str, module: nn.Module) -> None:
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
             f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
-            hint="use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
+            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
         )
     once, again = operation_of(module), operation_of(module)
     for a, b in ((once.weight, again.weight), (once.bias, again.bias)):
         if a is not None and b is not None and a is not b and not torch.equal(a, b):
             raise MemoptError(
                 f"the weight of {path} is computed anew each time it is read, and differs from the last time",
-                hint="eval() the parametrization that computes it, or take the tag off with untraced()",
+                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced()",
             )
 
 
@@ -343,7 +343,7 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
         raise MemoptError(
             f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
             "neuron is not one number then",
-            hint="declare its real and its imaginary part as two states, as memopt_cli.LRU does",
+            hint="Declare its real and its imaginary part as two states, as memopt_cli.LRU does",
         )
 
 
@@ -614,7 +614,7 @@ class _Reach:
                 raise MemoptError(
                     f"the weight of {path} reaches {self._name(held)} without a call of {path}, by its attribute or by "
                     "a module that shares it: that past is not followed",
-                    hint=f"call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
+                    hint=f"Call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
                     "off with untraced(), to train it with the gradient of each step alone",
                 )
 

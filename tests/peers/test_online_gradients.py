@@ -361,7 +361,7 @@ def test_a_step_that_does_more_than_the_first_one_is_refused(what: str, message:
     assert inputs[0, 0, 0] > 1
     with pytest.raises(MemoptError, match=message) as raised:
         learn(online(net), inputs, labels)
-    assert "let every step take the same path" in str(raised.value.hint)
+    assert "Let every step take the same path" in str(raised.value.hint)
 
 
 class EntersAlways(Network):
@@ -396,7 +396,7 @@ def test_a_state_that_enters_a_weight_and_is_read_past_it_in_some_steps_is_refus
         MemoptError, match=r"neu\.v is read outside its cell, which was not so in the step that"
     ) as raised:
         learn(algorithm, inputs, labels)
-    assert "let every step take the same path" in str(raised.value.hint)
+    assert "Let every step take the same path" in str(raised.value.hint)
 
 
 def lanes(net: nn.Module, x: Tensor) -> Vmap:

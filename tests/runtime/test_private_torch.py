@@ -621,3 +621,17 @@ def test_cached_parametrizations_are_read_and_put_back() -> None:
         assert linear.weight is not weight
         p.cache_parametrizations(enabled, tensors)
         assert linear.weight is weight
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def test_the_step_of_an_optimizer_without_its_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    parameter.grad = torch.ones(1)
+    p.step_without_hooks(optimizer)
+    assert parameter.item() == 0
+    assert not called
