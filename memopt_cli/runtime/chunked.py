@@ -23,11 +23,12 @@ from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
     is_nested,
+    steps_singly,
     within_chunk,
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, name_of
+from memopt_cli.runtime.state import SEGMENT_KEY, ModuleState, name_of
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,6 +88,7 @@ def _one_by_one(
     resumes = any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
     collected: list[tuple[Any, ...]] = []
     output: Any = None
+    kept = list(ModuleState(module).tensors()) if steps_singly() else None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
@@ -96,6 +98,11 @@ def _one_by_one(
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
+        if kept is not None and list(map(id, ModuleState(module).tensors())) != list(map(id, kept)):
+            raise ValueError(
+                f"{name_of(module)} keeps state from one time step to the next and is called with a single one: in "
+                "chunks its samples would get each other's; set chunks to 1 in the plan, or cut the whole sequence"
+            )
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output
