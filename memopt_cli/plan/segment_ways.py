@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import chunk_counts, chunk_state_bytes, longest_share, overhead_s
+from memopt_cli.plan.cost_model import chunk_counts, longest_share, overhead_s
 from memopt_cli.plan.keeping import choices, keep_names, numbered
+from memopt_cli.plan.replay import chunk_state_bytes
 from memopt_cli.plan.ways import Limits, Spent, Way, cuts, together
 from memopt_cli.records import ChunkRule, SegmentPlan
 
