@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
-from memopt_cli.plan.search import spent_by
+from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
     LevelRow,
