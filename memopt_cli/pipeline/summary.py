@@ -117,13 +117,13 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
     """How many modules that level 1 would make a segment have theirs within instead."""
     paths = {s.path for s in plan.segments if not s.through_loss}
-    selected = [m.path for m in selection.selected] if selection is not None else []
+    selected = [m.path for m in selection.considered] if selection is not None else []
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
 
 
 def _codecs_left_out(found: Findings) -> list[str]:
     """A note on what does not use the codec that it asks for: segments, and what would have been one."""
-    segments, selected = found.plan.segments, found.selection.selected if found.selection is not None else ()
+    segments, selected = found.plan.segments, found.selection.considered if found.selection is not None else ()
     codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
     plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
     if not plain or not found.resolved.options.compress_x:
