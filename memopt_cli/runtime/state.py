@@ -37,7 +37,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -70,6 +70,7 @@ _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMEN
 """Attributes of every module that are no state: its parameters, children and hooks."""
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of values that are put back as they are; most attributes are of one."""
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
@@ -298,6 +299,27 @@ class ModuleState:
     def large_tensors(self) -> list[Tensor]:
         """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
         return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
+
+
+def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
+    """The tensors and numbers among what a module keeps besides parameters, by path and name; not those of ``without``.
+
+    In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
+    """
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for attributes in () if part in without else _attributes_of(part):
+            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            _name(found, path, {key: value for key, value in held.items() if key not in _STRUCTURE})
+    return found
+
+
+def _name(found: dict[str, Any], path: str, value: Any) -> None:
+    if isinstance(value, dict | list | tuple | deque):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _name(found, f"{path}.{key}".removeprefix("."), inner)
+    elif type(value) in _NUMBERS or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+        found[path] = value
 
 
 class _Parameters:
