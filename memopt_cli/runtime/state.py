@@ -55,6 +55,8 @@ from memopt_cli.runtime.private_torch import (
     attributes_of_script,
     buffers_of,
     children_of,
+    global_hook_tables,
+    hook_tables,
     is_of_transform,
     is_started,
     memory_of,
@@ -412,6 +414,43 @@ def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return parameter is not None and type(parameter) in (Tensor, nn.Parameter)
 
 
+class _Hooks:
+    """The hooks that ran within a module's forward: with others a recomputation would compute something else.
+
+    Not the module's own, which run before and after the whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        inner = (table for m in module.modules() if m is not module for table in hook_tables(m))
+        self._tables = [(table, dict(table) if table else _NO_HOOKS) for table in (*global_hook_tables(), *inner)]
+        self.changed = False
+        """Whether forward itself added or removed some."""
+
+    def settle(self) -> None:
+        """Forward has ended."""
+        self.changed = any(table != held for table, held in self._tables)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """They are there within, and those that there are by now before and after."""
+        others = [(table, held, dict(table)) for table, held in self._tables if table != held]
+        for table, held, _ in others:
+            _fill(table, held)
+        try:
+            yield
+        finally:
+            for table, _, there in others:
+                _fill(table, there)
+
+
+_NO_HOOKS: dict[Any, Any] = {}
+
+
+def _fill(table: dict[Any, Any], hooks: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(hooks)
+
+
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
 """Who needs the values that a tensor has now and holds no copy of it."""
 
@@ -432,6 +471,7 @@ class StartingState:
         self._state = ModuleState(module)
         self._objects = Objects((*self._state.others(), *others, *self._state.kinds()))
         self._parameters = _Parameters(module)
+        self._hooks = _Hooks(module)
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
         self._generators = Generators(self._devices)
@@ -469,6 +509,7 @@ class StartingState:
         self._state.forget(self._lent)
         self._objects.settle()
         self._parameters.settle()
+        self._hooks.settle()
         self._generators.keep_moved()
 
     def lost(self) -> str:
@@ -478,6 +519,8 @@ class StartingState:
             return f"writes to its parameter {written} in place"
         if self._parameters.has_gradients:
             return "calls backward in its forward, which adds to the gradients of its parameters"
+        if self._hooks.changed:
+            return "adds or removes hooks of modules within it"
         return self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
@@ -519,7 +562,7 @@ class StartingState:
         self._objects.check()
         current, objects = ModuleState(self._module), self._objects.now()
         generators = self._generators.now()
-        with self._settings.in_force(), self._parameters.in_place():
+        with self._settings.in_force(), self._parameters.in_place(), self._hooks.in_place():
             try:
                 yield self._enter(lent)
             finally:
