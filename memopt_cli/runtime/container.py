@@ -986,6 +986,7 @@ class _Run:
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
+    @not_compiled  # it only comes here where the compiler has given up
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
         return self._recompute(given) if self._first is None else self._run(given, self._first)

@@ -60,6 +60,7 @@ from memopt_cli.runtime.private_torch import (
     is_of_transform,
     is_started,
     memory_of,
+    not_compiled,
     parameters_of,
     program_of,
     unseen,
@@ -464,6 +465,7 @@ class StartingState:
     step's number, say), or before backward (``eval()``).
     """
 
+    @not_compiled  # it looks into objects and functions of which the compiler knows nothing
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), others: Iterable[Any] = ()) -> None:
         """``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them."""
         self._module = module
