@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from torch import nn
+from torch.optim import Optimizer
 
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, from_data
@@ -19,17 +20,25 @@ from memopt_cli.runtime import (
     remove_segment,
     segment_of,
 )
+from memopt_cli.runtime.in_backward import has_in_backward, install_in_backward, remove_in_backward
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
+def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.
 
-    All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment,
-    and leaves the model as it was.
+    ``optimizer``: the one that a plan with ``in_backward`` runs there.
+
+    All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment, or
+    says why the optimizer cannot run in backward, and leaves the model as it was.
     """
+    if plan.in_backward and optimizer is None:
+        raise PlanError(
+            "the plan runs the optimizer in backward, and there is none",
+            hint="Give it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
+        )
     installed: dict[nn.Module, str] = {}
     runs: list[Run] = []
     try:
@@ -39,6 +48,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
             installed[_installed(model, "(root)", SegmentConfig(recompute=False))] = ""
         for segment in plan.segments:
             installed[_install(model, segment, installed)] = segment.path
+        if plan.in_backward and optimizer is not None:
+            _run_in_backward(optimizer, model)
     except BaseException:
         for module in installed:
             remove_segment(module)
@@ -56,11 +67,11 @@ def plan_of(model: nn.Module) -> Plan:
         if config.recompute
     )
     packed = any(not config.recompute for config in installed.values())
-    return Plan(segments=tuple(segments), packed=packed)
+    return Plan(segments=tuple(segments), packed=packed, in_backward=has_in_backward(model))
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """Make every segment of ``model`` a plain module again, in place; returns the model."""
+    """Make all of ``model`` plain again, in place, and its optimizer, too; returns the model."""
     remove_segments(model)
     remove_runs(model)
     return model
@@ -68,9 +79,25 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 def remove_segments(model: nn.Module) -> None:
     """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
+    remove_in_backward(model)
     for _, module in list(named_parts(model)):
         if segment_of(module) is not None:
             remove_segment(module)
+
+
+def _run_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
+    try:
+        install_in_backward(optimizer, model)
+    except ValueError as reason:
+        raise in_backward_error(optimizer, reason) from reason
+
+
+def in_backward_error(optimizer: Optimizer, reason: ValueError) -> PlanError:
+    """Says that an optimizer cannot run in backward, and why."""
+    return PlanError(
+        f"{type(optimizer).__name__} cannot run in backward: it {reason}",
+        hint="Take in_backward out of the plan, or train with another optimizer.",
+    )
 
 
 def _add_runs(model: nn.Module, path: str) -> list[Run]:

@@ -47,7 +47,6 @@ _CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
     "adadelta": ("Adadelta", _LOOPS),
     "adafactor": ("Adafactor", _LOOPS),
     "adamax": ("Adamax", _LOOPS),
-    "asgd": ("ASGD", _LOOPS),
     "muon": ("Muon", ("default",)),
     "nadam": ("NAdam", _LOOPS),
     "radam": ("RAdam", _LOOPS),
@@ -55,7 +54,8 @@ _CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
 }
 """Name -> its class and its implementations.
 
-LBFGS wants a closure, SparseAdam sparse gradients, and Rprop moves parameters at a rate of zero: they are left out.
+Left out: LBFGS, which wants a closure; SparseAdam, which wants sparse gradients; Rprop, which moves parameters at a
+rate of zero; ASGD, whose step takes memory by what its numbers say.
 """
 
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")

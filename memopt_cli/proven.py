@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memopt_cli import apply
 from memopt_cli.equality import generators_kept
 from memopt_cli.errors import VerificationError
 from memopt_cli.records import Plan, StepSettings
+from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
 from memopt_cli.verify import first_samples
@@ -29,22 +31,33 @@ def apply_plan(
     *,
     verify: Inputs | list[Inputs] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
 
     ``plan``: one, or the path of its file.  ``verify``: inputs, or a list of several, as batches of other sizes and
     padded ones.  A step on each is compared with one of the model without the plan, in the mode that the model is in:
     outputs, gradients, buffers, hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.
-    ``loss``: of the output, as in training.
+    ``loss``: of the output, as in training.  ``optimizer``: the one of the training script, which a plan with
+    ``in_backward`` runs in backward; the script must neither accumulate nor clip nor scale gradients then.
 
-    Raises :class:`PlanError` for a plan that does not suit the model, :class:`VerificationError` if a step differs,
-    and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
+    Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
+    step differs, and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
     """
     if not isinstance(plan, Plan):
         plan = read_plan(plan)[1]
     for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
         _compare(model, plan, inputs, loss)
-    return apply.apply_plan(model, plan)
+    if plan.in_backward and optimizer is not None:
+        _check_optimizer(optimizer)
+    return apply.apply_plan(model, plan, optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    try:
+        check_steps_alone(optimizer)
+    except ValueError as reason:
+        raise apply.in_backward_error(optimizer, reason) from reason
 
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
@@ -58,9 +71,11 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     try:
         model.zero_grad(set_to_none=True)
         with generators_kept():
-            install = functools.partial(apply.apply_plan, plan=plan)
+            install = functools.partial(apply.apply_plan, plan=plan.of_model)
             resize = functools.partial(first_samples, args, kwargs)
-            found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+            found = compared(
+                step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize
+            )
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -21,6 +21,7 @@ from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory
 from memopt_cli.runtime.tree import tensors_of
 
@@ -81,7 +82,10 @@ class Step:
 
 
 def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
-    """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn."""
+    """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn.
+
+    An optimizer that runs in backward has no phase of its own.
+    """
     entered("forward")
     output = step.forward()
     entered("backward")
@@ -91,7 +95,8 @@ def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) ->
         entered("clip")
         step.clip()
     if step.optimizer is not None:
-        entered("update")
+        if not is_in_backward(step.optimizer):
+            entered("update")
         step.update()
 
 

@@ -277,12 +277,20 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
             return Baseline(header=header, conditions=None, memory=memory)
         parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
-        return from_data(Baseline, {"header": to_data(header), **parts}, where="the file")
+        return _checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err
+
+
+def _checked(found: Baseline) -> Baseline:
+    """Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes."""
+    deepest = max((module.path.count(".") for module in found.memory.modules), default=0)
+    if deepest > _MOST_LEVELS:
+        raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
+    return found
 
 
 def _as_of_today(data: Any) -> Any:
@@ -297,9 +305,12 @@ def _as_of_today(data: Any) -> Any:
     if "predicted_tensor_peak_bytes" in values:  # a level
         values.pop("note", None)
         values = {"dry_runs" if key == "candidates" else key: value for key, value in values.items()}
+    if "accumulates" in values:  # the settings of a step
+        values["micro_batches"] = 2 if values.pop("accumulates") is True else 1
     return values
 
 
+_MOST_LEVELS = 200
 _RECORD = "Record one with memopt baseline MODEL -o FILE."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 

@@ -79,9 +79,10 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling in this process, in a tenth of the time; what is said still goes through JSON."""
     from memopt_cli.measure.local import LocalSession
-    from memopt_cli.pipeline import prepare
+    from memopt_cli.pipeline import inspection, prepare
 
-    monkeypatch.setattr(prepare, "Session", LocalSession)
+    for stage in (inspection, prepare):
+        monkeypatch.setattr(stage, "Session", LocalSession)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from memopt_cli.measure import processes
 
-ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers"}
+ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers", "failures"}
 PROFILING = {"Session", "memory_optimization", "memopt", "recommend_batch"}
 """These start profiling subprocesses, but not beside a fixture of :data:`HERE`."""
 HERE = {"in_process", "pipeline", "requests"}
@@ -61,7 +61,9 @@ def _no_process_but_of_the_marked(request: pytest.FixtureRequest, _watched: None
     _started.clear()
     yield
     if request.node.get_closest_marker("process") is None:
-        assert _started == [], "add what starts it to tests/starting.py: the marker 'process' is set by names"
+        assert _started == [], (
+            "it starts a process: mark it with @pytest.mark.process, or add the name to tests/starting.py"
+        )
 
 
 def _used(item: pytest.Item) -> set[str]:

@@ -830,6 +830,7 @@ SCRIPT = """
 import torch
 from torch import nn
 from memopt_cli import memory_optimization
+from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline.live_model import prepared_model
 from memopt_cli.records import Plan, StepSettings
 
@@ -845,7 +846,7 @@ net, x = nn.Sequential(Net()), torch.randn(16, 32)
 
 def measure():
     with prepared_model(net, (x,), StepSettings()) as prepared, prepared.session(60) as session:
-        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan()))).__name__, *prepared.notes)
+        print(type(session).__name__, type(session.ask(MeasureJob(plan=Plan())).measurement).__name__, *prepared.notes)
 
 def optimize():
     _, summary = memory_optimization(net, Net, (x,), level=1, return_summary=True, verbose=True)

@@ -218,3 +218,49 @@ def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0"), 3))
     model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
     assert memopt_cli.plan_of(model).segments == plan("0").segments
+
+
+# ---------------------------------------------------------------------------------------------- in backward
+
+
+def test_a_plan_brings_the_optimizer_into_backward_and_out_again() -> None:
+    model = net()[:2]
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = Plan(segments=(SegmentPlan(path="1"),), in_backward=True)
+    memopt_cli.apply_plan(model, given, optimizer=optimizer)
+    assert memopt_cli.plan_of(model) == given
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    remove_plan(model)
+    assert memopt_cli.plan_of(model) == Plan()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_that_has_its_segments_takes_the_optimizer_alone() -> None:
+    model = apply_plan(net()[:2], plan("1"))
+    optimizer = torch.optim.SGD(model.parameters())
+    memopt_cli.apply_plan(model, Plan(in_backward=True), optimizer=optimizer)
+    assert memopt_cli.plan_of(model) == Plan(segments=(SegmentPlan(path="1"),), in_backward=True)
+
+
+def test_without_an_optimizer_such_a_plan_is_refused() -> None:
+    model = net()
+    with pytest.raises(PlanError, match="runs the optimizer in backward, and there is none") as refused:
+        memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True))
+    assert "optimizer=optimizer" in (refused.value.hint or "")
+    assert memopt_cli.plan_of(model) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(torch.optim.LBFGS, "closure"), (lambda _: torch.optim.SGD(net().parameters()), "no parameter of the model")],
+)
+def test_an_optimizer_that_cannot_run_in_backward_leaves_the_model_as_it_was(make: Any, reason: str) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    with pytest.raises(PlanError, match=reason) as refused:
+        memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True), optimizer=optimizer)
+    assert type(optimizer).__name__ in refused.value.message
+    assert memopt_cli.plan_of(model) == Plan()

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.apply import apply_plan
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
-from memopt_cli.records import PhasePeak, StepSettings
+from memopt_cli.records import PhasePeak, Plan, StepSettings
 from memopt_cli.step import Step, make_scaler, reset_gradients, take
 from memopt_cli.trace import FakeStep, count
 from memopt_cli.trace.log import resident_bytes
@@ -127,3 +128,32 @@ def test_a_peak_is_raised_by_what_is_above_it() -> None:
     peak = PhasePeak(phase="forward", tensor_peak_bytes=5, allocated_peak_bytes=7)
     assert peak.raised(4, 6) is peak
     assert peak.raised(6, 6) == PhasePeak(phase="forward", tensor_peak_bytes=6, allocated_peak_bytes=7)
+
+
+# ---------------------------------------------------------------------------------------------- in backward
+
+IN_BACKWARD = Plan(in_backward=True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw:foreach", "adamw:fused"])
+def test_an_optimizer_in_backward_is_predicted_within_a_hundredth(optimizer: str) -> None:
+    step = warmed(step_of(optimizer))
+    fake = FakeStep(step)
+    for one in (step, fake.step):
+        apply_plan(one.model, IN_BACKWARD, one.optimizer)
+    allocated = measured(step)
+    dry = {peak.phase: peak.allocated_peak_bytes for peak in fake.count(allocated.workspaces).phases}
+    counted = {peak.phase: peak.allocated_peak_bytes for peak in count(step, allocated.workspaces).phases}
+    assert list(dry) == list(counted) == list(allocated.phases) == ["forward", "backward"]
+    assert dry == pytest.approx(allocated.phases, rel=0.01)
+    assert counted == pytest.approx(allocated.phases, rel=0.01)
+
+
+def test_a_gradient_in_backward_is_freed_before_the_next() -> None:
+    step = step_of("sgd")
+    step.model.layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    step = warmed(replace(step, optimizer=step.make_optimizer(step.model)))
+    parameters, layer = (sum(p.nbytes for p in m.parameters()) for m in (step.model, nn.Linear(256, 256)))
+    plain = count(step).tensor_peak_bytes
+    apply_plan(step.model, IN_BACKWARD, step.optimizer)
+    assert count(step).tensor_peak_bytes <= plain - parameters + 2 * layer

@@ -85,7 +85,7 @@ STATES = {"sgd": 1, "adam": 2, "adamw": 2, "adadelta": 2, "adamax": 2, "nadam": 
 """Copies of the parameters that they keep, where it is a whole number."""
 OPTIMIZERS = [
     *("sgd", "sgd:foreach", "sgd:fused", "adam:fused", "adamw", "adamw:for-loop", "adamw:foreach", "adamw:fused"),
-    *("adagrad", "adagrad:fused", "adadelta", "adafactor", "adafactor:foreach", "adamax", "asgd", "nadam", "radam"),
+    *("adagrad", "adagrad:fused", "adadelta", "adafactor", "adafactor:foreach", "adamax", "nadam", "radam"),
     *("rmsprop", "rmsprop:foreach"),
 ]
 

@@ -429,7 +429,7 @@ def test_a_measured_step_of_version_1_is_read(name: str) -> None:
 def test_a_key_that_went_with_version_1_may_not_come_with_version_2(tmp_path: Path) -> None:
     text = (VERSION_1 / "memopt-baseline.json").read_text()
     (tmp_path / "b.json").write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(BaselineError, match="unknown key 'level'"):
+    with pytest.raises(BaselineError, match="unknown key 'accumulates'"):
         read_measured(tmp_path / "b.json")
 
 
@@ -479,3 +479,13 @@ def test_batch_configuration() -> None:
     assert data["recommended"]["fastest_batch_size"] == 8
     assert data["recommended"]["estimated_batch_size"] == 52
     assert data["recommended"]["peak_fit"] == {"intercept_bytes": 200.0, "bytes_per_sample": 200.0}
+
+
+def test_a_baseline_of_modules_within_each_other_without_end_is_refused(tmp_path: Path) -> None:
+    data = json.loads((VERSION_1 / "memopt-baseline.json").read_text())
+    data["memory"]["modules"] = [
+        {"path": ".".join("a" * 300), "class_name": "Linear", "output_bytes": 1, "held_bytes": {}}
+    ]
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    with pytest.raises(BaselineError, match="299 levels within each other"):
+        read_measured(tmp_path / "b.json")

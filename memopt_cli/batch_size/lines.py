@@ -68,7 +68,8 @@ def between(known: Mapping[int, float], number: int) -> float | None:
     slope = (known[right] - known[left]) / (right - left)
     outer = [(known[left] - known[n]) / (left - n) for n in below[1:]]
     outer += [(known[n] - known[right]) / (n - right) for n in above[1:]]
-    if any(abs(other - slope) <= _STRAIGHT * abs(slope) for other in outer):
+    # A bend between the two can be no larger than what the slopes tell apart; small values bear less of it.
+    if any(abs(other - slope) * (right - left) <= _STRAIGHT * abs(known[left]) for other in outer):
         return known[left] + slope * (number - left)
     return None
 

@@ -17,10 +17,11 @@ from memopt_cli.loading.contents import Contents, contents_of, count_items
 from memopt_cli.loading.exported_contents import PROGRAMS, read_exported
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import judged
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
-from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
+from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.safetensors_file import is_safetensors, read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.trust import as_flags

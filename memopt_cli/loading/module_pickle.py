@@ -18,6 +18,7 @@ from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import entry_of, found_in, module_in, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing
@@ -25,7 +26,6 @@ from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
-from memopt_cli.loading.pickles.scan import PickleScan
 from memopt_cli.loading.trust import (
     Unvouched,
     as_flags,

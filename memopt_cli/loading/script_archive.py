@@ -11,9 +11,10 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, storage_of, tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
-from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
+from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_lines
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 

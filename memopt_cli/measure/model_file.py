@@ -52,7 +52,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
     if job.replicas:
         refuse_unsupported(model)
     if job.plan != ORIGINAL:
-        remove_plan(apply_plan(model, job.plan))
+        remove_plan(apply_plan(model, job.plan.of_model))
     return ModelFacts(
         format=loaded.format,
         class_name=type(model).__name__,
@@ -79,6 +79,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     """Write the model with the plan installed, without what earlier steps left on it.  Raises :class:`MemoptError`.
 
     A plan goes onto the models of a :class:`BatchModule` as it goes onto one of them: it names modules by their paths.
+    The optimizer is the training script's.
     """
     write_model(load_model(subject.source).module, job.plan, file)
 
@@ -86,7 +87,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     """The same of a model at hand, which then has the plan.  Raises :class:`StepError` for one that does not pickle."""
     remove_plan(model)
-    apply_plan(model.models if isinstance(model, BatchModule) else model, plan)
+    apply_plan(model.models if isinstance(model, BatchModule) else model, plan.of_model)
     reset_hidden_state(model)
     try:
         torch.save(model, file)

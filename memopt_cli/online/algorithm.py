@@ -44,7 +44,7 @@ class OnlineAlgorithm(nn.Module):
         """
         super().__init__()
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"vjp_method={vjp_method!r}", hint='give "single-step" or "multi-step"')
+            raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -131,7 +131,7 @@ class OnlineAlgorithm(nn.Module):
         with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
-        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
+        self.keep()
         output = tree_map(_stack, *outputs) if window else outputs[0]
         return output if torch.is_grad_enabled() else tree_map(_detached, output)
 
@@ -172,6 +172,10 @@ class OnlineAlgorithm(nn.Module):
         own = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
 
+    def keep(self) -> None:
+        """Take states and traces, as they are now, for what the last step left."""
+        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
+
     def _check_kept(self) -> None:
         """Raises :class:`MemoptError` if some of that is not as the last step left it, and the rest is."""
         if not self._kept or not self.traces:
@@ -184,8 +188,8 @@ class OnlineAlgorithm(nn.Module):
         if others and len(others) < len(self._kept):
             raise MemoptError(
                 f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
-                hint="begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states; to "
-                "forget the past of some samples, let the cell multiply its state by a mask",
+                hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
+                "forget the past of some samples, let the cell multiply its state by a mask.",
             )
 
     def _sample_shape(self, tensor: Tensor) -> tuple[int, ...]:
@@ -246,12 +250,12 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"correction={correction!r}", hint='give "reference", "exact" or "none"')
+            raise UsageError(f"correction={correction!r}", hint='Give "reference", "exact" or "none".')
         self.decay, self.rank = decay_and_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
                 "a decay of 0 (rank 1) with the reference's correction, which would divide by 1 - 1^t = 0",
-                hint='give correction="exact", or a rank of 2 or more',
+                hint='Give correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay

@@ -55,6 +55,7 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
         # On the CPU a recording sees only that freed which it saw allocated, and a step frees the states before it.
         for state in sequence.states:
             state.value = state.value.clone()
+        sequence.algorithm.keep()
         sequence.run(steps)
         sequence.step.update()
 

@@ -72,7 +72,7 @@ class Interception:
                 if state.value.requires_grad:
                     raise MemoptError(
                         f"{_name(cell, state)} is written after its cell has been called, and not by the cell",
-                        hint="let the cell that declares a state write it, in its forward: give it what it needs, as "
+                        hint="Let the cell that declares a state write it, in its forward: give it what it needs, as "
                         "a mask",
                     )
                 self.on_forgotten(Held(cell, state.name))
@@ -173,7 +173,7 @@ def changed(path: str, what: str) -> MemoptError:
     """A step does what that of ``compile_graph`` did not."""
     return MemoptError(
         f"{path or 'the model'} {what}, which was not so in the step that compile_graph saw",
-        hint="let every step take the same path, multiplying by a mask what some of them leave out; or compile with "
+        hint="Let every step take the same path, multiplying by a mask what some of them leave out; or compile with "
         "inputs by which the step does all that any step does",
     )
 

@@ -206,7 +206,7 @@ def fired(v: Tensor, threshold: float, scale: float, function: SpikeFunction | N
 
 def _known_reset(reset: Reset) -> Reset:
     if reset not in ("soft", "hard"):
-        raise UsageError(f"spk_reset={reset!r}", hint='give "soft" or "hard"')
+        raise UsageError(f"spk_reset={reset!r}", hint='Give "soft" or "hard".')
     return reset
 
 

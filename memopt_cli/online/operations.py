@@ -200,7 +200,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     :class:`HybridTrace` alone.  Raises :class:`UsageError` if there is no such layer.
     """
     if kind not in ("full", "approx", "adaptive"):
-        raise UsageError(f"kind={kind!r}", hint='give "full", "approx" or "adaptive"')
+        raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
     found = list(_traceable(module))
     if not found:
         raise UsageError(

@@ -83,6 +83,8 @@ class Structure:
     """The same of the states that carry nothing of traced weights."""
     unread: frozenset[Held | Use]
     """States, and outputs of traced weights, that no gradient reaches but from the cells that are tied to them."""
+    entering: frozenset[Held]
+    """States that, as the last step left them, enter weights and are read by nothing else outside their cells."""
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
@@ -325,14 +327,14 @@ def _check_weight(path: str, module: nn.Module) -> None:
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
             f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
-            hint="use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
+            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
         )
     once, again = operation_of(module), operation_of(module)
     for a, b in ((once.weight, again.weight), (once.bias, again.bias)):
         if a is not None and b is not None and a is not b and not torch.equal(a, b):
             raise MemoptError(
                 f"the weight of {path} is computed anew each time it is read, and differs from the last time",
-                hint="eval() the parametrization that computes it, or take the tag off with untraced()",
+                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced()",
             )
 
 
@@ -341,7 +343,7 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
         raise MemoptError(
             f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
             "neuron is not one number then",
-            hint="declare its real and its imaginary part as two states, as memopt_cli.LRU does",
+            hint="Declare its real and its imaginary part as two states, as memopt_cli.LRU does",
         )
 
 
@@ -353,6 +355,20 @@ def _leaves_behind(
         yield tensor
     else:
         yield from _leaves_of_node(tensor.grad_fn, ends, reached)
+
+
+def leaves_before(tensors: Sequence[Tensor], ends: set[Node]) -> Iterator[Tensor]:
+    """The leaves that tensors were computed from, by paths that pass none of the ``ends``."""
+    pending, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set(ends)
+    yield from (t for t in tensors if t.grad_fn is None)
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending += [following for following, _ in node.next_functions if following is not None]
 
 
 def _leaves_of_node(
@@ -439,6 +455,7 @@ class _Reach:
         attached = frozenset(left for left in lefts if self._is_attached(left, edges[left]))
         connected = frozenset(use for use in self.reached if self._is_connected(use))
         read_by_attached = {use for left in attached - self.probe.derived.keys() for use in edges[left].uses}
+        unread = self._unread(constant, connected, read_by_attached)
         reason = "its output enters no cell (a module that declares states), or only past another traced weight"
         return Structure(
             groups={use: self._groups(held) for use, held in self.reached.items()},
@@ -455,7 +472,8 @@ class _Reach:
             calls=self.probe.calls,
             known={left: self._known(left) for left in lefts},
             not_followed=self._not_followed(),
-            unread=self._unread(constant, connected, read_by_attached),
+            unread=unread,
+            entering=frozenset(self.held) - unread - exposed - self._read_by_cells(),
         )
 
     def _known(self, left: Left) -> frozenset[Source]:
@@ -472,7 +490,7 @@ class _Reach:
     def _unread(
         self, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
     ) -> frozenset[Held | Use]:
-        inputs = [self.reads[use] for use in self.uses]
+        inputs = [self.reads[use] for use in self.uses if use not in constant]
         others = [self.reads[left] for left in self.lefts if left not in self.followed]
         read = set[Source](self.probe.overwritten).union(
             *(self._behind_it(r)[1] for r in (*inputs, *others, *self.probe.of_output))
@@ -482,6 +500,12 @@ class _Reach:
             read |= own.weighted | {s for s in own.direct if isinstance(s, Held) and s.cell != left.cell}
         uses = self.reached.keys() - connected - read_by_attached
         return frozenset((self.new.keys() | uses) - read)
+
+    def _read_by_cells(self) -> set[Held]:
+        """States that cells which are followed read through weights that are not."""
+        reads = [self.reads[left] for left in self.followed]
+        found = set[Source]().union(*(r.weighted | (self._behind_it(r)[1] - r.direct) for r in reads))
+        return {source for source in found if isinstance(source, Held)}
 
     def _states_reached(self, use: Use) -> set[Held]:
         """In the step of the use, and from there in later ones."""
@@ -590,7 +614,7 @@ class _Reach:
                 raise MemoptError(
                     f"the weight of {path} reaches {self._name(held)} without a call of {path}, by its attribute or by "
                     "a module that shares it: that past is not followed",
-                    hint=f"call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
+                    hint=f"Call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
                     "off with untraced(), to train it with the gradient of each step alone",
                 )
 

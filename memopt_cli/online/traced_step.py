@@ -13,8 +13,9 @@ from torch.autograd.graph import Node
 from memopt_cli.online.interception import Interception, changed
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.structure import Source, Structure, jacobian_row, only
+from memopt_cli.online.structure import Source, Structure, jacobian_row, leaves_before, only
 from memopt_cli.online.traces import Channel, Held, Left, Row, Ties, Trace, Use
+from memopt_cli.runtime.private_torch import tree_leaves
 
 K = TypeVar("K")
 
@@ -47,6 +48,10 @@ class TracedStep(Interception):
         self._left: dict[Left, Tensor] = {}
         self._rows: dict[Left, Row] = {}
         self._new: dict[Held, Row] = {}
+        self._entering: dict[Held, Tensor] = {}
+        """States that may do no more than enter weights."""
+        self._entered: set[Node] = set()
+        """Inputs of traced weights: what they were computed from is none of the output's business."""
 
     @property
     def states_held(self) -> list[State]:
@@ -94,7 +99,12 @@ class TracedStep(Interception):
             self.act_on(exposed, partial(self._expose, [Held(cell, state.name) for state in exposed]))
             unread = [] if self._window else [s for s in states if Held(cell, s.name) in self.structure.unread]
             self.act_on(unread, partial(self._guard, [Held(cell, state.name) for state in unread]))
+            entering = [] if self._window else [s for s in states if Held(cell, s.name) in self.structure.entering]
+            self.act_on(entering, partial(self._mark, [Held(cell, state.name) for state in entering]))
         output = self.run(model, inputs)
+        if self._entering:
+            results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+            self.lift(self._check_entering, *results)
         others = {held: state.value for held, state in self._not_followed.items() if state.value.requires_grad}
         self.lift(partial(self._advance, list(others)), *others.values())
         return output
@@ -107,6 +117,9 @@ class TracedStep(Interception):
         self._new[held] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+        if self._entering:
+            z = tuple(tensor.view_as(tensor) for tensor in z)
+            self._entered.update(tensor.grad_fn for tensor in z if tensor.grad_fn is not None)
         if use not in self.traces:  # an earlier call of a traced weight that reaches a cell past a later one alone
             operation = operation_of(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias),)
@@ -221,6 +234,7 @@ class TracedStep(Interception):
 
     def _forget(self) -> None:
         self._outputs, self._found, self._left, self._rows, self._new = {}, {}, {}, {}, {}
+        self._entering, self._entered = {}, set()
 
     def _expose(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
         seen = tuple(v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for v in values)
@@ -230,6 +244,19 @@ class TracedStep(Interception):
     def _guard(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
         """Constants that no gradient should reach: no more than their cell is known to read them."""
         return tuple(self._refusing(value, name_of(held)) for held, value in zip(names, values, strict=True))
+
+    def _mark(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        marked = tuple(value.detach().requires_grad_() for value in values)
+        self._entering |= zip(names, marked, strict=True)
+        return marked
+
+    def _check_entering(self, *results: Tensor) -> tuple[Tensor, ...]:
+        """Raises :class:`MemoptError` if a state that only entered weights is read by what the step returns."""
+        read = {id(leaf) for leaf in leaves_before(results, self._entered)}
+        for held, value in self._entering.items():
+            if id(value) in read:
+                raise changed(name_of(held), "is read outside its cell")
+        return ()
 
     def _refusing(self, tensor: Tensor, name: str) -> Tensor:
         def refuse(gradient: Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.in_backward import IN_BACKWARD
 from memopt_cli.pipeline.prepare import inputs_of_file, open_model, opening_of, prepare, saved_model
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.progress import Ask, Progress
@@ -20,12 +21,14 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
     """
     header, plan = read_plan(request.plan_path)
+    if plan.in_backward:
+        progress.note(IN_BACKWARD)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     if request.verify and request.spec is None:  # those of the step that it was made for
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     if request.verify:
-        source, verification = _verified(request, plan, progress, ask)
+        source, verification = _verified(request, plan.of_model, progress, ask)
     else:
         source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
         for note in facts.notes:

@@ -114,9 +114,10 @@ class Kept:
         if not self.request.force:
             self._step_aside()
         if self.paths.plan_only:
+            given = ", optimizer=optimizer" if self.found.plan.in_backward else ""
             self.found.notes.append(
                 "No model is written, as asked. In the training script: "
-                f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r})."
+                f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r}{given})."
             )
         plan = content(plan_yaml(file_header(self.prepared), self.found.plan, self.found.applied_level))
         try:

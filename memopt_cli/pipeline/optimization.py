@@ -12,6 +12,7 @@ from memopt_cli.measure.jobs import CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.in_backward import IN_BACKWARD, InBackwardTrial, may_run_in_backward
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -84,6 +85,7 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     job = _job(request, resolved, prepared, progress, notes)
     rows = job.search()
     best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
+    job.notes += [IN_BACKWARD] * best.plan.in_backward
     return Findings(
         resolved=resolved,
         asked_codecs=prepared.facts.asked_codecs,
@@ -283,9 +285,30 @@ class _Job:
         rows = climb.rows()
         self.notes += climb.notes
         self.skipped += climb.skipped
-        self.applied = climb.applied
+        self.applied = self._in_backward(search, original, rows, climb.applied)
         self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
+
+    def _in_backward(
+        self, search: _Search, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
+    ) -> LevelRow | None:
+        """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
+        settings = self.measurements.prepared.subject.settings
+        if applied is None or not may_run_in_backward(settings):
+            return applied
+        plan = applied_row([original, *rows], applied).plan
+        found = InBackwardTrial(
+            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
+            measure=self.measurements.measure,
+            original=original,
+            most_slowdown=self.options.max_slowdown or math.inf,
+            dry_run=search.traced.has_dry_runs,
+        ).of(replace(applied, plan=plan))
+        if isinstance(found, str):
+            self.notes += [found] if found else []
+            return applied
+        rows[rows.index(applied)] = found
+        return found
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""

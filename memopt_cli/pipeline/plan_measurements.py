@@ -34,8 +34,11 @@ class PlanMeasurements:
         return _outcome(found)
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
-        """What its steps left and those of the original; ``None`` where not both were measured."""
-        original, planned = self._found.get(ORIGINAL), self._found.get(plan)
+        """What its steps left and those of the original; ``None`` where not both were measured.
+
+        Those of the same plan without an optimizer in backward, which leaves no gradients.
+        """
+        original, planned = self._found.get(ORIGINAL), self._found.get(plan.of_model)
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
             return None
         return MeasuredSteps(original=original.left, planned=planned.left, original_s=original.measurement.step_s)

@@ -58,6 +58,9 @@ class Prover:
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
         found = self._verify(best.plan)
+        if best.plan.in_backward and not (isinstance(found, Verification) and found.passed):
+            best = self._without_in_backward(best, found)
+            found = self._verify(best.plan)
         if isinstance(found, StepFailed) and _has_chunks(best) and not self.is_asked_for:
             self.notes.append(f"Level {best.level} is not applied, its chunks cannot be verified: {found.message}")
             best = self._without_chunks()
@@ -65,6 +68,16 @@ class Prover:
         if not isinstance(found, Verification):
             raise_failure(found, "verification could not be run: ")
         return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
+
+    def _without_in_backward(self, best: LevelRow, found: Verification | Failure) -> LevelRow:
+        """The row of the same plan with the optimizer's step after backward, in place of it."""
+        reason = found.difference if isinstance(found, Verification) else describe(found)
+        self.notes.append(f"The optimizer does not run in backward: {reason}.")
+        plan = best.plan.of_model
+        row = replace(best, plan=plan, outcome=self.measurements.measure(plan), predicted_tensor_peak_bytes=None)
+        row = replace(row, predicted_allocated_peak_bytes=None)
+        self.rows[self.rows.index(best)] = row
+        return applied_row(self.rows, row)
 
     def _without_chunks(self) -> LevelRow:
         """The best row whose plan runs nothing in chunks."""

@@ -25,6 +25,7 @@ class SearchProbes:
         self._limit_s = limit_s
         self._started = time.monotonic()
         self._over = ""
+        self._ended = False
         self._answers: dict[Job[object], object] = {}
 
     @property
@@ -42,12 +43,17 @@ class SearchProbes:
     def end(self, reason: str) -> None:
         """Nothing more is tried."""
         self._over = reason
+        self._ended = True
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """The answer to a job, which runs at most once."""
+        return NotTried(reason=self.over) if job not in self._answers and self.over else self.ask_late(job)
+
+    def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
+        """The same, of a job that does not belong to the search, and does not wait for its time; only for its end."""
         if job not in self._answers:
-            if self.over:
-                return NotTried(reason=self.over)
+            if self._ended:
+                return NotTried(reason=self._over)
             self._answers[job] = self._session().ask(job)
         answer: Answer | Failure = self._answers[job]  # type: ignore[assignment]
         return answer

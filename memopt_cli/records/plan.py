@@ -62,11 +62,18 @@ class Plan:
     """In the order of first call."""
     packed: bool = False
     """What is saved for backward outside of segments is packed where that is lossless; nothing is run again for it."""
+    in_backward: bool = False
+    """The optimizer steps each parameter as soon as its gradient is whole, which is then freed."""
 
     @property
     def is_empty(self) -> bool:
-        """The model stays as it is."""
-        return not self.segments and not self.packed
+        """The model stays as it is, and so does its optimizer."""
+        return not self.segments and not self.packed and not self.in_backward
+
+    @property
+    def of_model(self) -> Plan:
+        """What of it is done to the model, whatever the optimizer does."""
+        return replace(self, in_backward=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,7 +301,7 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
 
 
 def _what(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 1 through its loss, 5 packed, 2 keeping outputs, saved packed``."""
+    """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
     count = len(plan.segments)
     parts = {
         f"segment{'s' * (count > 1)}": count,
@@ -311,7 +311,8 @@ def _what(plan: Plan) -> str:
         "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
     }
     said = [f"{number} {what}" for what, number in parts.items() if number]
-    return ", ".join([*said, *(["saved packed"] if plan.packed else [])]) or "no segments"
+    said += ["saved packed"] * plan.packed + ["optimizer in backward"] * plan.in_backward
+    return ", ".join(said) or "no segments"
 
 
 def _remarks(summary: MemOptSummary) -> Iterator[str]:

@@ -47,6 +47,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
@@ -496,6 +497,15 @@ MKLDNN: Final = (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
 def is_started(device: torch.device) -> bool:
     """Whether anything has run on a device of that kind: its random generator may have been drawn from."""
     return bool(getattr(torch.get_device_module(device), "_initialized", False))
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """The step that an optimizer's class defines, around which PyTorch puts one that calls hooks."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 # ---------------------------------------------------------------------------------------------- TorchScript

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
-from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import (
     TorchDispatchMode,
@@ -36,6 +36,7 @@ from memopt_cli.runtime.private_torch import (
     storage_key,
     tree_leaves,
 )
+from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step, module_hooks, seed_everything, take
 from memopt_cli.trace.formulas import Formula, formula_at
@@ -93,19 +94,21 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.settle()
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
-        if func is _NUMBER and self.phase == "update" and is_fake(args[0]):
+        updating = self.phase == "update" or is_updating()
+        if func is _NUMBER and updating and is_fake(args[0]):
             output: Any = 0.5  # optimizers read counters, and divide by them and by 1 less them; no size depends on it
         else:
             output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
-        self._formula = formula_at(self._tick, self._formula) if self.phase == "backward" else None
+        in_formulas = self.phase == "backward" and not updating
+        self._formula = formula_at(self._tick, self._formula) if in_formulas else None
         self._tick += counts
         share = 0.0 if func is _ZEROS else self._formula.share_of(name_of(func)) if self._formula else 1.0
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
         workspace = self._workspace_bytes(func, args) if share else 0
-        if self.phase == "backward" and (self._is_written(func, args) or self._is_sum(func, args)):
+        if in_formulas and (self._is_written(func, args) or self._is_sum(func, args)):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
             self._raise_peaks(self.live_bytes - (self._first.nbytes if self._first else 0), workspace)
             combines = self._formula is not None and self._formula.combines(name_of(func))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.records import CompressorName, Phase
-from memopt_cli.runtime.container import recomputing_module
 from memopt_cli.runtime.private_torch import next_node, number_of, running_node, tree_leaves
+from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside

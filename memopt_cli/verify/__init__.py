@@ -4,5 +4,16 @@ from memopt_cli.verify.fingerprint import compared, fingerprint, left_by, left_o
 from memopt_cli.verify.further_steps import first_samples
 from memopt_cli.verify.recorded_step import verify
 from memopt_cli.verify.sizes import least_sizes
+from memopt_cli.verify.updates import compare_updates
 
-__all__ = ["compared", "fingerprint", "first_samples", "least_sizes", "left_by", "left_on", "repeated", "verify"]
+__all__ = [
+    "compare_updates",
+    "compared",
+    "fingerprint",
+    "first_samples",
+    "least_sizes",
+    "left_by",
+    "left_on",
+    "repeated",
+    "verify",
+]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memopt_cli.batch_size import capacity
@@ -351,6 +351,7 @@ def test_what_lies_beyond_a_line_or_around_a_bend_is_not(known: dict[int, float]
 @given(
     st.floats(0, 1e9), st.floats(1, 1e3), st.floats(0, 10), st.integers(0, 100_000), st.lists(st.integers(1, 100_000))
 )
+@example(0.0, 1.0, 1.0, 2, [1, 252, 253, 2])
 def test_between_known_numbers_little_is_lost(
     base: float, slope: float, curve: float, at: int, batches: list[int]
 ) -> None:

@@ -228,6 +228,7 @@ def test_two_files(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert recorded("compare", "memopt-baseline.json", "missing.json").code == 5
 
 
+@pytest.mark.process
 def test_in_a_fresh_process(spawn_memopt: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 64)
     assert spawn_memopt(tmp_path, "baseline", "net.pt", "-i", "512x64").code == 0

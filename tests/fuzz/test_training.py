@@ -138,9 +138,6 @@ def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) 
 AMPLIFYING = (
     '{"blocks":[{"kind":"counting"},{"kind":"gru cell","segments":[{"path":"","chunks":3}]},'
     '{"kind":"batch norm without momentum"}],"scenario":{"dtype":"float64","call":"in turn"},"steps":1}',
-    '{"seed":314,"blocks":[{"kind":"transformer layer, norm first","segments":[{"path":"","chunks":3}]},'
-    '{"kind":"distance"},{"kind":"buffer through data"},{"kind":"gumbel"},{"kind":"embedding"}],'
-    '"scenario":{"dtype":"float64","between":["evaluate"]}}',
     '{"blocks":[{"kind":"clamped"},{"kind":"batch norm","segments":[{"path":"","chunks":2,"batch_statistics":true}]},'
     '{"kind":"median"}],"scenario":{"dtype":"float64","inputs":"counts"},"steps":1}',
 )

@@ -39,9 +39,9 @@ from transformers import BertConfig, BertModel
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.records import Trust
-from memopt_cli.runtime.container import _Run
 from memopt_cli.runtime.lifted.module import restore_lifted
 from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.segment_run import SegmentRun
 from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY, Generators
 
 REFUSED, NO_MODEL = 4, 3
@@ -213,8 +213,11 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     system = pickle.dumps(Call(os.system, f"touch {canary}"))
     generators = Created(Generators, state={"python": system, "numpy": system, "torch": torch.zeros(1)})
     yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.state.Generators")
-    run = Created(_Run, state={"hook": True, "start": generators})
-    yield "a hook of the runtime", _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.container._Run")
+    run = Created(SegmentRun, state={"hook": True, "start": generators})
+    yield (
+        "a hook of the runtime",
+        _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.segment_run.SegmentRun"),
+    )
 
     for name, layer in _misfits():
         yield name, _of(layer, "its settings", NO_MODEL)

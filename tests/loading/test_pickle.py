@@ -25,8 +25,9 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, UsageError
 from memopt_cli.loading import load, load_model
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import Built, Global
-from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
+from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment

@@ -698,6 +698,7 @@ def test_a_batched_model_is_not_measured_and_the_reason_says_what_to_do() -> Non
     assert "Optimize the model that it batches" in refused.value.hint
 
 
+@pytest.mark.process
 def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
     torch.save(nn.Sequential(BatchModule(small(), G)), tmp_path / "batched.pt")
     source = ModelSource(location=str(tmp_path / "batched.pt"), trust=Trust(pickle=True))
@@ -705,6 +706,7 @@ def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
         prepare(opening(source), progress=Progress(), ask=None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_path: Path) -> None:
     batched = different(small())

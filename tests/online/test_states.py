@@ -54,7 +54,7 @@ def test_copies_have_states_of_their_own(twin: object) -> None:
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(UsageError, match="batch_size=0"):
         init_all_states(LIF(3), 0)
-    with pytest.raises(UsageError, match="is no shape"):
+    with pytest.raises(UsageError, match="is not a shape"):
         LIF(-1)
 
 
@@ -78,6 +78,6 @@ def test_what_is_no_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         environ.set(**settings)
     assert str(raised.value.hint).startswith("Give")
-    with pytest.raises(UsageError, match="set mode or dt"):
+    with pytest.raises(UsageError, match="Set mode or dt"):
         environ.set(DT=1.0)
     assert (environ.mode, environ.dt) == (None, 1.0)

@@ -136,6 +136,7 @@ def test_a_compiled_step_is_the_step(automatic: bool) -> None:
         torch.testing.assert_close(value, after[name])
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_neurons_behind_a_matrix_product() -> None:
     net = nn.Sequential(nn.Linear(5, 6, bias=False), LIF(6), LeakyRateReadout(6, 3))

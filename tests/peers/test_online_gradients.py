@@ -164,7 +164,7 @@ def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
         MemoptError, match=r"what first returns reaches second\.v through a weight without a tag"
     ) as raised:
         online(net)
-    assert "tag that weight with traced()" in str(raised.value.hint)
+    assert "Tag that weight with traced()" in str(raised.value.hint)
     traced(net.between)
     inputs, labels = sequence()
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
@@ -210,7 +210,7 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
     with pytest.raises(MemoptError, match="the output of w is read by a cell with other parameters") as raised:
         ES_D_RTRL(net, 0.9, mode=Batching()).compile_graph(inputs[0])
-    assert "use D_RTRL" in str(raised.value.hint)
+    assert "Use D_RTRL" in str(raised.value.hint)
 
 
 # ------------------------------------------------------------------ what would be wrong without a word
@@ -361,7 +361,54 @@ def test_a_step_that_does_more_than_the_first_one_is_refused(what: str, message:
     assert inputs[0, 0, 0] > 1
     with pytest.raises(MemoptError, match=message) as raised:
         learn(online(net), inputs, labels)
+    assert "Let every step take the same path" in str(raised.value.hint)
+
+
+class EntersAlways(Network):
+    """Its state enters a weight in every step, beside trainable numbers if ``scaled``."""
+
+    reads_it = False
+    """In this step the output is of the state, too."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.w, self.neu = weight(INPUTS + HIDDEN, HIDDEN), LIF(HIDDEN)
+        self.scale = nn.Parameter(torch.ones(1)) if scaled else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.neu.v
+        spikes: Tensor = self.neu(self.w(torch.cat([self.scale * x, v], dim=-1)))
+        scores: Tensor = self.out(spikes + v if self.reads_it else spikes)
+        return scores
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("in_lanes", [False, True])
+def test_a_state_that_enters_a_weight_and_is_read_past_it_in_some_steps_is_refused(
+    scaled: bool, in_lanes: bool
+) -> None:
+    net = EntersAlways(scaled).double()
+    inputs, labels = sequence()
+    algorithm = lanes(net, inputs[0, 0]) if in_lanes else online(net)
+    learn(algorithm, inputs, labels)  # all steps are as the first one
+    net.reads_it = True
+    with pytest.raises(
+        MemoptError, match=r"neu\.v is read outside its cell, which was not so in the step that"
+    ) as raised:
+        learn(algorithm, inputs, labels)
     assert "let every step take the same path" in str(raised.value.hint)
+
+
+def lanes(net: nn.Module, x: Tensor) -> Vmap:
+    algorithm = D_RTRL(net)
+
+    @vmap_new_states(axis_size=BATCH)
+    def init() -> None:
+        init_all_states(net)
+        algorithm.compile_graph(x)
+
+    init()
+    return Vmap(algorithm)
 
 
 @pytest.mark.parametrize("make", [D_RTRL, lambda net, **k: ES_D_RTRL(net, 0.9, **k)], ids=["D_RTRL", "ES_D_RTRL"])

@@ -32,7 +32,7 @@ from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import Measured, MeasureJob, Subject, TraceJob
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.goal import GoalSearch
@@ -539,20 +539,20 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
 
 @pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "44%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
-    goal: tuple[str, ...], optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+    goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     """Pressed in the dry run after the first that has lowered the peak."""
     torch.save(deep_net(), "net.pt")
-    count, counted = LocalSession.count, []
+    counted: list[int] = []
 
-    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+    def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
         if len(counted) > 1 and counted[-1] < counted[0]:
             raise KeyboardInterrupt
-        found = count(session, plan, **settings)
+        found = ask(job)
         counted.append(found.allocated_peak_bytes)
         return found
 
-    monkeypatch.setattr(LocalSession, "count", pressed)
+    answered(CountJob, pressed)
     done = optimize("net.pt", *SPEC, *goal, "--json")
     assert done.code == 130
     found = "the frontier is made" if "--frontier" in goal else "the plan is the best"
@@ -569,19 +569,19 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
         assert segments(memopt_cli.load("net.memopt.pt"))
 
 
-def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
-    count, counted = LocalSession.count, []
+    counted: list[int] = []
 
-    def told(session: LocalSession, plan: Plan, **settings: Any) -> Any:
+    def told(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
         if len(counted) > 1 and counted[-1] < counted[0]:
             signal.raise_signal(signal.SIGTERM)
-        found = count(session, plan, **settings)
+        found = ask(job)
         counted.append(found.allocated_peak_bytes)
         return found
 
-    monkeypatch.setattr(LocalSession, "count", told)
-    done = optimize("net.pt", *SPEC)
+    answered(CountJob, told)
+    done = optimize("net.pt", *SPEC, "--max-slowdown", "none")
     assert (done.code, done.out) == (130, "")
     assert os.listdir() == ["net.pt"]
 
@@ -591,18 +591,18 @@ def deep_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
 
-def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
-    count, plans = LocalSession.count, []
+    plans: list[Plan] = []
 
-    def pressed(session: LocalSession, plan: Plan, **settings: Any) -> Any:
-        plans.append(plan)
+    def pressed(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
+        plans.append(job.plan)
         if len(plans) > 1:
             raise KeyboardInterrupt
-        return count(session, plan, **settings)
+        return ask(job)
 
-    monkeypatch.setattr(LocalSession, "count", pressed)
-    done = optimize("net.pt", *SPEC)
+    answered(CountJob, pressed)
+    done = optimize("net.pt", *SPEC, "--max-slowdown", "none")
     assert (done.code, done.out) == (130, "")
     assert os.listdir() == ["net.pt"]
 
@@ -793,6 +793,91 @@ def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     assert row.outcome.breakdown.optimizer_bytes >= 3 * sum(p.nbytes for p in small_net().parameters())
 
 
+def heavy_net() -> nn.Sequential:
+    """Its parameters outweigh what a step of few samples keeps for backward."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())))
+
+
+FEW = ("-i", "8x128", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
+
+
+def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = optimize("net.pt", *FEW, "--optimizer", "adamw", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    before, after = (row.outcome for row in summary.levels)
+    assert isinstance(before, Measurement)
+    assert isinstance(after, Measurement)
+    parameters = sum(p.nbytes for p in heavy_net().parameters())
+    assert after.allocated_peak_bytes <= before.allocated_peak_bytes - parameters / 2
+    assert after.allocated_peak_bytes == pytest.approx(summary.levels[1].predicted_allocated_peak_bytes, rel=0.01)
+    assert [peak.phase for peak in after.phases] == ["forward", "backward"]
+    assert summary.verification is not None
+    assert summary.verification.further[-1].name == "in 3 updates in backward"
+    assert summary.verification.further[-1].compared == 12 * 4  # parameters, two moments, a counter
+    assert any("must then not accumulate, clip or scale gradients" in note for note in summary.notes)
+    assert read_plan("net.memopt.plan.yaml")[1].in_backward
+    saved: nn.Module = torch.load("net.memopt.pt", weights_only=False)
+    saved(torch.ones(8, 128)).sum().backward()
+    assert all(p.grad is not None for p in saved.parameters())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (),
+        *(
+            ("--optimizer", "adamw", *more)
+            for more in (("--accumulate", "2"), ("--clip-norm", "1"), ("--precision", "fp16"))
+        ),
+    ],
+    ids=" ".join,
+)
+def test_the_optimizer_does_not_run_in_backward_in_a_step_that_forbids_it(
+    step: tuple[str, ...], optimize: Memopt
+) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = optimize("net.pt", *FEW, *step, "--json")
+    assert done.code == 0, done.err
+    assert not from_data(MemOptSummary, json.loads(done.out)["summary"]).plan.in_backward
+
+
+LOOKING_AT_ALL = """
+import torch
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+def make(model):
+    return Clipping(model.parameters(), lr=0.1)
+"""
+
+
+def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    Path("train.py").write_text(LOOKING_AT_ALL)
+    done = optimize("net.pt", *FEW, "--optimizer", "train.py:make", "--json")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert not summary.plan.in_backward
+    assert any("does not run in backward" in note and "several parameters at once" in note for note in summary.notes)
+
+
+def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in_process: None) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = memopt("optimize", "net.pt", *FEW, "--optimizer", "sgd", "--plan-only")
+    assert done.code == 0, done.err
+    assert "net.memopt.plan.yaml', optimizer=optimizer)" in " ".join(done.out.split())
+    done = memopt("apply", "net.pt", "net.memopt.plan.yaml", "-o", "other.pt", "--verify")
+    assert done.code == 0, done.err
+    assert "memopt_cli.Plan(in_backward=True)" in " ".join((done.out + done.err).split())
+
+
 def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Verification(
         passed=False,
@@ -832,14 +917,12 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
 
 
 def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
-    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+    optimize: Memopt, answered: Callable[..., None]
 ) -> None:
-    verify = LocalSession.verify
+    def lost(session: LocalSession, job: VerifyJob, ask: Callable[[VerifyJob], Any]) -> Any:
+        return Crashed(reason="gone", output_tail="") if job.further else ask(job)
 
-    def lost(session: LocalSession, plan: Plan, batch: int, *, further: bool = False, **named: Any) -> Any:
-        return Crashed(reason="gone", output_tail="") if further else verify(session, plan, batch)
-
-    monkeypatch.setattr(LocalSession, "verify", lost)
+    answered(VerifyJob, lost)
     torch.save(deep_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err

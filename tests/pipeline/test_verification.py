@@ -32,7 +32,7 @@ from memopt_cli.records import (
     TensorSpec,
     Verification,
 )
-from memopt_cli.runtime import container
+from memopt_cli.runtime import chunked
 from memopt_cli.runtime.state import Generators, StartingState
 
 ORIGINAL = Plan()
@@ -221,36 +221,36 @@ def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_in_reverse(patch: pytest.MonkeyPatch) -> None:
-    concatenated = container._concatenated
-    patch.setattr(container, "_concatenated", lambda column, axis: concatenated(column[::-1], axis))
+    concatenated = chunked._concatenated
+    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated(column[::-1], axis))
 
 
 def chunks_twice(patch: pytest.MonkeyPatch) -> None:
     """The last chunk is the one before, once more."""
-    concatenated = container._concatenated
-    patch.setattr(container, "_concatenated", lambda column, axis: concatenated((*column[:-1], column[-2]), axis))
+    concatenated = chunked._concatenated
+    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated((*column[:-1], column[-2]), axis))
 
 
 def long_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
     """Wrong where there is much of it alone: no small step tells."""
-    concatenated = container._concatenated
+    concatenated = chunked._concatenated
 
     def wrong(column: Any, axis: int) -> Tensor:
         whole = concatenated(column, axis)
         return whole * 1.01 if whole.shape[0] > 60 else whole
 
-    patch.setattr(container, "_concatenated", wrong)
+    patch.setattr(chunked, "_concatenated", wrong)
 
 
 def uneven_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
     """Wrong where chunks are uneven alone, which those of the full size are not."""
-    concatenated = container._concatenated
+    concatenated = chunked._concatenated
 
     def wrong(column: Any, axis: int) -> Tensor:
         whole = concatenated(column, axis)
         return whole * 1.01 if len({len(piece) for piece in column}) > 1 else whole
 
-    patch.setattr(container, "_concatenated", wrong)
+    patch.setattr(chunked, "_concatenated", wrong)
 
 
 SEEN_AT_FULL_SIZE = [

@@ -331,7 +331,7 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
 
 def test_what_no_recomputation_comes_to_is_not_kept() -> None:
     """The last operator of ``3.branch`` saves its input alone, and the segment's output is soon nobody's."""
-    assert abs(drawn(1).error(Plan(level=4, segments=(SegmentPlan(path="3.branch", keep=("aten::addmm",)),)))) <= 0.02
+    assert abs(drawn(1).error(Plan(segments=(SegmentPlan(path="3.branch", keep=("aten::addmm",)),)))) <= 0.02
 
 
 @pytest.mark.parametrize("chunks", [2, 3])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.plan import search
 from memopt_cli.plan.block_tree import Block
-from memopt_cli.plan.cost_model import KEEP_OP_S, overhead_s
+from memopt_cli.plan.cost_model import SEGMENT_S, overhead_s
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
 from memopt_cli.plan.search import Allowed, Limits, Solver, Way, _Around, _pareto, _thinned, spent_by
@@ -83,7 +83,8 @@ def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
         kept, peak, added = root.kept_bytes, root.kept_bytes + root.peak_bytes, 0.0
     if root.path not in segments:
         return kept, peak, added
-    return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added + root.forward_s
+    added += root.forward_s + overhead_s(SegmentPlan(path=""), forward_s=root.forward_s, ops=root.ops)
+    return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added
 
 
 def every_plan(root: Block) -> Iterator[tuple[int, float]]:
@@ -269,8 +270,9 @@ def keeping_step(root: Block, segments: Kept, around: frozenset[int] = frozenset
     if not is_segment:
         return kept, peak, added, held
     stored = root.input_bytes + held
-    watched = 2 * KEEP_OP_S * root.ops if inner else 0.0
-    return stored, max(stored, peak, root.forward_bytes + held), added + root.forward_s + watched, 0
+    segment = SegmentPlan(path="", keep=("costly",) if inner else ())
+    added += root.forward_s + overhead_s(segment, forward_s=root.forward_s, ops=root.ops)
+    return stored, max(stored, peak, root.forward_bytes + held), added, 0
 
 
 def every_keeping_plan(root: Block) -> Iterator[Kept]:
@@ -483,4 +485,4 @@ def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
     way = solver.fastest(60)
     assert way is not None
     assert [segment.path for segment in way.segments()] == ["a", "a"]
-    assert way.added_s == 2.0
+    assert way.added_s == pytest.approx(2 + 2 * SEGMENT_S)

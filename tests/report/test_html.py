@@ -153,6 +153,7 @@ def a_profile() -> StepProfile:
         workspace_bytes=5 * MIB,
         modules=(),
         saved=(saved,),
+        phases=(),
         live_bytes=(),
         flops=0,
         notes=(f"A note on {EVIL}.", "/a/long/path" * 20),

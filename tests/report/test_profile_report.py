@@ -17,6 +17,7 @@ from memopt_cli.records import (
     ModuleUse,
     OpTrace,
     OutOfMemory,
+    PhasePeak,
     Plan,
     SavedTensor,
     StepProfile,
@@ -68,6 +69,10 @@ def a_profile() -> StepProfile:
             backend="cpu profiler",
             batch=4,
             spent_s=3.0,
+            phases=(
+                PhasePeak(phase="forward", tensor_peak_bytes=70 * MIB, allocated_peak_bytes=72 * MIB),
+                PhasePeak(phase="backward", tensor_peak_bytes=80 * MIB, allocated_peak_bytes=101 * MIB),
+            ),
         ),
         fake=True,
         tensor_peak_bytes=80 * MIB,
@@ -88,6 +93,10 @@ def a_profile() -> StepProfile:
             SavedTensor(
                 nbytes=4 * MIB, made_by="", module="", op="aten::mul", savers=1, compressor="null", packed_bytes=4 * MIB
             ),
+        ),
+        phases=(
+            PhasePeak(phase="forward", tensor_peak_bytes=70 * MIB, allocated_peak_bytes=71 * MIB),
+            PhasePeak(phase="backward", tensor_peak_bytes=80 * MIB, allocated_peak_bytes=100 * MIB),
         ),
         live_bytes=(10 * MIB, 40 * MIB, 70 * MIB, 80 * MIB, 20 * MIB),
         flops=2_000_000_000,
@@ -167,6 +176,12 @@ def test_the_plot_rises_and_falls_with_the_step() -> None:
     assert heights == [6, 24, 42, 48, 12]  # eighths of six lines, of 10, 40, 70, 80, 20 MiB
     long = replace(a_profile(), live_bytes=tuple(range(1000)))
     assert max(len(line) for line in plot(long, 72).splitlines()) == len(f"{'':>10} │") + 72
+
+
+def test_every_phase_has_its_peak_as_predicted_and_as_measured() -> None:
+    lines = [line.split() for line in shown(a_profile())]
+    assert ["forward", "71.0", "MiB", "72.0", "MiB"] in lines
+    assert ["backward", "100.0", "MiB", "101.0", "MiB"] in lines
 
 
 def test_the_phases_are_to_scale() -> None:

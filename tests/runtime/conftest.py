@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
-from memopt_cli.runtime.container import _Run
+from memopt_cli.runtime.segment_run import SegmentRun
 from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
@@ -107,13 +107,13 @@ class Judge:
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """A :class:`Judge`; if it judged gradients, the test must see to it that something was recomputed."""
     judge = Judge()
-    recompute = _Run._recompute
+    recompute = SegmentRun._recompute
 
-    def counted(run: _Run, given: Any) -> Any:
+    def counted(run: SegmentRun, given: Any) -> Any:
         judge.recomputations += 1
         return recompute(run, given)
 
-    monkeypatch.setattr(_Run, "_recompute", counted)
+    monkeypatch.setattr(SegmentRun, "_recompute", counted)
     torch.manual_seed(0)
     return judge
 

@@ -23,12 +23,12 @@ from memopt_cli.runtime import (
     GCContainer,
     SegmentConfig,
     TCGCContainer,
-    container,
     group_layers,
     install_segment,
     is_recomputing,
     refusal,
     remove_segment,
+    segment_call,
     segment_of,
 )
 from memopt_cli.runtime.compressor import Packed, SpikeCompressor
@@ -458,7 +458,7 @@ def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch)
         stored.append((codec.name, tuple(x.shape)))
         return codec.compress(x)
 
-    monkeypatch.setattr(container, "store", store)
+    monkeypatch.setattr(segment_call, "store", store)
     layer = nn.LSTM(4, 5)
     install_segment(layer, SegmentConfig(chunks=2, compressor="sparse"))
     layer(torch.eye(4).expand(6, 4, 4).contiguous())[0].sum().backward()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment, segment_of
-from memopt_cli.runtime.container import _Run
+from memopt_cli.runtime.segment_run import SegmentRun
 
 WORLD = 2
 BIT = SegmentConfig(compressor="bit")
@@ -250,13 +250,13 @@ CASES: tuple[Callable[[int], None], ...] = (
 
 
 def _counted_recomputations() -> Callable[[], int]:
-    recompute, runs = _Run._recompute, []
+    recompute, runs = SegmentRun._recompute, []
 
-    def counted(run: _Run, given: Any) -> Any:
+    def counted(run: SegmentRun, given: Any) -> Any:
         runs.append(run)
         return recompute(run, given)
 
-    _Run._recompute = counted  # type: ignore[method-assign]
+    SegmentRun._recompute = counted  # type: ignore[method-assign]
     return lambda: len(runs)
 
 

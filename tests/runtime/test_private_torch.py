@@ -638,3 +638,17 @@ def test_tables_of_hooks() -> None:
     everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert sum(everywhere.id in table for table in p.global_hook_tables()) == 1
     everywhere.remove()
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def test_the_step_of_an_optimizer_without_its_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    parameter.grad = torch.ones(1)
+    p.step_without_hooks(optimizer)
+    assert parameter.item() == 0
+    assert not called

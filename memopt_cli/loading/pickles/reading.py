@@ -10,11 +10,12 @@ from typing import Any, Final, Literal
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import storage_of
 from memopt_cli.loading.pickles.kinds.interface import Broken
 from memopt_cli.loading.pickles.kinds.tensors import Storages
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple
-from memopt_cli.loading.pickles.scan import PickleScan, scan_pickle
+from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.pickles.storages import ArchivedStorages, LegacyStorages, NoStorages
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C

@@ -47,7 +47,7 @@ class Bench:
         self._start = StartingState(self.model)
         self._loss = user_function(self.settings.loss, "--loss") if self.settings.loss else None
         self._make_optimizer = _optimizer_maker(self.settings.optimizer)
-        self._optimizer = self._make_optimizer(self.model)
+        self.optimizer = self._make_optimizer(self.model)
         self._known: dict[Callable[[Bench], Any], Any] = {}
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
@@ -75,10 +75,11 @@ class Bench:
             self.reset()
 
     @contextlib.contextmanager
-    def planned(self, model: nn.Module, plan: Plan) -> Iterator[None]:
-        """Within, a plan is on the model, or on a copy of it."""
+    def planned(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
+        """Within, a plan is on the model and its optimizer, or on those of a ``step`` of a copy of it."""
+        model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
-        apply_plan(model, plan)
+        apply_plan(model, plan, optimizer)
         try:
             yield
         finally:
@@ -111,7 +112,7 @@ class Bench:
             kwargs=kwargs,
             settings=settings,
             loss=self._loss,
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             make_optimizer=self._make_optimizer,
             scaler=make_scaler(settings),
         )

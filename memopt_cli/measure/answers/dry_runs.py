@@ -48,14 +48,14 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     workspaces = workspaces_for(bench, job.plan) if described else Workspaces()
     fake = bench.known(_described) if described else _fake(bench, job.batch, job.dims)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
-    with bench.planned(fake.step.model, job.plan):
+    with bench.planned(job.plan, fake.step):
         return fake.count(workspaces, codecs)
 
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """A step that is run."""
     step = bench.step(job.batch, job.dims)
-    with bench.planned(bench.model, job.plan):
+    with bench.planned(job.plan):
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
 
@@ -77,7 +77,7 @@ def _record(bench: Bench, plan: Plan) -> Traced:
     packs = plan.packed or any(segment.compressor != "null" for segment in plan.segments)
     try:
         fake, codecs = bench.known(_described), bench.known(_codecs) if packs else None
-        with bench.planned(fake.step.model, plan):
+        with bench.planned(plan, fake.step):
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
@@ -90,7 +90,7 @@ def _record(bench: Bench, plan: Plan) -> Traced:
     small = bench.known(small_step)
     if small is None:
         return traced
-    with bench.planned(bench.model, plan):
+    with bench.planned(plan):
         seen = small.recorded if plan == ORIGINAL else look_into(bench, small.step)
     recorded, no_contents = trace.with_contents(recorded, seen)
     return replace(traced, trace=recorded, unknown=(no_contents,) if no_contents else ())
@@ -99,7 +99,7 @@ def _record(bench: Bench, plan: Plan) -> Traced:
 def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """A step that is run."""
     workspaces = workspaces_for(bench, plan)
-    with bench.planned(bench.model, plan):
+    with bench.planned(plan):
         recorded = trace.record(bench.step(), bench.batch, contents=True, workspaces=workspaces)
     return Traced(trace=recorded, fake=False, dry_run_bytes=None)
 
@@ -133,7 +133,7 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     if plan == ORIGINAL:
         times = bench.known(operator_times)
     else:
-        with bench.planned(bench.model, plan):
+        with bench.planned(plan):
             times = operator_times(bench)
     if not times:
         return traced

@@ -83,7 +83,7 @@ def measure(bench: Bench, job: MeasureJob) -> Measured:
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     """One step alone if it is long."""
     step = bench.step(job.batch, job.dims)
-    apply_plan(bench.model, job.plan)
+    apply_plan(bench.model, job.plan, bench.optimizer)
     with device_of(job.limit_bytes, bench.settings.device):
         peak_bytes, step_s = probed(bench, step)
     return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
@@ -120,7 +120,7 @@ def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
 
 def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
     """Apply a plan and take the first step, with every segment seen to run: how long it took, and what it left."""
-    apply_plan(bench.model, plan)
+    apply_plan(bench.model, plan, bench.optimizer)
     idle = {find_part(bench.model, segment.path): segment.path for segment in plan.segments}
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:

@@ -8,15 +8,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from memopt_cli.apply import apply_plan, remove_segments
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.loading.input_spec import BATCH
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
-from memopt_cli.records import Verification
+from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
-from memopt_cli.step import seeds_of_backward
-from memopt_cli.verify import first_samples, least_sizes, verify
+from memopt_cli.runtime.in_backward import check_steps_alone
+from memopt_cli.step import Step, seeds_of_backward
+from memopt_cli.verify import compare_updates, first_samples, least_sizes, verify
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
@@ -27,7 +31,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
-        with bench.planned(bench.model, job.plan), recorded_cuts() as found, warnings.catch_warnings():
+        with bench.planned(job.plan.of_model), recorded_cuts() as found, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fewer chunks than asked
             seeds_of_backward(step.forward(), step.loss, bench.settings.seed)
         if len(found) < chunked:
@@ -40,8 +44,9 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
-    """At the sizes of the job."""
-    step = replace(bench.resized(job.batch, job.dims), optimizer=None)
+    """At the sizes of the job; an optimizer in backward in a few updates, after all that needs none."""
+    trained = bench.resized(job.batch, job.dims)
+    step, plan = replace(trained, optimizer=None), job.plan.of_model
     described = bench.subject.spec.dims
 
     def resize(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,8 +58,8 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
 
     found = verify(
         step,
-        job.plan,
-        functools.partial(apply_plan, plan=job.plan),
+        plan,
+        functools.partial(apply_plan, plan=plan),
         remove_segments,
         batch=job.batch,
         full_size=job.batch == bench.batch and job.dims.items() <= described.items(),
@@ -63,4 +68,28 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     )
     dims = {**described, **job.dims}
     dims.pop(BATCH, None)
-    return replace(found, dims=dims)
+    found = replace(found, dims=dims)
+    return _with_updates(trained, job.plan, found) if job.plan.in_backward and found.passed else found
+
+
+def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:
+    def install(model: nn.Module, optimizer: Optimizer) -> None:
+        check_steps_alone(optimizer)
+        apply_plan(model, plan, optimizer)
+
+    def install_plain(model: nn.Module, optimizer: Optimizer) -> None:
+        apply_plan(model, plan.of_model)
+
+    check, updates = compare_updates(step, install_plain, install, batch=found.batch)
+    further = (*found.further, check)
+    if not updates.worst.name:
+        return replace(found, further=further)
+    worst = updates.worst
+    return replace(
+        found,
+        further=further,
+        passed=False,
+        worst_name=worst.name,
+        worst_difference=worst.relative,
+        differs_in=updates.check,
+    )

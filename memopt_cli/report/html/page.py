@@ -189,6 +189,8 @@ class _Page:
         lead = "The same, module by module" + (", and what the plan does there." if plan.segments else ".")
         if plan.packed:
             lead += " What is saved outside of segments is packed where that is lossless."
+        if plan.in_backward:
+            lead += " The optimizer runs in backward."
         self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))
 
     def frontier(self, points: Sequence[FrontierPoint]) -> None:

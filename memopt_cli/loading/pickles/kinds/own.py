@@ -22,9 +22,10 @@ from memopt_cli.loading.pickles.kinds.modules import check_attributes, fill, mod
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 from memopt_cli.loading.script_archive import check_script_archive
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.container import SegmentConfig, restore_segment
+from memopt_cli.runtime.container import restore_segment
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
 from memopt_cli.runtime.script import ScriptLeaf
+from memopt_cli.runtime.segment_config import SegmentConfig
 
 RUNTIME: Final = "memopt_cli.runtime"
 RESTORE_SEGMENT: Final = Global(f"{RUNTIME}.container", "restore_segment")

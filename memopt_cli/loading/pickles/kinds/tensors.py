@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 
 from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
+from memopt_cli.loading.pickles.making import TENSOR_SUBCLASS_REBUILD
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
-from memopt_cli.loading.pickles.scan import TENSOR_SUBCLASS_REBUILD
 from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
 
 

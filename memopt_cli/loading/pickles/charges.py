@@ -1,0 +1,80 @@
+"""What reading a pickle may take: every opcode and every object is charged for before it would be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.described import tensor_of
+from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
+
+EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
+_LEAST_WORK, _BYTES_PER_WORK, _MOST_WORK = 500_000, 8, 8_000_000
+"""Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
+_COPIES, _LEAST_TAKEN = 4, 1 << 20
+"""How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
+
+
+@dataclass(slots=True)
+class PickleScan:
+    """What the pickles of a file want, and what following them took."""
+
+    size: int
+    """Bytes of the file: the work that reading it may take grows with it."""
+    wanted: set[Global] = field(default_factory=set)
+    """Every name, whether the model can be reached from it or not."""
+    called: set[Global] = field(default_factory=set)
+    """Those that it calls, or makes objects of."""
+    work: int = 0
+    taken: int = 0
+    """Bytes and characters that calls take in."""
+    most_work: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most_work = min(_LEAST_WORK + self.size // _BYTES_PER_WORK, _MOST_WORK)
+
+    def spend(self, work: int) -> None:
+        """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""
+        self.work += work
+        if self.work > self.most_work:
+            raise ValueError(EXHAUSTING)
+
+    def take(self, size: int) -> None:
+        """Raises :class:`ValueError` where objects are made of far more bytes than the file has."""
+        self.taken += size
+        if self.taken > _COPIES * self.size + _LEAST_TAKEN:
+            raise ValueError(EXHAUSTING)
+
+
+def hashed(value: Any) -> int:
+    """Items that hashing it visits."""
+    return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
+
+
+def hash_of(key: Any) -> int:
+    """The hash of a number, or of a tuple of some; of objects each has one of its own."""
+    if isinstance(key, Tuple):
+        return hash(tuple(map(hash_of, key.items)))
+    return hash(key)
+
+
+def amount_of(value: Any) -> int:
+    """Items, or bytes, that an object takes in when it is made of ``value``."""
+    if isinstance(value, Built):
+        return value.weight + sum(map(hashed, value.items)) + len(value.entries)
+    if isinstance(value, int):
+        return min(abs(value), 2**63)
+    return hashed(value)
+
+
+def size_of(value: Any) -> int:
+    """Bytes or characters of it."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    return value.size if isinstance(value, Built) else 0
+
+
+def tensor_bytes(parts: Any) -> int:
+    """Bytes of the tensors in a tuple: a sparse one copies its indices."""
+    found = map(tensor_of, parts.items if isinstance(parts, Tuple) else ())
+    return sum(tensor.size_bytes for tensor in found if tensor is not None)

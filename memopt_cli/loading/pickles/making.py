@@ -1,0 +1,153 @@
+"""Stand-ins for the objects that a pickle makes, and the steps that make them; each is charged for by what it takes in.
+
+=====================  =======================================================================================
+tuple                  all items in it, over again in each tuple that holds it
+call                   the bytes that it takes in; of Python's own and ``torch``'s names its items too
+call of a hash table   each key's hash, and comparing it with those of the same hash
+set item, add          the same
+state                  its items and its bytes
+=====================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of, tensor_bytes
+from memopt_cli.loading.pickles.names import called_name, within_class
+from memopt_cli.loading.pickles.nodes import Built, Global, Step, Tuple
+
+TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
+"""Calls its first argument."""
+
+_DEEPEST_TUPLE = 200
+_WORK_PER_CHARACTER: Final = 200
+"""Of a regular expression, which is compiled: ranges of characters of either case are slow."""
+_HASHING: Final = ("set", "frozenset", "OrderedDict")
+_SAME_HASHES: Final = 8
+"""Comparisons of keys that take as long as an opcode."""
+_RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
+    Global("copyreg", "_reconstructor"),
+    Global("copyreg", "__newobj__"),
+    Global("builtins", "object"),
+)
+_PATTERN, _SPARSE = Global("re", "_compile"), Global("torch._utils", "_rebuild_sparse_tensor")
+_CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
+"""How the protocols before 2 create an empty object."""
+
+
+class Maker:
+    """Raises :class:`ValueError` as soon as the objects would take more than a model of the file's size does."""
+
+    def __init__(self, scan: PickleScan) -> None:
+        self.steps: list[Step] = []
+        self._scan = scan
+        self._hashes: Counter[tuple[int, int]] = Counter()
+        """How many keys of a container have one hash."""
+
+    def make(self, node: Built) -> Built:
+        self.steps.append(Step("make", node))
+        return node
+
+    def make_tuple(self, items: list[Any]) -> Tuple:
+        inner = [item for item in items if isinstance(item, Tuple)]
+        depth = 1 + max((item.depth for item in inner), default=0)
+        if depth > _DEEPEST_TUPLE:
+            raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
+        weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
+        made = Tuple(tuple(items), depth, weight)
+        self._scan.spend(made.weight if inner else 0)  # a tuple of tuples of the same tuple …: whoever walks it, falls
+        self.steps.append(Step("make", made))
+        return made
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
+        """An empty object of a class."""
+        built = Built("created", called_name(self._scan, kind), arguments, keywords)
+        built.weight += sum(map(hashed, built.given()))
+        return self.make(built)
+
+    def call(self, callee: Any, arguments: Any) -> Built:
+        """What a call returns."""
+        if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
+            kind, *given = arguments.items
+            if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
+                raise ValueError("it makes an object of another one's parts")
+            return self.create(kind, self.make_tuple(given if callee == _NEWOBJ else []))
+        callee = within_class(callee) or callee
+        built = Built("called", callee, arguments)
+        built.size = sum(map(size_of, built.given()))
+        self._scan.take(built.size)
+        if called_name(self._scan, callee).module in ("builtins", "collections", "torch"):
+            self._charge_items(built)
+        else:
+            self._charge_bytes(built)
+        if callee == TENSOR_SUBCLASS_REBUILD:
+            called_name(self._scan, next(iter(built.given()), None))
+        return self.make(built)
+
+    def _charge_items(self, built: Built) -> None:
+        """For a call that walks what it is given."""
+        name = built.callee.name
+        built.weight += sum(map(amount_of, built.given()))
+        if name not in ("range", "slice"):  # they take nothing in
+            self._scan.spend(built.weight)
+        if name in _HASHING:
+            self.charge_keys(built, [_key_of(item, name) for part in built.given() for item in _items_of(part)])
+
+    def _charge_bytes(self, built: Built) -> None:
+        """For a call that takes its arguments as they are, or reads their bytes."""
+        built.weight += sum(map(hashed, built.given()))
+        if built.callee == _PATTERN:
+            self._scan.spend(_WORK_PER_CHARACTER * built.size)
+        if built.callee == _SPARSE:
+            self._scan.take(sum(map(tensor_bytes, built.given())))
+
+    # ------------------------------------------------------------------------------------------ filling
+
+    def extend(self, node: Built, items: list[Any]) -> None:
+        node.items.extend(items)
+        self.steps.append(Step("extend", node, tuple(items)))
+
+    def add(self, node: Built, items: list[Any]) -> None:
+        """To a set."""
+        self.charge_keys(node, items)
+        self.extend(node, items)
+
+    def set_entries(self, node: Built, items: list[Any]) -> None:
+        """``items``: keys and values in turn."""
+        keys, values = items[::2], items[1::2]
+        self.charge_keys(node, keys)
+        node.entries.extend(zip(keys, values, strict=True))
+        self.steps.append(Step("set", node, tuple(items)))
+
+    def fill(self, node: Built, state: Any) -> None:
+        """Give an object its state, once."""
+        if node.has_state:
+            raise ValueError("it gives an object two states")
+        node.state, node.has_state = state, True
+        parts = state.items if isinstance(state, Tuple) else (state,)
+        self._scan.spend(sum(amount_of(part) for part in parts if isinstance(part, Built | Tuple)))
+        self._scan.take(sum(map(size_of, parts)))
+        node.weight += sum(hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
+        self.steps.append(Step("fill", node))
+
+    def charge_keys(self, node: Built, keys: list[Any]) -> None:
+        """For what a dict or set does with its keys: it compares those of one hash, each with all before it."""
+        for key in keys:
+            self._scan.spend(hashed(key))
+            if not isinstance(key, str):
+                self._hashes[id(node), hash_of(key)] += 1
+                self._scan.spend(self._hashes[id(node), hash_of(key)] // _SAME_HASHES)
+
+
+def _items_of(value: Any) -> Sequence[Any]:
+    return value.items if isinstance(value, Tuple | Built) else ()
+
+
+def _key_of(item: Any, name: str) -> Any:
+    """What is hashed of an item that a set, or a dict of pairs, is made of."""
+    return item.items[0] if name == "OrderedDict" and isinstance(item, Tuple) and item.items else item

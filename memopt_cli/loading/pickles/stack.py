@@ -1,0 +1,88 @@
+"""What the opcodes work on: the stack, its marks and the memo, as the unpickler has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
+from memopt_cli.loading.pickles.nodes import Built
+
+_DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
+"""Bounds against files made to exhaust whoever reads them; picklers stay far below."""
+
+
+class Stack:
+    """A mark sets the values below it aside until what is above is collected::
+
+        MARK, 1, 2, TUPLE        values          outer
+        MARK                     []              [[…]]
+        1, 2                     [1, 2]          [[…]]
+        TUPLE                    […, (1, 2)]     []
+
+    An empty stack raises :class:`IndexError`, a memo without the index :class:`KeyError`.
+    """
+
+    def __init__(self, scan: PickleScan) -> None:
+        self._scan = scan
+        self._values: list[Any] = []
+        self._outer: list[list[Any]] = []
+        """The stacks below each open mark."""
+        self._memo: dict[int, Any] = {}
+
+    def push(self, value: Any) -> None:
+        self._values.append(value)
+
+    def pop(self) -> Any:
+        return self._values.pop()
+
+    def pop_last(self, count: int) -> list[Any]:
+        """In the order in which they were pushed."""
+        return [self._values.pop() for _ in range(count)][::-1]
+
+    def top(self) -> Any:
+        return self._values[-1]
+
+    def filled(self) -> Built:
+        """What is on top, to be filled: never a class, or what the format has made whole."""
+        node = self._values[-1]
+        if not isinstance(node, Built):
+            raise ValueError("it fills what can hold nothing")
+        return node
+
+    def check_size(self) -> None:
+        """Raises :class:`ValueError` if it holds more than any pickler puts there."""
+        if len(self._values) > _LARGEST_STACK:
+            raise ValueError(EXHAUSTING)
+
+    # ------------------------------------------------------------------------------------------ marks
+
+    def mark(self) -> None:
+        if len(self._outer) > _DEEPEST_MARK:
+            raise ValueError(EXHAUSTING)
+        self._outer.append(self._values)
+        self._values = []
+
+    def pop_mark(self) -> list[Any]:
+        """The values above the last mark, which is gone."""
+        values, self._values = self._values, self._outer.pop()
+        return values
+
+    def drop(self) -> None:
+        """The last value, or the mark if there is none above it."""
+        if self._values:
+            self._values.pop()
+        else:
+            self.pop_mark()
+
+    # ------------------------------------------------------------------------------------------ memo
+
+    def put(self, index: int) -> None:
+        if index > self._scan.work + _LARGEST_STACK:  # readers keep a table that is as long as the largest
+            raise ValueError(EXHAUSTING)
+        self._memo[index] = self._values[-1]
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._values[-1]
+
+    def get(self, index: int) -> None:
+        self._values.append(self._memo[index])

@@ -1,0 +1,134 @@
+"""Why a module cannot be a segment, or not the segment that a plan wants: a reason, empty if it can."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
+from memopt_cli.runtime.compressor import (
+    COMPRESSORS,
+    OWN_COMPRESSOR,
+    declared_compressor,
+)
+from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
+from memopt_cli.runtime.private_torch import (
+    InstanceNorm,
+)
+from memopt_cli.runtime.runs import calls_in_turn
+from memopt_cli.runtime.segment_config import Installed, SegmentConfig
+from memopt_cli.runtime.selective import keep_refusal
+from memopt_cli.runtime.state import uninitialized
+
+
+def refusal(module: nn.Module) -> str:
+    """Why ``module`` cannot be made a segment; empty if it can."""
+    kind = type(module)
+    if isinstance(module, Installed):
+        return "it is a segment already"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if "forward" in vars(module):
+        return "it has a forward of its own on the instance, which would bypass the segment"
+    if kind.forward is nn.Module.forward:
+        return f"{kind.__name__} has no forward"
+    if uninitialized(module, recurse=False):
+        return "its parameters are not initialized yet; run the model once"
+    if overwriting := _overwriting(module):
+        return (
+            f"{overwriting} writes over the input, which recomputation needs: begin after it, or set inplace to False"
+        )
+    if parametrize.is_parametrized(module):
+        return "it is parametrized; a module that contains it can be a segment"
+    ways = {kind.__reduce_ex__, kind.__reduce__}
+    if ways - {object.__reduce_ex__, object.__reduce__, LiftedModule.__reduce_ex__}:
+        return f"{kind.__name__} pickles in a way of its own"
+    try:
+        declared_compressor(module)
+    except ValueError as reason:
+        return str(reason)
+    return ""
+
+
+def _overwriting(module: nn.Module) -> str:
+    """The layer that comes first, as text, if it is one of PyTorch's that work in place; else empty."""
+    while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
+        module = next(iter(module.children()))
+    in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
+    return f"its first layer {module}" if in_place else ""
+
+
+def misfit(module: nn.Module, config: SegmentConfig) -> str:
+    """What of ``config`` is wrong for ``module``; empty if nothing is."""
+    known = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in known:
+        return f"unknown compressor {config.compressor!r}; known: {', '.join(known)}"
+    if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
+        return f"its compressor is to be its own, but {type(module).__name__} has no x_compressor of a class of its own"
+    for name in ("chunks", "seq_inputs", "seq_outputs"):
+        if getattr(config, name) < 1:
+            return f"{name} must be 1 or more, not {getattr(config, name)}"
+    if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
+        return f"it is to be split in space, but {type(module).__name__} has no method __spatial_split__"
+    if config.spatial_split and config.chunks > 1:
+        return f"it can be split in space or run in {config.chunks} chunks, not both"
+    recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
+    if not config.recompute and recomputed:
+        return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
+    if config.through_loss:
+        return _misfit_through_loss(module, config)
+    return keep_refusal(config.keep) or _misfit_chunks(module, config)
+
+
+def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
+    if config.recompute_states and config.chunks < 2:
+        return "the states of its chunks are to be recomputed, and it runs in one"
+    if config.inexact and (config.batch_statistics or config.chunks < 2):
+        return "inexact are chunks, two or more, whose batch statistics are not gathered"
+    if reason := norm_refusal(module, config, config.chunks):
+        return reason
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    if config.chunks > 1 and any(isinstance(m, kinds) and m.scale_grad_by_freq for m in module.modules()):
+        return "an embedding in it scales gradients by how often each row is used, which no chunk knows"
+    return statistics_refusal(module, config.chunks) if config.batch_statistics else ""
+
+
+def norm_refusal(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why the norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    return _tracking_norm(module, config, chunks) or _mixing_norms(module, config, chunks)
+
+
+def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why instance norms in ``module``, which average over the batch what they keep, forbid chunks; empty if not."""
+    if chunks < 2 or config.inexact:
+        return ""
+    named = ((name, m) for name, m in module.named_modules() if isinstance(m, InstanceNorm) and m.training)
+    name = next((name or "norm" for name, m in named if m.running_mean is not None), None)
+    return "" if name is None else f"its {name}, an instance norm, would keep the statistics of each of {chunks} chunks"
+
+
+def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
+    """Why the batch norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    if chunks < 2 or config.batch_statistics or config.inexact:
+        return ""
+    # One that keeps no running statistics has none to normalize by in eval mode either.
+    mixing = next((n for n in batch_norms(module) if n.training or getattr(n, "running_mean", n) is None), None)
+    if mixing is None:
+        return ""
+    name = next(name for name, inner in module.named_modules() if inner is mixing)
+    return (
+        f"its {name or 'norm'}, a batch norm, would normalize each of {chunks} chunks by statistics "
+        "of its own: set batch_statistics to true, or inexact to true if that is wanted"
+    )
+
+
+def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
+    is_lifted = operators_of(module) == ["aten::linear"] and not any(module.children())
+    if type(module).forward is not nn.Linear.forward and not is_lifted:
+        return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
+    if config.chunks < 2:
+        return "it is to run in chunks through its loss, and it runs in one"
+    if config != SegmentConfig(chunks=config.chunks, through_loss=True):
+        return "of a linear layer in chunks through its loss, only the number of chunks can be chosen"
+    return ""

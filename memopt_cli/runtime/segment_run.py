@@ -1,0 +1,153 @@
+"""One checkpointed call of a segment: its first run in forward, and later ones in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from memopt_cli.runtime.found_statistics import FoundStatistics
+from memopt_cli.runtime.held import Held
+from memopt_cli.runtime.noise import ends_in_noise, save_nothing
+from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import (
+    CheckpointCall,
+    StopRecomputation,
+    checkpoint_around,
+    forbids_hooks,
+    is_complete,
+    not_compiled,
+)
+from memopt_cli.runtime.running import (
+    holding_inputs,
+    note_inputs,
+    recomputing,
+    within_segment,
+)
+from memopt_cli.runtime.samples import compared, is_sampled
+from memopt_cli.runtime.selective import KeptOutputs, NothingKept
+from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, this_moment
+
+
+class Unrepeatable(RuntimeError):
+    """A forward did what it cannot do in a segment, or does otherwise there: a sentence without its subject."""
+
+
+overwrites_input: WeakSet[nn.Module] = WeakSet()
+"""Segments that were seen to write over their inputs: a recomputation needs copies."""
+
+
+class SegmentRun:
+    """One checkpointed call of a segment: what PyTorch's checkpoint calls once in forward and again in backward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        first: functools.partial[Any],
+        call: Callable[[Sequence[Tensor], Mapping[int, Any]], Any],
+        start: StartingState,
+        inputs: int,
+        keep: tuple[str, ...],
+    ) -> None:
+        """``first``: the first run; ``call``: a later one, of the tensors among the arguments and what replaces others.
+
+        ``inputs``: how many tensors those are.
+        """
+        self._module = module
+        self._first: functools.partial[Any] | None = first
+        self._call = call
+        self._start = start
+        self._inputs = inputs
+        self._kept = KeptOutputs(keep) if keep else NothingKept()
+        self._statistics = FoundStatistics(module, keep)
+        self._began = this_moment()
+        self._ends_in_noise = False
+        self._samples: list[list[Any] | None] = []
+        self.hooks: Any = None
+        """Those around the segment, on what autograd saves."""
+        self.is_nested = False
+        """Its inputs belong to the recomputation of the segment around."""
+        self.lent: Callable[[], Sequence[Tensor]] | None = None
+        """Gives the tensors of the starting state, if they are no inputs and not held."""
+
+    @not_compiled  # it only comes here where the compiler has given up
+    def __call__(self, *given: Tensor) -> Any:
+        """The first run, or a later one."""
+        return self._recompute(given) if self._first is None else self._run(given, self._first)
+
+    def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
+        self._first, handed = None, (first.args, first.keywords)
+        inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
+        turn = is_sampled(self._module)
+        held, before = Held(self._kept.note_save, is_sampled=turn), marks()
+        try:
+            with held.holding(), self._kept.recording(), self._statistics.recording(), within_segment():
+                output = first()
+        except RuntimeError as error:
+            if forbids_hooks(error):
+                raise Unrepeatable("computes gradients by torch.func") from error
+            raise
+        finally:
+            self._start.settle()
+        if self._kept.changes:
+            raise Unrepeatable(self._kept.changes)
+        if reason := self._start.lost():
+            run_plainly(self._module, reason)
+        if reason or marks() != before:  # or one within cannot run again: it would do otherwise than it did
+            held.keep(self.hooks)
+            return output
+        if any(version_of(t) != version for _, t, version in inputs):
+            overwrites_input.add(self._module)
+            if not self.is_nested:
+                held.keep()
+        elif self.is_nested:
+            note_inputs(inputs)
+        self._samples = held.samples(tensors_of((output, handed))) if turn else []
+        held.drop()
+        self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
+        if self._ends_in_noise:
+            save_nothing()
+        return output
+
+    def _recompute(self, given: Sequence[Tensor]) -> Any:
+        """From the state in which the first run started, and without a trace.
+
+        Of what came before its inputs it knows nothing: hooks that forward puts on an input, or that others have put
+        there and a gradient within forward would call, are those of the first run.
+        """
+        around = checkpoint_around()
+        with recomputing(self._module):
+            lent = given[self._inputs :] if self.lent is None else self.lent()
+            if self._module not in overwrites_input:  # a leaf is not to be written
+                given = [t.detach().requires_grad_() if t.requires_grad else t for t in given]
+            with self._start.replay(lent) as replaced, self._kept.replaying(), self._statistics.replaying():
+                with self._compared(), within_segment(), holding_inputs(), as_of(self._began):
+                    output = self._repeat(given, replaced, around)
+                if self._ends_in_noise:
+                    save_nothing()
+                return output
+
+    def _repeat(self, given: Sequence[Tensor], replaced: Mapping[int, Any], around: CheckpointCall | None) -> Any:
+        try:
+            return self._call(given, replaced)
+        except RuntimeError as error:  # as which PyTorch's end of a recomputation leaves TorchScript's interpreter
+            if is_complete(around):
+                raise StopRecomputation from error
+            raise
+
+    def _compared(self) -> AbstractContextManager[None]:
+        return compared(self._module, self._samples, self._differs) if self._samples else contextlib.nullcontext()
+
+    def _differs(self, shape: tuple[int, ...]) -> None:
+        run_plainly(
+            self._module,
+            "draws or reads something that memopt does not see (a tensor of shape "
+            f"{shape} was another when it ran again, and the gradients of this step are wrong)",
+        )

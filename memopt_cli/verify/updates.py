@@ -1,0 +1,77 @@
+"""An optimizer in backward against the same in its step: both train copies of the model for a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memopt_cli.equality import difference, generators_kept, state_of
+from memopt_cli.errors import StepError, first_line
+from memopt_cli.records import FurtherCheck
+from memopt_cli.runtime.state import copy_of
+from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.step import Step, reset_gradients, seed_everything, take
+from memopt_cli.verify.further_steps import Found
+
+Install = Callable[[nn.Module, Optimizer], object]
+
+_UPDATES = 3
+_RATE = 1e-3
+NAME = f"in {_UPDATES} updates in backward"
+
+
+def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: int) -> tuple[FurtherCheck, Found]:
+    """Parameters, buffers and the optimizer's state after a few steps, which are the same to the bit or differ.
+
+    ``plain`` and ``in_backward`` put the plan on a copy of the model and on its optimizer.  Raises :class:`StepError`
+    if the model cannot be copied or has no optimizer, and what its steps raise.
+    """
+    reference = _left(step, plain)
+    worst = difference(reference, _left(step, in_backward))
+    return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), Found(NAME, worst)
+
+
+def _left(step: Step, install: Install) -> dict[str, Tensor]:
+    try:
+        model = copy_of(step.model)
+    except Exception as error:  # the model's own classes may do anything
+        raise StepError(f"the model cannot be copied ({first_line(error)})") from error
+    optimizer = step.make_optimizer(model)
+    if optimizer is None:  # the plan is refused before it is run, too
+        raise StepError("there is no optimizer that could run in backward", hint="Name it with --optimizer.")
+    _set_rate(optimizer)
+    install(model, optimizer)
+    with generators_kept():
+        seed_everything(step.settings.seed)
+        for _ in range(_UPDATES):
+            args, kwargs = map_leaves(_copied, (step.args, step.kwargs))
+            copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
+            reset_gradients(copied)
+            take(copied)
+    parameters = {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
+    return parameters | _state(optimizer) | state_of(model)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _set_rate(optimizer: Optimizer) -> None:
+    """Its own is zero, as it was made to be measured."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        group["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+
+
+def _state(optimizer: Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {
+        f"the optimizer's {name} of parameter {index}": value
+        for index, state in states.items()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }

@@ -1,0 +1,377 @@
+"""The optimizer in backward: the same bits as in its step, and what cannot be so is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from memopt_cli.optimizer_text import _CLASSES, NamedOptimizer, parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
+from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment
+from memopt_cli.runtime.in_backward import (
+    check_steps_alone,
+    has_in_backward,
+    install_in_backward,
+    is_in_backward,
+    remove_in_backward,
+)
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+class Tied(nn.Module):
+    """Matrices alone, one of them used twice; two groups of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.last = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.second(torch.tanh(self.first(x))))))  # type: ignore[no-any-return]
+
+
+def a_model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def every_optimizer() -> Iterator[str]:
+    for name, (_, implementations) in _CLASSES.items():
+        yield from (name if one == "default" else f"{name}:{one}" for one in implementations)
+
+
+def in_two_groups(text: str, rate: float = 0.01) -> Make:
+    choice = parse_optimizer(text)
+    assert isinstance(choice, NamedOptimizer)
+
+    def make(model: nn.Module) -> Optimizer:
+        whole = optimizer_maker(choice)(model)
+        assert whole is not None
+        options = {name: value for name, value in whole.defaults.items() if name != "lr"}
+        *others, last = model.parameters()
+        groups = [{"params": others, "lr": rate}, {"params": [last], "lr": 2 * rate, "weight_decay": 0.1}]
+        return type(whole)(groups, lr=rate, **accepted(type(whole), options))
+
+    return make
+
+
+def accepted(kind: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in inspect.signature(kind).parameters}
+
+
+def trained(make: Make, *, in_backward: bool, model: nn.Module | None = None, steps: int = 10) -> dict[str, Any]:
+    """What ten steps leave: the parameters and the optimizer's state."""
+    model = model or a_model()
+    optimizer = make(model)
+    if in_backward:
+        check_steps_alone(optimizer)
+        install_in_backward(optimizer, model)
+    scheduler = StepLR(optimizer, step_size=3, gamma=0.5)
+    for step in range(steps):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        assert all((p.grad is None) == in_backward for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    remove_in_backward(model)
+    return {"parameters": [p.detach() for p in model.parameters()], "state": optimizer.state_dict()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("text", [*every_optimizer()])
+def test_ten_steps_are_the_same_to_the_bit(text: str) -> None:
+    make = in_two_groups(text)
+    plain, fused = trained(make, in_backward=False), trained(make, in_backward=True)
+    assert not torch.equal(plain["parameters"][0], next(a_model().parameters()))
+    assert_same(plain["parameters"], fused["parameters"])
+    assert plain["state"]["param_groups"] == fused["state"]["param_groups"]
+    assert_same(plain["state"]["state"], fused["state"]["state"])
+
+
+def test_segments_recompute_before_their_parameters_change() -> None:
+    make = in_two_groups("adamw")
+
+    def segmented() -> Tied:
+        model = a_model()
+        for part in (model.first, model.second, model.last):
+            install_segment(part, SegmentConfig())
+        assert isinstance(model.second, GCContainer)
+        return model
+
+    plain = trained(make, in_backward=False)
+    assert_same(plain["parameters"], trained(make, in_backward=True, model=segmented())["parameters"])
+
+
+def installed(make: Make | None = None) -> tuple[nn.Module, Optimizer]:
+    model = a_model()
+    optimizer = (make or in_two_groups("adamw"))(model)
+    install_in_backward(optimizer, model)
+    return model, optimizer
+
+
+def backward(model: nn.Module, *, retain_graph: bool = False) -> Tensor:
+    loss = model(torch.ones(4, 6)).square().mean()
+    loss.backward(retain_graph=retain_graph)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def test_it_can_be_taken_off() -> None:
+    model, optimizer = installed()
+    assert has_in_backward(model)
+    assert is_in_backward(optimizer)
+    remove_in_backward(model)
+    assert not has_in_backward(model)
+    assert not is_in_backward(optimizer)
+    backward(model)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_loaded_state_is_used() -> None:
+    make = in_two_groups("adamw")
+    model, optimizer = installed(make)
+    plain = a_model()
+    of_plain = make(plain)
+    state = copy.deepcopy(of_plain.state_dict())
+    state["param_groups"][0]["lr"] = 0.5
+    for one in (optimizer, of_plain):
+        one.load_state_dict(copy.deepcopy(state))
+    for one, its in ((model, optimizer), (plain, of_plain)):
+        backward(one)
+        its.step()
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_copy_and_a_saved_model_are_plain() -> None:
+    model, _ = installed()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        backward(other)
+        assert all(p.grad is not None for p in other.parameters())
+
+
+def test_a_parameter_thawed_later_takes_the_plain_step() -> None:
+    make, models = in_two_groups("adamw"), [a_model(), a_model()]
+    for model in models:
+        model.get_parameter("first.weight").requires_grad_(False)
+    optimizers = [make(model) for model in models]
+    install_in_backward(optimizers[0], models[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.get_parameter("first.weight").requires_grad_(True)
+    assert_same(*[list(model.parameters()) for model in models])
+
+
+def test_without_its_optimizer_a_model_has_gradients_again() -> None:
+    model, optimizer = installed()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    backward(model)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sparse_gradients_are_used() -> None:
+    def steps(in_backward: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        if in_backward:
+            install_in_backward(optimizer, model)
+        for step in range(4):
+            model(torch.tensor([step, step, 7])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    assert_same(steps(False), steps(True))
+
+
+def test_a_closure_finds_the_same() -> None:
+    make, models = in_two_groups("adamw"), [a_model(), a_model()]
+    optimizers = [make(model) for model in models]
+    install_in_backward(optimizers[0], models[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.step(lambda model=model: backward(model).item())  # type: ignore[misc]
+    assert_same(*[list(model.parameters()) for model in models])
+
+
+# ---------------------------------------------------------------------------------------------- refused at once
+
+
+class Counting(torch.optim.SGD):
+    """Its rate falls with each step, whichever parameters that has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+        super().step(closure)
+
+
+class Clipping(torch.optim.SGD):
+    """Looks at all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step(closure)
+
+
+class Demanding(torch.optim.SGD):
+    """Wants all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.LBFGS, "closure"),
+        (lambda parameters: Counting(parameters, lr=0.1), "several parameters at once"),
+        (lambda parameters: Clipping(parameters, lr=0.0), "several parameters at once"),
+        (lambda parameters: Demanding(parameters, lr=0.1), "cannot take a step"),
+        (torch.optim.SparseAdam, "dense"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_alone_is_refused(make: Any, reason: str) -> None:
+    model = a_model()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = make(list(model.parameters()))
+    with pytest.raises(ValueError, match=reason):
+        check_steps_alone(optimizer)
+    assert_same(before, model.state_dict())
+    assert not optimizer.state
+
+
+def test_a_parameter_in_two_optimizers_is_refused() -> None:
+    model, optimizer = installed()
+    with pytest.raises(ValueError, match="already"):
+        install_in_backward(torch.optim.SGD(model.parameters()), model)
+    assert is_in_backward(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_twice_in_a_group_is_refused() -> None:
+    model = a_model()
+    with pytest.raises(ValueError, match="twice"):
+        install_in_backward(torch.optim.SGD([model.last.weight, model.last.weight]), model)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        install_in_backward(torch.optim.SGD(a_model().parameters()), a_model())
+
+
+# ---------------------------------------------------------------------------------------------- refused as it shows
+
+
+def test_accumulation_is_refused_by_name() -> None:
+    model, _ = installed()
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"'last.weight' gets a second gradient"):
+        backward(model)
+
+
+def test_a_second_backward_through_a_graph_is_refused() -> None:
+    model, _ = installed()
+    loss = backward(model, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # PyTorch's own check is the first
+        loss.backward()
+
+
+def test_settings_that_change_after_backward_are_refused() -> None:
+    model, optimizer = installed()
+    backward(model)
+    optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="settings"):
+        optimizer.step()
+
+
+def test_a_gradient_given_after_backward_is_refused() -> None:
+    model, optimizer = installed()
+    backward(model)
+    model.get_parameter("last.weight").grad = torch.ones(3, 6)
+    with pytest.raises(RuntimeError, match=r"'last.weight' was given a gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("text", ["adamw", "adamw:fused"])
+def test_a_gradient_scaler_is_refused(text: str) -> None:
+    model, optimizer = installed(in_two_groups(text))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+    with pytest.raises((RuntimeError, AssertionError), match=r"No inf checks were recorded|GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = installed()
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="2 processes"):
+        backward(model)
+    assert_same(before, model.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------- read without gradient
+
+
+class Reading(nn.Module):
+    """Reads a parameter whose gradient is whole before this module's backward begins."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.detached = detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.shared if self.detached else self.shared * 2
+        return torch.sin(self.linear(x) * scale.detach())
+
+
+class Shared(nn.Module):
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.part = Reading(detached=detached)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) * self.part.shared  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("detached", "segment"), [(True, False), (True, True), (False, True)])
+def test_a_parameter_read_after_its_update_is_refused(detached: bool, segment: bool) -> None:
+    model = Shared(detached=detached)
+    if segment:
+        install_segment(model.part, SegmentConfig())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    install_in_backward(optimizer, model)
+    with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place between forward and backward)"):
+        model(torch.ones(2, 4)).square().sum().backward()
