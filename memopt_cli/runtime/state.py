@@ -164,7 +164,7 @@ class Generators:
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
-        return self._positions != Generators(self._devices)._positions
+        return self._positions != self.now()._positions  # NumPy may have been imported since
 
     def to_bytes(self) -> bytes:
         """The positions in a form to compare."""
