@@ -167,3 +167,25 @@ def test_lifted_modules_are_compiled() -> None:
     for model in (outer, nn.Sequential(outer)):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y.square()
+
+
+def test_a_recurrent_layer_alone_is_compiled() -> None:
+    """The compiler leaves it to Python, and must not look into what a segment then does."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), Recurrent())
+    optimized = copy.deepcopy(plain)
+    install_segment(optimized[1].lstm, SegmentConfig())
+    x = torch.randn(6, 2, 4)
+    expected = left_behind(plain, x)
+    optimized[1].lstm.compile(backend="eager")
+    torch.testing.assert_close(left_behind(optimized, x), expected)
