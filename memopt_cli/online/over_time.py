@@ -12,7 +12,7 @@ from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.operations import trace_kind, traced
 from memopt_cli.online.states import declare_state, init_all_states, states_of
 from memopt_cli.runtime.private_torch import buffers_of, tree_leaves, tree_map
-from memopt_cli.runtime.running import one_step_at_a_time, running_chunk
+from memopt_cli.runtime.running import running_chunk
 from memopt_cli.runtime.state import StartingState, detach_state, reset_hidden_state
 
 
@@ -37,8 +37,7 @@ class OverTime(nn.Module):
         part = chunk if chunk is not None and chunk.axis % inputs[0].dim() == 0 else None
         if part is None or part.is_first:
             start_sequence(self.model, inputs[0].shape[1])
-        with one_step_at_a_time():
-            outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
+        outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
         if part is None or part.is_last:
             detach_state(self.model)
         return tree_map(lambda *steps: torch.stack(steps), *outputs)

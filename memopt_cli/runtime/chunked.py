@@ -26,12 +26,11 @@ from memopt_cli.runtime.running import (
     is_recomputing,
     is_transformed,
     recomputing,
-    steps_singly,
     within_chunk,
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, ModuleState, StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
 
@@ -123,7 +122,6 @@ def _one_by_one(
     resumes = any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
     collected: list[tuple[Any, ...]] = []
     output: Any = None
-    kept = list(ModuleState(module).tensors()) if steps_singly() else None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
@@ -139,11 +137,6 @@ def _one_by_one(
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
-        if kept is not None and list(map(id, ModuleState(module).tensors())) != list(map(id, kept)):
-            raise ValueError(
-                f"{name_of(module)} keeps state from one time step to the next and is called with a single one: in "
-                "chunks its samples would get each other's; set chunks to 1 in the plan, or cut the whole sequence"
-            )
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output

@@ -79,21 +79,6 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
         _thread.chunk = before
 
 
-@contextlib.contextmanager
-def one_step_at_a_time() -> Iterator[None]:
-    """Within, this thread runs single time steps: chunks of a step are of its samples, and hand no state on."""
-    before, _thread.steps = steps_singly(), True
-    try:
-        yield
-    finally:
-        _thread.steps = before
-
-
-def steps_singly() -> bool:
-    """Whether this thread runs single time steps."""
-    return getattr(_thread, "steps", False)
-
-
 def is_nested() -> bool:
     """Whether a segment runs around what runs now, and nothing between them keeps or recomputes what is saved.
 

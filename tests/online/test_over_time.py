@@ -206,12 +206,14 @@ def test_a_temporal_split_is_found(make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("path", ["model", "model.1"])
-def test_a_single_step_of_a_cell_runs_in_no_chunks(path: str) -> None:
-    inputs = sequence()[0]
-    net = OverTime(feedforward(leaky()).float())
-    apply_plan(net, Plan(segments=(SegmentPlan(path=path, chunks=BATCH, axis=0),)))
-    with pytest.raises(ValueError, match="keeps state from one time step to the next and is called with a single one"):
-        net(inputs.float())
+def test_a_single_step_of_a_cell_runs_whole(path: str) -> None:
+    """In chunks its samples would get each other's state."""
+    inputs = sequence()[0].float()
+    whole = OverTime(feedforward(leaky()).float())
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(SegmentPlan(path=path, chunks=BATCH, axis=0),)))
+    with pytest.warns(UserWarning, match="moves its .* once a call"):
+        found = effects(step_of(chunked, inputs))
+    assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
 
 
 def test_a_single_step_of_what_keeps_nothing_runs_in_chunks_of_its_samples() -> None:
