@@ -245,24 +245,28 @@ def module_hooks(
 ) -> Iterator[None]:
     """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
 
-    ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.
+    ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.  A
+    recomputation that comes later has these hooks again, as forward had them: nothing is called then.
     """
-    handles = []
+    handles, is_over = [], False
     for path, module in named_parts(model):
         if isinstance(module, torch.jit.ScriptModule):
             continue
 
         def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            enter(path, module, (args, kwargs))
+            if not is_over:
+                enter(path, module, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            leave(path, module, output)
+            if not is_over:
+                leave(path, module, output)
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after, always_call=always_leave))
     try:
         yield
     finally:
+        is_over = True
         for handle in handles:
             handle.remove()
 

@@ -510,5 +510,5 @@ def test_states_for_one_sample_do_not_do_for_a_batch() -> None:
     [lambda net: D_RTRL(net, vjp_method="two-step"), lambda net: ES_D_RTRL(net, 0.9, correction="some")],
 )
 def test_unknown_settings_are_refused(make: Callable[[nn.Module], OnlineAlgorithm]) -> None:
-    with pytest.raises(UsageError, match="give"):
+    with pytest.raises(UsageError, match="Give"):
         make(lif_net())
