@@ -131,6 +131,8 @@ class InBackward:
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """``optimizer.step()`` was called: the update is complete.  Raises :class:`RuntimeError` if it was wrong."""
+        if is_updating():
+            return  # a class whose step calls that of its base, which has hooks of its own
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
         if updated and getattr(optimizer, "grad_scale", None) is not None:

@@ -291,6 +291,27 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- refused as it shows
 
 
+class CallingItsBase(torch.optim.SGD):
+    """As people extend an optimizer; the step of the base has the hooks of this one, too."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_a_step_that_calls_that_of_its_base() -> None:
+    torch.optim.SGD(a_model().parameters(), lr=0.1)  # from here on the class has hooks
+    plain, model = a_model(), a_model()
+    for net in (plain, model):
+        optimizer = CallingItsBase(net.parameters(), lr=0.1, momentum=0.9)
+        if net is model:
+            install_in_backward(optimizer, net)
+        for _ in range(3):
+            net(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_accumulation_is_refused_by_name() -> None:
     model, _ = installed()
     backward(model)
