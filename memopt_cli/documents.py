@@ -239,7 +239,18 @@ def printable(text: str) -> str:
     """The text with what a terminal would obey, such as escape sequences, spelled out."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text.translate(_SPELLED)
+
+
+class _Spelled:
+    """A table for :meth:`str.translate`, which keeps no list of the characters: one of a whole file takes gigabytes."""
+
+    def __getitem__(self, code: int) -> str:
+        character = chr(code)
+        return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+_SPELLED: Final = _Spelled()
 
 
 def printable_data(data: Any) -> Any:
