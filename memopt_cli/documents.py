@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Mapping
@@ -233,6 +234,16 @@ def _json_escape(character: str) -> str:
         return character
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
+
+
+def quoted_path(path: str) -> str:
+    """For a hint: one word of a shell that no command takes for a flag, whatever the file is called."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def quoted_flag(flag: str, value: str) -> str:
+    """For a hint: a flag with a value that may come from a file, and looks like no other flag."""
+    return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
 
 
 def printable(text: str) -> str:

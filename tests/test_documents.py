@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli import documents
-from memopt_cli.documents import kept_below, printable, read_bytes, read_json
+from memopt_cli.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
 from memopt_cli.errors import BaselineError
 from memopt_cli.write import read_measured
 
@@ -120,3 +120,9 @@ def test_a_long_text_is_made_printable_without_a_list_of_its_characters() -> Non
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_what_a_hint_quotes_is_no_flag() -> None:
+    assert [quoted_path(name) for name in ("--trust-pickle", "a b")] == ["./--trust-pickle", "'a b'"]
+    assert quoted_flag("--key", "--trust-pickle") == "--key=--trust-pickle"
+    assert quoted_flag("--key", "a b") == "--key 'a b'"
