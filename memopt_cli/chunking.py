@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,6 +33,7 @@ from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
 from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.runtime.unsafe import runs_whole
 from memopt_cli.step import Step, seed_everything
 
 _MOST_NORMS = 1
@@ -40,6 +42,9 @@ _AXES = (0, 1)
 SHORT = 5
 """Length to which a sequence is cut for trials with gradients on drawn inputs; the captured ones stay whole, for what
 happens after some steps only, a state detached say."""
+
+
+_MOVES = "its state moves once a call, and would once for each chunk"
 
 
 class _Reached(Exception):
@@ -142,7 +147,8 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
     try:
-        with DoubleThroughout():  # type: ignore[no-untyped-call]
+        with DoubleThroughout(), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+            warnings.simplefilter("ignore")  # a part that the trial runs whole is refused
             return _double_disproof(module, args, kwargs, rule)
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return first_line(error)
@@ -159,6 +165,8 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
         whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
         worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
+        if runs_whole(pieces):
+            return _MOVES
         if worst.relative > TOLERANCE:
             return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
     return None
@@ -172,6 +180,8 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
             seed_everything(0)
             before = generator_state()
             output = subject(*inputs[0], **inputs[1])
+            if runs_whole(subject):
+                return _MOVES
             if difference(before, generator_state()).name:
                 return "it draws random numbers"
         found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))

@@ -343,7 +343,8 @@ def _require_gradient(tensors: list[Tensor], what: str) -> None:
         raise StepError(
             f"{what} has nothing to differentiate: no floating tensor in it depends on a parameter",
             hint="Give a differentiable loss with --loss file.py:function, or check that parameters require gradients; "
-            "a part without parameters is optimized with the model that it belongs to.",
+            "a part without parameters is optimized with the model that it belongs to, or by inputs that require "
+            "gradients.",
         )
 
 

@@ -290,6 +290,14 @@ def test_a_codec_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
     assert "by '0', '1', '2' and 2 more: " in note
 
 
+def test_a_codec_that_does_not_fit_is_noted_where_a_search_makes_no_segment() -> None:
+    net = nn.Sequential(Block(8), nn.Linear(8, 8))
+    net[0].x_compressor = "BitSpikeCompressor"
+    _, summary = memopt_cli.memory_optimization(net, Block, (torch.randn(2, 8),), level=1, return_summary=True)
+    assert not segments(net)
+    assert [note for note in summary.notes if note.startswith("x_compressor is not used by '0': ")]
+
+
 class Forgetful(nn.Module):
     """Has a child that it never calls, and one that cannot be a segment."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from memopt_cli.batch_size.outcome import CLOSE, outcome_of
 from memopt_cli.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.batch_size.runs import Limits, Runs
-from memopt_cli.records import BatchOutcome, BatchProbe, Failure, StepFailed, describe
+from memopt_cli.records import BatchOutcome, BatchProbe, Crashed, Failure, StepFailed, describe
 
 _FIRST = 4
 """The first run is of a batch so many times smaller than the answer by dry runs, no larger than the one described: it
@@ -19,6 +19,8 @@ _WORTH_ANOTHER_RUN = 1.5
 _SURE = 0.98
 """Share of the budget at which the last run aims while none has fitted: an answer that was run is worth more.  One that
 fits into this share by dry runs is likely to fit."""
+_FEWEST = 2
+"""A single sample may be refused for what it is: a batch norm has nothing to normalize it by."""
 _ABOUT = 0.25
 """Share by which a batch that ran may differ from one of which no more than the speed is to be known."""
 
@@ -89,6 +91,18 @@ class BatchSearch:
     def outcome(self) -> BatchOutcome:
         """What is known so far."""
         return outcome_of(self.runs, self.model, interrupted=self._interrupted)
+
+    def refusal_of_half(self) -> str:
+        """Why half the batch described does not run, where that one does; nothing if it was not seen to be refused.
+
+        To be asked before anything else is run: it takes one run.
+        """
+        half = self.runs.rounded(self.batch // 2)
+        if not _FEWEST <= half < self.batch:
+            return ""
+        self.also_run([half])
+        failed = self.runs.get(half)
+        return describe(failed) if isinstance(failed, StepFailed | Crashed) else ""
 
     def refusal(self) -> str:
         """Why the model runs at no batch but the one described; nothing if it does, or was not seen to refuse one.

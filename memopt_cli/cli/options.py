@@ -236,7 +236,7 @@ Accumulate = Annotated[
         metavar="N",
         parser=whole(1),
         rich_help_panel=STEP,
-        help="Micro-batches of a step. Of several the last is run, which finds the gradients of the others.",
+        help="Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
     ),
 ]
 ClipNorm = Annotated[

@@ -18,10 +18,10 @@ from memopt_cli.loading.script_graph import (
     ScriptClass,
     attributes_of,
     calls_of,
-    find_module,
     lift_class,
     set_attributes,
 )
+from memopt_cli.loading.script_nodes import find_module
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.program import BadProgram

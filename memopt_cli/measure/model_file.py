@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from memopt_cli.apply import apply_plan, plan_of, remove_plan
@@ -64,10 +65,18 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         carried=carried,
         asked_codecs=codec_paths(model),
         fixed_sizes=_has_fixed_sizes(loaded),
+        indices=tuple(_indices_in(model)),
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
+
+
+def _indices_in(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
+            if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
+                yield f"{path}.{name}".removeprefix(".")
 
 
 def _has_fixed_sizes(loaded: LoadedModel) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 from torch import nn
 
 from memopt_cli import documents
-from memopt_cli.errors import ChangedFileError, MemoptError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
@@ -106,7 +106,8 @@ def failure_of(error: Exception) -> OutOfMemory | StepFailed:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return OutOfMemory(detail=first.rpartition("DefaultCPUAllocator: ")[2])
     hint = error.hint if isinstance(error, MemoptError) else ""
-    if sandbox.is_confined() and sandbox.is_refusal(error):
+    is_explained = isinstance(error, FileFormatError) and hint  # a module that trains when it is imported, say
+    if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         wanted = error.requests if isinstance(error, Unvouched) else ()

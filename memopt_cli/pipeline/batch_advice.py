@@ -7,7 +7,7 @@ import functools
 from memopt_cli.batch_size.capacity import device_capacity
 from memopt_cli.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.progress import Progress
@@ -52,6 +52,10 @@ def advise(
         search.runs[batch] = BatchProbe(
             batch=batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
         )
+        refusal = why_fixed(search, prepared)
+        if refusal:
+            notes.append(f"No batch recommendation: {refusal}.")
+            return None
         search.find()
         for size in (batch, batch * 2, batch // 2, batch // 4, batch * 3):
             if len(search.runs.measured) < _PROBES:

@@ -79,6 +79,8 @@ class CaseSearch:
     progress: Progress
     notes: list[str]
     limits: Limits
+    why_fixed: Callable[[BatchSearch], str]
+    """Why the batch cannot be varied, in words, or nothing."""
     most_runs: int
     """To find what fits."""
     runs: int = 0
@@ -105,6 +107,8 @@ class CaseSearch:
             limits = replace(self.limits, probes=share)
             case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
             self.searched.append(case)
+            if refusal := self.why_fixed(case.search):
+                raise StepError(refusal, hint="Give the model what it points at as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
             case.search.find()

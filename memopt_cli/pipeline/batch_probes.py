@@ -30,6 +30,21 @@ def check_varied(prepared: Prepared) -> None:
     check_batch(prepared.subject.spec, prepared.batch)
 
 
+def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
+    """Why no other batch than the one described is to be recommended, in words; empty if nothing speaks against it.
+
+    A model that holds the edges of one graph takes more rows than the graph has nodes, and means nothing by them; it
+    fails on fewer.
+    """
+    refusal = search.refusal_of_half() if prepared.facts.indices else ""
+    if not refusal:
+        return ""
+    return (
+        f"'{prepared.facts.indices[0]}' of the model seems to point at rows of the inputs, so that dimension 0 is no "
+        f"batch: with half of the {search.batch} described, {refusal}"
+    )
+
+
 def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
     """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
     if prepared.subject.settings.optimizer or not prepared.facts.trainable_bytes:

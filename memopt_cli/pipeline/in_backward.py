@@ -40,8 +40,10 @@ class InBackwardTrial:
         """The row with the optimizer in backward, measured; or why it is not, empty where that promises nothing."""
         plan = replace(row.plan, in_backward=True)
         before, after = self.count(row.plan), self.count(plan)
-        if not isinstance(before, Counted) or not isinstance(after, Counted):
+        if not isinstance(before, Counted) or isinstance(after, NotTried):
             return ""
+        if not isinstance(after, Counted):
+            return f"The optimizer does not run in backward: {describe(after)}."
         if after.allocated_peak_bytes > (1 - _LEAST_SAVING) * before.allocated_peak_bytes:
             return ""
         outcome = self.measure(plan)

@@ -316,7 +316,8 @@ class _Job:
         asked = asked_for(tree, self.options)
         candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
         segments = outermost([tree[segment.path] for segment in plan.segments])
-        self.selection = chosen(candidates, segments, self.options, by_goal=by_goal)
+        found = chosen(candidates, segments, self.options, by_goal=by_goal)
+        self.selection = replace(found, asked=tuple(asked or ()))
         self.notes += left_out(tree, self.options)
         for failed, failure in [*search.planner.failures.items()][:1]:
             more = f", and {len(search.planner.failures) - 1} more" if len(search.planner.failures) > 1 else ""

@@ -19,7 +19,7 @@ from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out
+from memopt_cli.pipeline.batch_probes import check_varied, memory_left_out, why_fixed
 from memopt_cli.pipeline.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
@@ -71,6 +71,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         progress=progress,
         notes=notes,
         limits=limits,
+        why_fixed=functools.partial(why_fixed, prepared=prepared),
         most_runs=MOST_PROBES - RUNS * bool(lengths),
     )
     job = _Job(

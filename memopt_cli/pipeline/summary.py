@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.policy import STEP_NAMES, Resolved, Selection, recommend
-from memopt_cli.plan.search import spent_by
+from memopt_cli.plan.ways import spent_by
 from memopt_cli.records import (
     BatchAdvice,
     LevelRow,
@@ -64,6 +65,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
+    splits += _replaced_by_parts(plan, selection)
     measured = _measured(rows, found.applied_level)
     return MemOptSummary(
         profile=options.profile,
@@ -112,16 +114,25 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
     )
 
 
+def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
+    """How many modules that level 1 would make a segment have theirs within instead."""
+    paths = {s.path for s in plan.segments if not s.through_loss}
+    selected = [m.path for m in selection.considered] if selection is not None else []
+    return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
+
+
 def _codecs_left_out(found: Findings) -> list[str]:
-    """A note on the segments that do not use the codec that they ask for, if there are any."""
-    plain = [s.path for s in found.plan.segments if s.compressor == "null" and s.path in found.asked_codecs]
+    """A note on what does not use the codec that it asks for: segments, and what would have been one."""
+    segments, selected = found.plan.segments, found.selection.considered if found.selection is not None else ()
+    codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
+    plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
     if not plain or not found.resolved.options.compress_x:
         return []
     named = ", ".join(f"'{path or '(root)'}'" for path in plain[:_NAMED])
     more = f" and {len(plain) - _NAMED} more" if len(plain) > _NAMED else ""
     return [
         f"x_compressor is not used by {named}{more}: it does not make all their inputs in this step smaller "
-        "without loss, so they are stored as they are."
+        "without loss, so a segment stores them as they are."
     ]
 
 

@@ -16,10 +16,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from memopt_cli.plan.keeping import kept_calls
+from memopt_cli.plan.replay import Original, Replay, ReplayedSegment
 from memopt_cli.records import (
     CompressorName,
     ModuleCall,
@@ -29,7 +29,6 @@ from memopt_cli.records import (
     Prediction,
     SegmentPlan,
     StepTrace,
-    StorageTrace,
 )
 
 _PACKING_BYTES_PER_S = 1e9
@@ -88,58 +87,6 @@ def longest_share(chunks: int, length: int) -> float:
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
-def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
-    """What the states that chunks start from take: between forward and backward, and at most in backward.
-
-    ``state_bytes``: of one of them.  Recomputed ones are bisected (:mod:`memopt_cli.runtime.chunk_starts`).
-    """
-    if segment.chunks == 1:
-        return 0, 0
-    if segment.recompute_states:
-        return 0, state_bytes * ((segment.chunks - 2).bit_length() + 1)
-    held = state_bytes * (segment.chunks - 1)
-    return held, held
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    """One recomputation: a call of a segment, run again right before its backward."""
-
-    call: ModuleCall
-    segment: SegmentPlan
-    parent: _Block | None
-    """The segment's call that it lies in."""
-    offset: int = 0
-    """Instant at which the recomputation starts."""
-    stop: int = 0
-    """Operator before which the recomputation ends: nothing from there on is kept for backward."""
-    joined: int = 0
-    """Instant at which chunks join the pieces of the input's gradient."""
-    first_saver: int | None = None
-    """The first operator within that autograd saves something for: backward comes to it last."""
-    shares: float = 1.0
-    """The whole over the longest chunk, that of the blocks around it multiplied in."""
-    longest_adds_in_place: bool = False
-    """Of chunks: the longest comes after two others in backward."""
-    packed: dict[int, int] = field(default_factory=dict)
-    """Storages that are stored packed -> bytes."""
-    kept: frozenset[int] = frozenset()
-    """Operators whose outputs it keeps."""
-    state_bytes: int = 0
-    """What one chunk leaves to the next in attributes."""
-    keeps_graph: bool = False
-    """The state that it leaves keeps a part of the graph that backward does not come by."""
-    outwards: tuple[_Block | None, ...] = ()
-    """The block, those around it, and at last the first forward (``None``)."""
-
-    def __post_init__(self) -> None:
-        self.outwards = (self, *_outwards(self.parent))
-
-
-LEAST_PACKED_BYTES = 4096
-"""Smaller tensors are saved as they are (see :mod:`memopt_cli.runtime.packing`)."""
-
-
 class CostModel:
     """Prices plans of one recorded step."""
 
@@ -161,7 +108,7 @@ class CostModel:
         self.recompute_s = [again for _, again in measured] or seconds
         """Of every operator in a recomputation."""
         self._elapsed = [0.0, *accumulate(self.recompute_s)]
-        self._original = _Original(trace)
+        self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
         left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
         self._left_born = [s.born for s in left]
@@ -176,7 +123,7 @@ class CostModel:
         return self._predicted[plan]
 
     def _replay(self, plan: Plan) -> Prediction:
-        replay = _Replay(self._original, self._blocks(plan), plan.packed)
+        replay = Replay(self._original, self._blocks(plan), plan.packed)
         peak_bytes, op = replay.peak()
         return Prediction(
             allocated_peak_bytes=peak_bytes,
@@ -186,7 +133,7 @@ class CostModel:
             + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away)),
         )
 
-    def _added_s(self, block: _Block) -> float:
+    def _added_s(self, block: ReplayedSegment) -> float:
         forward_s = self._elapsed[block.stop] - self._elapsed[block.call.start]
         saved_s = sum(self.recompute_s[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].nbytes for s in block.packed)
@@ -194,20 +141,20 @@ class CostModel:
         ops = block.call.end - block.call.start
         return forward_s - saved_s + overhead_s(block.segment, forward_s=forward_s, ops=ops) + packing
 
-    def _blocks(self, plan: Plan) -> list[_Block]:
+    def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Outer ones first, in the order of their forward."""
         # A head that runs through its loss did so when the step was recorded: see Planner.
         segments = [segment for segment in plan.segments if not segment.through_loss]
         wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
-        blocks: list[_Block] = []
-        around: list[_Block] = []
+        blocks: list[ReplayedSegment] = []
+        around: list[ReplayedSegment] = []
         for call, segment in wanted:
             while around and around[-1].call.end <= call.start:
                 around.pop()
             if call.backward_start == call.backward_end:
                 continue  # nothing in it is differentiated: it runs as a plain module
-            block = _Block(call, segment, around[-1] if around else None)
+            block = ReplayedSegment(call, segment, around[-1] if around else None)
             block.state_bytes = self._modules[call.path].state_bytes if call.path in self._modules else 0
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
@@ -217,7 +164,7 @@ class CostModel:
             block.shares = (block.parent.shares if block.parent else 1.0) / share
             blocks.append(block)
             around.append(block)
-        within: dict[_Block | None, list[ModuleCall]] = defaultdict(list)
+        within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
         for block in blocks:
             within[block.parent].append(block.call)
         for block in blocks:
@@ -232,7 +179,7 @@ class CostModel:
         first, last = (bisect.bisect_left(self._left_born, edge) for edge in (call.start, call.end))
         return self._left_bytes[last] - self._left_bytes[first]
 
-    def _kept(self, block: _Block, within: Sequence[ModuleCall]) -> frozenset[int]:
+    def _kept(self, block: ReplayedSegment, within: Sequence[ModuleCall]) -> frozenset[int]:
         others = {op for call in within for op in range(call.start, call.end)}
         own = [op for op in range(block.call.start, block.stop) if op not in others]  # later ones are not kept
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
@@ -260,7 +207,7 @@ class CostModel:
                 end = call.end
                 yield call
 
-    def _packed(self, block: _Block) -> dict[int, int]:
+    def _packed(self, block: ReplayedSegment) -> dict[int, int]:
         return packed_inputs(self.trace, self._modules.get(block.call.path), block.call, block.segment.compressor)
 
 
@@ -304,299 +251,6 @@ def packed_inputs(
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
-class _Original:
-    """What every replay of a recorded step needs to know of it."""
-
-    def __init__(self, trace: StepTrace) -> None:
-        self.trace = trace
-        self.forward_ops = sum(op.phase == "forward" for op in trace.ops)
-        self.backward_end = _innermost_backward_end(trace, self.forward_ops)
-        self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
-        self.savers = [[op for op in s.saved_by if op < self.forward_ops] for s in trace.storages]
-        """Of every storage, the operators of forward that autograd keeps it for."""
-        self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
-        """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
-
-
-class _Replay:
-    """The operators of a step under a plan, in their new order, and the bytes alive after each."""
-
-    def __init__(self, original: _Original, blocks: Sequence[_Block], packed: bool) -> None:
-        self.blocks = blocks
-        self.packed_away: list[int] = []
-        """Of every storage that is packed outside of segments, the bytes before packing."""
-        self._packed = packed
-        self._original = original
-        self._trace = trace = original.trace
-        self._inner: list[_Block | None] = [None] * len(trace.ops)
-        """The innermost block around every operator, of forward and of backward."""
-        for block in blocks:
-            call = block.call
-            self._inner[call.start : call.end] = [block] * (call.end - call.start)
-            backward = range(call.backward_start, call.backward_end)
-            self._inner[backward.start : backward.stop] = [block] * len(backward)
-        self._by_input: dict[int, list[_Block]] = defaultdict(list)
-        for block in blocks:
-            for index in block.call.inputs:
-                self._by_input[index].append(block)
-        self._place = self._lay_out()
-        self._change = [0] * (self._length + 1)
-        self._extra = [0] * (self._length + 1)
-        self._freed = [0] * (self._length + 1)
-        self._behind = [0] * (self._length + 1)
-        """What there is for a moment when an operator has run, and what it alone needed is gone."""
-
-    # ------------------------------------------------------------------------------------------ the new order
-
-    def _lay_out(self) -> list[int]:
-        """Instant of every original operator; recomputations stand right before the backward they serve.
-
-        Chunks join the pieces of their input's gradient at an instant behind it.
-        """
-        starting: dict[int, list[_Block]] = defaultdict(list)
-        joining: dict[int, list[_Block]] = defaultdict(list)
-        for block in self.blocks:
-            starting[block.call.backward_start].append(block)
-            if block.segment.chunks > 1:
-                joining[block.call.backward_end].insert(0, block)
-        place, now = [], 0
-        for index in range(len(self._trace.ops) + 1):
-            for block in joining.get(index, ()):
-                block.joined = now
-                now += 1
-            if index == len(self._trace.ops):
-                break
-            for block in starting.get(index, ()):
-                block.offset = now
-                now += block.stop - block.call.start
-            place.append(now)
-            now += 1
-        self._length = now
-        return place
-
-    def _at(self, block: _Block | None, op: int) -> int:
-        """The instant at which an operator runs, in the first forward or in a recomputation."""
-        return self._place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
-
-    def _after(self, op: int | None) -> int:
-        """The instant right after the operator before ``op``, in the original order; ``None``: the end."""
-        return self._length if op is None else self._place[op - 1] + 1 if op > 0 else 0
-
-    def _end_of(self, block: _Block) -> int:
-        return block.offset + block.stop - block.call.start
-
-    # ------------------------------------------------------------------------------------------ bytes
-
-    def peak(self) -> tuple[int, OpTrace]:
-        """The most bytes at any instant, kernel workspace included, and the operator that runs then."""
-        for index, storage in enumerate(self._trace.storages):
-            if storage.born < 0:
-                self._end_of_existing(storage)
-            elif storage.born < self._original.forward_ops:
-                self._forward_life(index, storage)
-            else:
-                self._backward_life(storage)
-        for block in self.blocks:
-            self._add_stored_input(block)
-            if block.segment.chunks > 1:
-                self._add_chunks(block)
-        operators = self._add_workspaces()
-        alive, best, at = self._original.held_before, -1, 0
-        for instant in range(self._length):
-            alive += self._change[instant]
-            behind = self._behind[instant] and self._behind[instant] - self._freed[instant + 1]
-            most = alive + max(self._extra[instant], behind)
-            if most > best:
-                best, at = most, instant
-        return best, operators[at]
-
-    def _live(self, start: int, end: int, nbytes: int) -> None:
-        if end > start:
-            self._change[start] += nbytes
-            self._change[end] -= nbytes
-            self._freed[end] += nbytes
-
-    def _end_of_existing(self, storage: StorageTrace) -> None:
-        if storage.died is not None:
-            self._change[self._after(storage.died)] -= storage.nbytes
-
-    def _forward_life(self, index: int, storage: StorageTrace) -> None:
-        """In the first forward, and again in every recomputation around it."""
-        inner = self._inner[storage.born]
-        around = _outwards(inner)
-        savers = self._savers_in(index)
-        keeps = inner is not None and storage.born in inner.kept
-        start, last = self._at(None, storage.born), self._end_of(inner) if inner else 0
-        for depth, block in enumerate(around):
-            if block is not None and storage.born >= block.stop:
-                continue
-            end = self._forward_end(storage, block)
-            if savers.get(block) and block is None and self._packs(storage):
-                self._add_packed(storage, savers[None])
-            elif savers.get(block):
-                end = max(end, self._release(storage, savers[block]))
-            for held in self._holders(index, storage, block):
-                # The graph that is left keeps the input of the recomputation.
-                end = self._length if held.keeps_graph else max(end, self._held_until(index, held))
-            if keeps:
-                last = max(last, end)
-                continue
-            inside = [b for b in around[:depth] if b is not None and not self._escapes(storage, savers, b)]
-            shares = inside[0].shares if inside else block.shares if block else 1
-            self._live(self._at(block, storage.born), end, int(storage.nbytes / shares))
-        if keeps:
-            self._live(start, last, storage.nbytes)
-
-    def _savers_in(self, index: int) -> dict[_Block | None, list[int]]:
-        """The operators that autograd keeps a storage for, by the innermost block around them."""
-        savers: dict[_Block | None, list[int]] = {}
-        for op in self._original.savers[index]:
-            savers.setdefault(self._inner[op], []).append(op)
-        return savers
-
-    def _packs(self, storage: StorageTrace) -> bool:
-        return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
-
-    def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
-        """Packed when the first operator saves it; whole again for an instant where backward uses it."""
-        self.packed_away.append(storage.nbytes)
-        start, end = self._place[min(savers)], self._release(storage, savers)
-        self._live(start, end, storage.packed_bytes)
-        if 0 < end <= self._length:
-            self._extra[end - 1] += storage.nbytes
-
-    def _forward_end(self, storage: StorageTrace, block: _Block | None) -> int:
-        if block is None:
-            return self._after(storage.died if storage.freed is None else storage.freed)
-        freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
-        return self._at(block, freed)
-
-    def _release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """When autograd lets go of it: its first user in forward is the last in backward.
-
-        That is when it died, if nobody else held it longer: what is made again nobody else holds.
-        """
-        first = min(savers)
-        if first == min(storage.saved_by) and storage.died != storage.freed:
-            return self._after(storage.died)
-        return self._after(self._original.backward_end[first])
-
-    def _holders(self, index: int, storage: StorageTrace, block: _Block | None) -> Iterator[_Block]:
-        """The segments right inside ``block`` that hold this storage as their input, as it is."""
-        for held in self._by_input.get(index, ()):
-            if held.parent is block and index not in held.packed and storage.born < held.call.start:
-                yield held
-
-    def _held_until(self, index: int, block: _Block) -> int:
-        """When a segment lets go of its input: where backward has used all that was saved within.
-
-        The recomputation around another segment gives it away.
-        """
-        if block.parent is None and block.first_saver is not None:
-            return max(self._end_of(block), self._after(self._original.backward_end[block.first_saver]))
-        saved = any(block in _outwards(saver) for saver in self._savers_in(index))
-        return self._after(block.call.backward_end) if saved else self._end_of(block)
-
-    def _escapes(self, storage: StorageTrace, savers: dict[_Block | None, list[int]], block: _Block) -> bool:
-        outlives = storage.freed is None or storage.freed > block.call.end
-        return outlives or any(block not in _outwards(saver) for saver in savers)
-
-    def _backward_life(self, storage: StorageTrace) -> None:
-        block = self._inner[storage.born]
-        start, shares = self._place[storage.born], 1.0
-        if block is not None and storage.kind == "gradients":
-            self._add_pieces_of_gradient(block, storage)
-        elif block is not None:
-            around = [b for b in block.outwards if b is not None]
-            left = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
-            outer = left[-1].parent if left else block
-            shares = outer.shares if outer else 1.0
-            chunked = [b for b in left if b.segment.chunks > 1]
-            if chunked:  # the pieces come first: see :meth:`_add_chunks`
-                whole = chunked[-1].joined
-                self._live(start, whole, int(storage.nbytes / block.shares))
-                start = whole
-        self._live(start, self._after(storage.died), int(storage.nbytes / shares))
-
-    def _add_pieces_of_gradient(self, block: _Block, storage: StorageTrace) -> None:
-        """Of a parameter in chunks: that of all chunks so far is there from the first on, and each adds its own.
-
-        A product is transposed, and autograd adds to no view in place: the first sum is one more, when what the node
-        of autograd used is gone.  The longest chunk comes last in backward, and adds to that sum in place.
-        """
-        chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
-        if chunked:
-            end = self._end_of_node(storage)
-            self._live(self._place[chunked[-1].call.backward_start], self._place[storage.born], storage.nbytes)
-            for op in range(storage.born, end):
-                self._extra[self._place[op]] += storage.nbytes
-            if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
-                self._behind[self._place[end - 1]] += 2 * storage.nbytes
-
-    def _end_of_node(self, gradient: StorageTrace) -> int:
-        """The operator behind those that make the gradients of one module's parameters, one after the other."""
-        makers, end = self._original.makers, gradient.born + 1
-        while end < len(self._trace.ops) and makers.get(end, gradient.module) == gradient.module:
-            end += 1
-        return end
-
-    def _add_stored_input(self, block: _Block) -> None:
-        """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
-        start = self._at(block.parent, block.call.start)
-        for index, packed_bytes in block.packed.items():
-            nbytes = self._trace.storages[index].nbytes
-            self._live(start, block.offset, packed_bytes)
-            self._live(block.offset, self._held_until(index, block), nbytes // block.segment.chunks)
-
-    def _add_chunks(self, block: _Block) -> None:
-        """What chunks hold beside their share: states, and of output and input gradient both pieces and whole.
-
-        In backward states are used up while the pieces of the input's gradient are made.
-        """
-        storages = self._trace.storages
-        share = int(block.parent.shares) if block.parent else 1
-        outputs = sum(storages[s].nbytes for s in block.call.outputs if storages[s].born >= block.call.start)
-        for around in _outwards(block.parent):
-            if around is None or block.call.end <= around.stop:
-                self._extra[self._at(around, block.call.end - 1)] += outputs // share
-        backward = range(block.call.backward_start, block.call.backward_end)
-        gradients = sum(
-            s.nbytes
-            for s in storages
-            if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
-        )
-        self._extra[block.joined] += gradients // share
-        segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
-        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
-        pieces = gradients - gradients // segment.chunks
-        self._live(self._at(block.parent, block.call.start), block.offset, between // share)
-        self._live(block.offset, block.joined, max(in_backward, pieces) // share)
-
-    def _add_workspaces(self) -> list[OpTrace]:
-        """The operator that runs at every instant."""
-        ops = self._trace.ops
-        running: list[OpTrace] = [ops[0]] * self._length
-
-        def run(instant: int, op: OpTrace, shares: float) -> None:
-            running[instant] = op
-            fixed = op.fixed_workspace_bytes
-            self._extra[instant] += fixed + int((op.workspace_bytes - fixed) / shares)
-
-        for index, op in enumerate(ops):
-            inner = self._inner[index]
-            run(self._place[index], op, inner.shares if inner else 1)
-        for block in self.blocks:
-            if block.segment.chunks > 1:
-                running[block.joined] = ops[block.call.backward_end - 1]
-        for block in self.blocks:
-            for index in range(block.call.start, block.stop):
-                if index in block.kept:
-                    continue
-                inner = self._inner[index]
-                run(self._at(block, index), ops[index], inner.shares if inner else 1)
-        return running
-
-
 def needed_until(trace: StepTrace, storage: int, saver: int) -> int:
     """The operator before which a recomputation may end that is to give ``storage`` to ``saver``, the last it serves.
 
@@ -625,16 +279,3 @@ def recomputed_until(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int:
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None
-
-
-def _outwards(block: _Block | None) -> tuple[_Block | None, ...]:
-    """The block, those around it, and at last the first forward (``None``)."""
-    return (None,) if block is None else block.outwards
-
-
-def _innermost_backward_end(trace: StepTrace, forward_ops: int) -> list[int]:
-    """For every operator of forward, where the backward of the innermost module around it ends."""
-    ends = [len(trace.ops)] * forward_ops
-    for call in trace.calls:
-        ends[call.start : call.end] = [call.backward_end] * (call.end - call.start)
-    return ends

@@ -13,8 +13,8 @@ from memopt_cli.plan.loss_heads import with_heads
 from memopt_cli.plan.policy import most_segments
 from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import ChunkQuestions, DryRuns, TimeIsUp
-from memopt_cli.plan.search import Limits
 from memopt_cli.plan.targets import asked_for
+from memopt_cli.plan.ways import Limits
 from memopt_cli.records import Counted, Plan, SearchOptions, SegmentPlan, StepTrace
 
 

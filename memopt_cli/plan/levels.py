@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt_cli.plan.interface import ModuleTree, is_within
-from memopt_cli.plan.search import Allowed, Limits, spent_by
+from memopt_cli.plan.segment_ways import Allowed
 from memopt_cli.plan.targets import asked_for
+from memopt_cli.plan.ways import Limits, spent_by
 from memopt_cli.records import Plan, SearchOptions, SegmentPlan
 
 NESTED, CHUNKS, KEPT = 2, 3, 4

@@ -171,6 +171,13 @@ class Selection:
     selected: tuple[ModuleTrace, ...]
     """In the order of first call."""
     explanation: str
+    asked: tuple[ModuleTrace, ...] = ()
+    """The outermost modules that were asked for by name, whatever became of them in a search."""
+
+    @property
+    def considered(self) -> tuple[ModuleTrace, ...]:
+        """Those selected, and those asked for."""
+        return (*self.asked, *(m for m in self.selected if m not in self.asked))
 
 
 def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selection:

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
 from memopt_cli.plan.cost_model import CostModel
-from memopt_cli.plan.search import Allowed, SolvedBlocks, Solver, Way
+from memopt_cli.plan.search import SolvedBlocks, Solver
+from memopt_cli.plan.segment_ways import Allowed
+from memopt_cli.plan.ways import Way
 from memopt_cli.records import ChunkRule, OpTrace, Plan, Prediction, SegmentPlan, StepTrace
 
 _OVERSHOOT = 1.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics
 from memopt_cli.runtime.chunk_starts import ChunkStarts
+from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import (
     is_dense,
 )
@@ -23,11 +23,16 @@ from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
     is_nested,
+    is_recomputing,
+    is_transformed,
+    recomputing,
     within_chunk,
 )
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, name_of
+from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,15 +41,40 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     sequences, states = args[: config.seq_inputs], args[config.seq_inputs :]
-    chunks = _chunk_count(module, config, sequences)
+    length = _length(config, sequences)
+    chunks = min(config.chunks, length)
+    if chunks < 2 or _runs_whole(module, args, kwargs):
+        return _run_one_chunk(module, forward, args, kwargs)
     if not torch.compiler.is_compiling():
-        record_cut(module, config.chunks, sequences[0].shape[config.axis])
+        record_cut(module, config.chunks, length)
     if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     pieces = list(zip(*(_pieces(s, chunks, config.axis) for s in sequences), strict=True))
-    if config.batch_statistics and chunks > 1:
-        return _run_passes(module, forward, pieces, states, kwargs)
-    return _joined(config, *_one_by_one(module, [forward] * chunks, pieces, states, kwargs))
+    try:
+        if config.batch_statistics:
+            return _run_passes(module, forward, pieces, states, kwargs)
+        return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
+    except _MovesOnceACall as moves:
+        run_whole(module, str(moves))
+        moves.undo()
+    return _run_one_chunk(module, forward, args, kwargs)
+
+
+def _run_one_chunk(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    inputs = PackedInputs(codec_of(module, config), raw=args[config.seq_inputs :])
+    return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
+
+
+def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether chunks would save nothing, or were seen to do something else."""
+    if torch.compiler.is_compiling():
+        return False
+    if runs_plainly(module) or runs_whole(module) or is_transformed() or uninitialized(module):
+        return True
+    return not needs_gradient(module, tensors_of((args, kwargs)))
 
 
 # ``torch.compile`` cannot trace a forward that is broken off.  ``torch.compiler.disable`` would import all of it here.
@@ -60,7 +90,7 @@ def _run_passes(
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
     gathering = BatchStatistics(module, forward)
     while True:
-        columns, output = _one_by_one(module, gathering.forwards(len(pieces)), pieces, states, kwargs)
+        columns, output = _one_by_one(module, forward, gathering.forwards(len(pieces)), pieces, states, kwargs)
         if not isinstance(output, Statistics):
             break
         gathering.merge(columns[0])
@@ -74,12 +104,17 @@ def _run_passes(
 
 def _one_by_one(
     module: nn.Module,
+    own: Callable[..., Any],
     forwards: Iterable[Callable[..., Any]],
     pieces: Sequence[tuple[Any, ...]],
     states: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """Every output that is cut, as its chunks, and the last chunk's whole output."""
+    """Every output that is cut, as its chunks, and the last chunk's whole output.
+
+    ``own``: the module's forward; ``forwards``: what runs in its place on each chunk.  Raises
+    :class:`_MovesOnceACall` where chunks would leave other state behind than the whole.
+    """
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
     codec = codec_of(module, config)
     remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
@@ -92,13 +127,86 @@ def _one_by_one(
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
         inputs = PackedInputs(codec, raw=states)
+        first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 and _shows_moves(piece) else None
+        if first is not None:
+            inputs.started = first.started
         output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
+        if first is not None:
+            inputs.started = ignore_start  # the graph must not hold it
+            first.check()
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     if starts is not None:
         starts.settle()
     return list(zip(*collected, strict=True)), output
+
+
+class _MovesOnceACall(Exception):
+    """A module moves state in each chunk that the whole would move once: a sentence without its subject."""
+
+    def __init__(self, reason: str, undo: Callable[[], None]) -> None:
+        super().__init__(reason)
+        self.undo = undo
+
+
+class _FirstChunk:
+    """The first of a segment's chunks, which shows what state they move."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        pieces: Sequence[tuple[Any, ...]],
+        states: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
+        self._first, self._second = pieces[:2]
+        self._moves = Moves(module)
+        self._start: StartingState | None = None
+        self._lent: Sequence[Tensor] = ()
+
+    def started(self, start: StartingState, lent: Sequence[Tensor]) -> None:
+        """It starts at ``start``, which has lent these tensors."""
+        self._start, self._lent = start, lent
+
+    def check(self) -> None:
+        """It has ended.  Raises :class:`_MovesOnceACall`."""
+        moved = self._moves.found()
+        if moved and self._start is not None and not runs_plainly(self._module):
+            starting = functools.partial(self._start.replay, self._lent)
+            reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
+            if reason:
+                raise _MovesOnceACall(reason, functools.partial(self._start.enter, self._lent))
+
+    def _run_whole(self) -> None:
+        with recomputing(self._module):
+            self._forward(*self._sequences(), *self._states, **self._kwargs)
+
+    def _run_halves(self) -> None:
+        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        states = self._states
+        for index, half in enumerate(zip(*(_pieces(s, 2, config.axis) for s in self._sequences()), strict=True)):
+            chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
+            with recomputing(self._module):
+                output = within_chunk(chunk, self._forward, *half, *states, **self._kwargs)
+            parts = output if isinstance(output, tuple) else (output,)
+            states = parts[config.seq_outputs :] or states
+
+    def _sequences(self) -> list[Tensor]:
+        """What the first chunk is of, and the second too if that is of length one."""
+        axis = vars(self._module)[SEGMENT_KEY].axis
+        if self._first[0].shape[axis] > 1:
+            return [t.detach() for t in self._first]
+        return [torch.cat(pair, dim=axis).detach() for pair in zip(self._first, self._second, strict=True)]
+
+
+def _shows_moves(piece: Sequence[Tensor]) -> bool:
+    """Whether a chunk has data to compare by, which it has not in a dry run, and is not run for the second time."""
+    if torch.compiler.is_compiling() or is_recomputing():
+        return False
+    return all(type(t) is Tensor and not t.is_meta for t in piece)
 
 
 def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
@@ -127,7 +235,8 @@ def _pieces(sequence: Tensor, chunks: int, axis: int) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _chunk_count(module: nn.Module, config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
+def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
+    """Of what is cut, along the axis.  Raises :class:`ValueError` if it cannot be."""
     cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
@@ -137,12 +246,4 @@ def _chunk_count(module: nn.Module, config: SegmentConfig, sequences: tuple[Any,
             f"and got {given or 'none'}; change axis or seq_inputs in the plan"
         )
     (length,) = lengths
-    if length == 0:
-        raise ValueError(f"a segment in chunks got an empty sequence (axis {config.axis} has length 0)")
-    if length < config.chunks:
-        warnings.warn(
-            f"{name_of(module)}: {config.chunks} chunks asked of a sequence of length {length} "
-            f"(axis {config.axis}); running {length}",
-            stacklevel=1,
-        )
-    return min(config.chunks, length)
+    return length

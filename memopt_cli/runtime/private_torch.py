@@ -246,6 +246,25 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
+def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The dictionaries of a module's hooks on its forward and backward, to be read and written in place."""
+    for name in _HOOK_TABLES:
+        if isinstance(table := vars(module).get(f"_{name}"), dict):
+            yield table
+
+
+def global_hook_tables() -> Iterator[dict[Any, Any]]:
+    """The same of those that every module calls."""
+    for name in _HOOK_TABLES:
+        if isinstance(table := getattr(nn.modules.module, f"_global_{name}", None), dict):
+            yield table
+
+
+_HOOK_TABLES: Final = (
+    *("forward_hooks", "forward_hooks_with_kwargs", "forward_hooks_always_called", "forward_pre_hooks"),
+    *("forward_pre_hooks_with_kwargs", "backward_hooks", "backward_pre_hooks"),
+)
+
 weights_in_use: Final[Callable[[Any], list[Any]]] = attrgetter("_flat_weights")
 """The weights that a recurrent layer hands to its kernel, which it holds beside its parameters."""
 

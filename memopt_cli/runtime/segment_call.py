@@ -75,7 +75,7 @@ def _call_now(
 ) -> Any:
     tensors, skeleton = split_tensors((args, kwargs))
     plainly = not torch.is_grad_enabled() or runs_plainly(module) or is_transformed()
-    if plainly or not _needs_gradient(module, tensors):
+    if plainly or not needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_traced(module, forward, skeleton, keep), *tensors, use_reentrant=False)
@@ -95,12 +95,14 @@ def _call_now(
             run.is_nested = True
             # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
             lent = start.lend()
+            inputs.started(start, lent)
             with held_as_inputs():
                 return _recomputed(run, *tensors, *lent)
         if starts is not None:
-            needs_gradient = [t.requires_grad for t in tensors]
+            needed = [t.requires_grad for t in tensors]
             # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needs_gradient))
+            run.lent = starts.add(start, functools.partial(_run_again, call, inputs, needed))
+        inputs.started(start, ())
         with inputs.hooks():
             return _recomputed(run, *tensors)
     except Unrepeatable as error:
@@ -161,10 +163,15 @@ def _run_again(call: Callable[..., Any], inputs: PackedInputs, needs_gradient: S
     call([t.detach().requires_grad_(needed) for t, needed in given], {})
 
 
-def _needs_gradient(module: nn.Module, tensors: list[Tensor]) -> bool:
+def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    """Whether backward will ask for anything of a module that is given these tensors."""
     if getattr(module, "may_use_parameters_of_others", False):
         return True
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
+
+
+def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
+    """What is done with where a run starts, unless somebody asks."""
 
 
 class PackedInputs:
@@ -177,6 +184,8 @@ class PackedInputs:
         self._codec = codec
         self._raw = frozenset(map(id, tensors_of(raw)))
         self._stored: list[Any] = []
+        self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
+        """Is told where the run starts, and what that lends to a segment around."""
 
     def hooks(self) -> saved_tensors_hooks:
         """Within, what is saved is packed."""

@@ -21,6 +21,7 @@ from memopt_cli.runtime.private_torch import (
     checkpoint_around,
     forbids_hooks,
     is_complete,
+    not_compiled,
 )
 from memopt_cli.runtime.running import (
     holding_inputs,
@@ -76,6 +77,7 @@ class SegmentRun:
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
+    @not_compiled  # it only comes here where the compiler has given up
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
         return self._recompute(given) if self._first is None else self._run(given, self._first)

@@ -37,7 +37,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -55,9 +55,12 @@ from memopt_cli.runtime.private_torch import (
     attributes_of_script,
     buffers_of,
     children_of,
+    global_hook_tables,
+    hook_tables,
     is_of_transform,
     is_started,
     memory_of,
+    not_compiled,
     parameters_of,
     program_of,
     unseen,
@@ -70,6 +73,7 @@ _STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMEN
 """Attributes of every module that are no state: its parameters, children and hooks."""
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of values that are put back as they are; most attributes are of one."""
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
@@ -160,7 +164,7 @@ class Generators:
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
-        return self._positions != Generators(self._devices)._positions
+        return self._positions != self.now()._positions  # NumPy may have been imported since
 
     def to_bytes(self) -> bytes:
         """The positions in a form to compare."""
@@ -300,6 +304,27 @@ class ModuleState:
         return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
 
 
+def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
+    """The tensors and numbers among what a module keeps besides parameters, by path and name; not those of ``without``.
+
+    In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
+    """
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for attributes in () if part in without else _attributes_of(part):
+            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            _name(found, path, {key: value for key, value in held.items() if key not in _STRUCTURE})
+    return found
+
+
+def _name(found: dict[str, Any], path: str, value: Any) -> None:
+    if isinstance(value, dict | list | tuple | deque):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _name(found, f"{path}.{key}".removeprefix("."), inner)
+    elif type(value) in _NUMBERS or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+        found[path] = value
+
+
 class _Parameters:
     """The parameters with which a forward ran.
 
@@ -390,6 +415,43 @@ def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return parameter is not None and type(parameter) in (Tensor, nn.Parameter)
 
 
+class _Hooks:
+    """The hooks that ran within a module's forward: with others a recomputation would compute something else.
+
+    Not the module's own, which run before and after the whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        inner = (table for m in module.modules() if m is not module for table in hook_tables(m))
+        self._tables = [(table, dict(table) if table else _NO_HOOKS) for table in (*global_hook_tables(), *inner)]
+        self.changed = False
+        """Whether forward itself added or removed some."""
+
+    def settle(self) -> None:
+        """Forward has ended."""
+        self.changed = any(table != held for table, held in self._tables)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """They are there within, and those that there are by now before and after."""
+        others = [(table, held, dict(table)) for table, held in self._tables if table != held]
+        for table, held, _ in others:
+            _fill(table, held)
+        try:
+            yield
+        finally:
+            for table, _, there in others:
+                _fill(table, there)
+
+
+_NO_HOOKS: dict[Any, Any] = {}
+
+
+def _fill(table: dict[Any, Any], hooks: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(hooks)
+
+
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
 """Who needs the values that a tensor has now and holds no copy of it."""
 
@@ -403,6 +465,7 @@ class StartingState:
     step's number, say), or before backward (``eval()``).
     """
 
+    @not_compiled  # it looks into objects and functions of which the compiler knows nothing
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), others: Iterable[Any] = ()) -> None:
         """``inputs``, ``others``: the tensors among the arguments of forward, and what else is among them."""
         self._module = module
@@ -410,6 +473,7 @@ class StartingState:
         self._state = ModuleState(module)
         self._objects = Objects((*self._state.others(), *others, *self._state.kinds()))
         self._parameters = _Parameters(module)
+        self._hooks = _Hooks(module)
         tensors = list(self._state.tensors())
         self._devices = {tensor.device for tensor in (*inputs, *self._parameters.tensors(), *tensors)}
         self._generators = Generators(self._devices)
@@ -447,6 +511,7 @@ class StartingState:
         self._state.forget(self._lent)
         self._objects.settle()
         self._parameters.settle()
+        self._hooks.settle()
         self._generators.keep_moved()
 
     def lost(self) -> str:
@@ -456,6 +521,8 @@ class StartingState:
             return f"writes to its parameter {written} in place"
         if self._parameters.has_gradients:
             return "calls backward in its forward, which adds to the gradients of its parameters"
+        if self._hooks.changed:
+            return "adds or removes hooks of modules within it"
         return self._objects.lost()
 
     def _hand_over(self, tensor: Tensor, version: int) -> None:
@@ -497,7 +564,7 @@ class StartingState:
         self._objects.check()
         current, objects = ModuleState(self._module), self._objects.now()
         generators = self._generators.now()
-        with self._settings.in_force(), self._parameters.in_place():
+        with self._settings.in_force(), self._parameters.in_place(), self._hooks.in_place():
             try:
                 yield self._enter(lent)
             finally:

@@ -1,6 +1,7 @@
-"""Segments that cannot run again: what their forward did once, no recomputation could repeat.
+"""Segments that cannot run again, or in chunks: what their forward did once, no recomputation could repeat.
 
-They say so and run plainly from then on; with ``memopt_cli.on_unsafe = "raise"`` the forward that did it fails instead.
+They say so and run plainly, or whole, from then on; with ``memopt_cli.on_unsafe = "raise"`` the forward that did it
+fails instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _moments = itertools.count(1)
 _made = 0
 _marked: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A module that runs plainly -> the number of its mark, in the order in which they were made."""
+_whole: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+"""The same of one that runs in one chunk instead of several."""
 _checkpoints: MutableMapping[CheckpointCall, int] = WeakKeyDictionary()
 """A call of a checkpoint of the user's own -> the moment when a segment ran in it first."""
 _WAYS = ("warn", "raise")
@@ -35,19 +38,28 @@ def run_plainly(module: nn.Module, reason: str) -> None:
     ``reason``: what its forward did, a sentence without its subject.  Warns, or raises :class:`RuntimeError` if
     ``memopt_cli.on_unsafe`` says so; :class:`ValueError` if that is neither ``warn`` nor ``raise``.
     """
+    _mark(_marked, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
+
+
+def run_whole(module: nn.Module, reason: str) -> None:
+    """From now on ``module`` runs in one chunk.  As :func:`run_plainly`."""
+    _mark(_whole, module, reason, "whole")
+
+
+def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
     global _made
-    if module in _marked:  # by a run that was going on already, or as of an earlier moment
+    if module in marked:  # by a run that was going on already, or as of an earlier moment
         _made += 1
         return
     way = sys.modules[__name__.partition(".")[0]].on_unsafe
     if way not in _WAYS:
         raise ValueError(f"memopt_cli.on_unsafe is {way!r}; it must be one of: {', '.join(_WAYS)}")
-    message = f"{name_of(module)} {reason}, which a recomputation cannot repeat"
+    message = f"{name_of(module)} {reason}"
     if way == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
-    _marked[module] = next(_moments)
+    marked[module] = next(_moments)
     _made += 1
-    warnings.warn(f"{message}: it runs without recomputation from now on", stacklevel=1)
+    warnings.warn(f"{message}: it runs {how} from now on", stacklevel=1)
 
 
 def marks() -> int:
@@ -57,7 +69,16 @@ def marks() -> int:
 
 def runs_plainly(module: nn.Module) -> bool:
     """Whether ``module`` was marked; in a recomputation, whether it was when the first run began."""
-    mark = _marked.get(module)
+    return _is_marked(_marked, module)
+
+
+def runs_whole(module: nn.Module) -> bool:
+    """The same of running in one chunk."""
+    return _is_marked(_whole, module)
+
+
+def _is_marked(marked: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
+    mark = marked.get(module)
     return mark is not None and mark < getattr(_thread, "now", mark + 1)
 
 

@@ -98,14 +98,14 @@ class _Search:
         names = function.__globals__
         if _is_library(names.get("__name__", "")):
             return
-        globals_, attributes, imported, written = _names_in(function.__code__)
-        if function.__defaults__ or function.__kwdefaults__ or vars(function) or written:
+        found = names_in(function.__code__)
+        if function.__defaults__ or function.__kwdefaults__ or vars(function) or found.written:
             self.functions.append(function)
-        for name in globals_:
+        for name in found.globals:
             if name in names or not hasattr(builtins, name):
-                self._meet_in(names, name, names.get(name), attributes)
-        for name in imported & sys.modules.keys():
-            self._enter(sys.modules[name], attributes)
+                self._meet_in(names, name, names.get(name), found.attributes)
+        for name in found.modules & sys.modules.keys():
+            self._enter(sys.modules[name], found.attributes)
 
     def _read_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -148,9 +148,21 @@ _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeNames:
+    """The names in a piece of code and in those within it."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    modules: frozenset[str]
+    """That are imported."""
+    written: frozenset[str]
+    """Attributes that are written."""
+
+
 @functools.cache
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], ...]:
-    """The names in a piece of code and in those within it: globals, attributes, modules, attributes written."""
+def names_in(code: types.CodeType) -> CodeNames:
+    """Names of variables of the function itself are not among them."""
     kinds: tuple[set[str], ...] = set(), set(), set(), set()
     pending = [code]
     while pending:
@@ -159,7 +171,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], ...]:
         for instruction in dis.get_instructions(code):
             for kind in _KINDS.get(instruction.opname, ()):
                 kinds[kind].add(instruction.argval)
-    return tuple(map(frozenset, kinds))
+    return CodeNames(*map(frozenset, kinds))
 
 
 _KINDS: Final = {
@@ -168,7 +180,7 @@ _KINDS: Final = {
     "STORE_ATTR": (1, 3),
     "IMPORT_NAME": (2,),
 }
-"""Operations that take a name, and which kinds of names these are."""
+"""Operations that take a name, and which kinds of names these are, the fields of :class:`CodeNames`."""
 
 
 @functools.cache

@@ -206,6 +206,16 @@ def test_a_model_of_one_batch_says_why() -> None:
     assert search.refusal() == ""
 
 
+@pytest.mark.parametrize(("batch", "reason"), [(8, "index 7 is out of bounds"), (2, ""), (32, "")])
+def test_half_the_batch_described_is_refused_by_what_points_at_its_rows(batch: int, reason: str) -> None:
+    machine = Machine(peak=line, predict=line)
+    search = machine.search(batch)
+    run, refused = search.probe, StepFailed(message="index 7 is out of bounds", hint="")
+    search.probe = lambda size: refused if size < 8 else run(size)
+    assert search.refusal_of_half() == reason
+    assert len(search.runs) == (batch > 2)  # half of two is a single sample
+
+
 def test_a_smaller_batch_that_fails_says_nothing_of_larger_ones() -> None:
     machine = Machine(peak=line, predict=line, fails=lambda batch: batch < 64)
     search = machine.search(64)

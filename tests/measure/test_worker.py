@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
-from memopt_cli.errors import PlanError, StepError
+from memopt_cli.errors import FileFormatError, PlanError, StepError
+from memopt_cli.measure import sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
@@ -32,7 +33,7 @@ from memopt_cli.measure.jobs import (
     VerifyJob,
 )
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.worker import Worker
+from memopt_cli.measure.worker import Worker, failure_of
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
@@ -40,6 +41,7 @@ from memopt_cli.records import (
     Plan,
     Refused,
     SegmentPlan,
+    StepFailed,
     StepSettings,
     TensorSpec,
     Trust,
@@ -420,3 +422,16 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
     for path in ("0", "2", "0", "3"):
         assert worker.do(ChunkingJob(path=path)).rule == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     assert tried == ["2", "3"]
+
+
+def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not to take the wall down."""
+    monkeypatch.setattr(sandbox, "is_confined", lambda: True)
+    error = FileFormatError(
+        "importing train.py failed: Permission denied", hint='Put it under if __name__ == "__main__":.'
+    )
+    error.__cause__ = PermissionError(13, "Permission denied")
+    assert failure_of(error) == StepFailed(message=error.message, hint=error.hint)
+    other = StepError("forward failed", hint="Give other inputs.")
+    other.__cause__ = PermissionError(13, "Permission denied")
+    assert sandbox.HINT in failure_of(other).hint

@@ -203,3 +203,22 @@ def test_a_temporal_split_is_found(make: Callable[[], nn.Module]) -> None:
     rule = find_rule(OverTime(feedforward(make()).float()), (torch.randn(8, BATCH, INPUTS),), {})
     assert isinstance(rule, ChunkRule)
     assert (rule.axis, rule.seq_inputs, rule.seq_outputs) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("path", ["model", "model.1"])
+def test_a_single_step_of_a_cell_runs_whole(path: str) -> None:
+    """In chunks its samples would get each other's state."""
+    inputs = sequence()[0].float()
+    whole = OverTime(feedforward(leaky()).float())
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(SegmentPlan(path=path, chunks=BATCH, axis=0),)))
+    with pytest.warns(UserWarning, match="moves its .* once a call"):
+        found = effects(step_of(chunked, inputs))
+    assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
+
+
+def test_a_single_step_of_what_keeps_nothing_runs_in_chunks_of_its_samples() -> None:
+    inputs = sequence()[0]
+    whole = OverTime(nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()).double())
+    segment = SegmentPlan(path="model", chunks=2, axis=0, batch_statistics=True)
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(segment,)))
+    assert difference(effects(step_of(chunked, inputs)), effects(step_of(whole, inputs))).relative < 1e-9

@@ -396,7 +396,7 @@ def test_a_state_that_enters_a_weight_and_is_read_past_it_in_some_steps_is_refus
         MemoptError, match=r"neu\.v is read outside its cell, which was not so in the step that"
     ) as raised:
         learn(algorithm, inputs, labels)
-    assert "let every step take the same path" in str(raised.value.hint)
+    assert "Let every step take the same path" in str(raised.value.hint)
 
 
 def lanes(net: nn.Module, x: Tensor) -> Vmap:

@@ -60,6 +60,18 @@ def deep_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
+class OneGraph(nn.Module):
+    """Adds to each node what lies along the edges to it; they are of 128 nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.arange(128).view(2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        target, source = self.get_buffer("edges")
+        return x.index_add(0, target, x[source])
+
+
 def saved(path: Path, model: nn.Module) -> str:
     torch.save(model, path)
     return str(path)
@@ -298,6 +310,12 @@ class TestInProcess:
         with pytest.raises(UsageError, match="which dimension of the inputs is the batch is not known") as caught:
             recommend_batch(request, progress=Progress(), ask=None)
         assert "-i x:Bx16 --dim B=100" in str(caught.value.hint)
+
+    def test_a_model_of_one_graph(self, tmp_path: Path) -> None:
+        location = saved(tmp_path / "graph.pt", nn.Sequential(nn.Linear(16, 16), OneGraph()))
+        with pytest.raises(StepError, match=r"'1\.edges' of the model seems to point at rows .* with half of the 128"):
+            recommended(location, "128x16", memory=MIB)
+        assert recommended(location, "256x16", memory=MIB).batch >= 128  # half of it runs
 
     def test_a_model_of_one_batch(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(16, 16), nn.LayerNorm((8, 16))))

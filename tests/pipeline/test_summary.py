@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from memopt_cli.pipeline.summary import Findings, summarize
-from memopt_cli.plan.policy import resolve
+from memopt_cli.plan.policy import Selection, resolve
 from memopt_cli.records import (
     Breakdown,
+    CompressorName,
     LevelRow,
     Measurement,
     MemOptSummary,
+    ModuleTrace,
     OutOfMemory,
     Plan,
     SearchOverrides,
@@ -66,7 +68,28 @@ def row(level: int, **changes: Any) -> LevelRow:
     return replace(plain, **changes)
 
 
-def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> MemOptSummary:
+def selected(*modules: ModuleTrace) -> Selection:
+    return Selection(policy="all_candidates", candidates=len(modules), selected=modules, explanation="")
+
+
+def module(path: str, compressor: CompressorName = "null") -> ModuleTrace:
+    return ModuleTrace(
+        path=path,
+        class_name="Block",
+        calls=1,
+        order=0,
+        input_bytes=0,
+        packed_input_bytes=0,
+        compressor=compressor,
+        input_shape=(),
+        output_bytes=0,
+        saved_bytes=0,
+    )
+
+
+def summary(
+    *rows: LevelRow, applied: int, skipped: tuple[str, ...] = (), selection: Selection | None = None
+) -> MemOptSummary:
     plan = next(r.plan for r in rows if r.level == applied)
     resolved = resolve(SearchOverrides(level=rows[-1].level))
     return summarize(
@@ -77,7 +100,7 @@ def summary(*rows: LevelRow, applied: int, skipped: tuple[str, ...] = ()) -> Mem
             device="cpu",
             plan=plan,
             applied_level=applied,
-            selection=None,
+            selection=selection,
             rows=list(rows),
             skipped=list(skipped),
         ),
@@ -116,6 +139,28 @@ def test_what_the_plan_does_is_counted() -> None:
     assert found.tcgc_container_count == found.total_sliding_count == 1
     assert found.peak_memory_mb == 5.0
     assert found.skipped_errors == 0
+
+
+def test_a_module_whose_parts_are_segments_in_its_place_was_split() -> None:
+    plan = Plan(segments=(A, B1, B2))
+    found = summary(row(0), row(2, plan=plan), applied=2, selection=selected(module("a"), module("b"), module("c")))
+    assert found.spatial_split_count == 1  # b; c was left plain
+    assert found.applied_steps == FOUR[:2]
+
+
+@pytest.mark.parametrize("segments", [(), (B,), (SegmentPlan(path="a"),)])
+def test_a_codec_that_does_not_fit_is_noted_with_a_segment_and_without(segments: tuple[SegmentPlan, ...]) -> None:
+    found = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=selected(module("a")))
+    assert found.notes == [
+        "x_compressor is not used by 'a': it does not make all their inputs in this step smaller without loss, so a "
+        "segment stores them as they are."
+    ]
+    searched = replace(selected(), asked=(module("a"),))  # a search chose no segment of it
+    again = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=searched)
+    assert again.notes == found.notes
+    fitting = selected(module("a", "bit"))
+    again = summary(row(0), row(1, plan=Plan(segments=(B,))), applied=1, selection=fitting)
+    assert again.notes == []
 
 
 def test_codecs_are_counted_by_who_chose_them() -> None:

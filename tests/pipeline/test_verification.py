@@ -76,6 +76,7 @@ def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
         spec=spec,
         carried=ORIGINAL,
         asked_codecs=(),
+        indices=(),
         batch_norms=True,
         trainable_bytes=0,
         batch=SIZES["B"],

@@ -18,7 +18,8 @@ from memopt_cli.plan.block_tree import Block, block_tree
 from memopt_cli.plan.cost_model import KEEP_OP_S, REPEAT_S, SEGMENT_OP_S, SEGMENT_S, CostModel, chunk_counts
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import choices, keep_names
-from memopt_cli.plan.search import Allowed, Solver, _Around
+from memopt_cli.plan.search import Solver
+from memopt_cli.plan.segment_ways import Allowed, Around
 from memopt_cli.records import ChunkRule, Plan, SegmentPlan, StepSettings
 from memopt_cli.step import Step
 from memopt_cli.trace import FakeStep, record, resident_bytes
@@ -210,7 +211,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None)
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
     (block,) = (b for b in block_tree(subject.trace, subject.model.recompute_s) if b.path == "blocks.2")
-    ways = Solver(block, allowed)._as_segment(block, _Around())
+    ways = Solver(block, allowed)._as_segment(block, Around())
     priced = {segment: way.added_s for way in ways for segment in way.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
     for segment, added_s in priced.items():

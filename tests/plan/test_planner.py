@@ -20,7 +20,8 @@ from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.questions import Priced
-from memopt_cli.plan.search import Solver, Way, spent_by
+from memopt_cli.plan.search import Solver
+from memopt_cli.plan.ways import Way, spent_by
 from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan
 from sample_models import gpt
 from tests.plan.subjects import (

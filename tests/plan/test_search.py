@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt_cli.plan import search
+from memopt_cli.plan import ways
 from memopt_cli.plan.block_tree import Block
 from memopt_cli.plan.cost_model import SEGMENT_S, overhead_s
 from memopt_cli.plan.interface import is_within
 from memopt_cli.plan.keeping import Costly, choices
-from memopt_cli.plan.search import Allowed, Limits, Solver, Way, _Around, _pareto, _thinned, spent_by
+from memopt_cli.plan.search import Solver
+from memopt_cli.plan.segment_ways import Allowed, Around
+from memopt_cli.plan.ways import Limits, Way, _pareto, spent_by, thinned
 from memopt_cli.records import ChunkRule, SegmentPlan
 
 BYTES = st.integers(0, 50)
@@ -358,19 +360,19 @@ def test_a_thinned_set_is_spread_out(resident: int) -> None:
         for peak in range(100, 200)
     ]
     most = 32
-    thinned = _thinned(incomparable, most)
-    assert most * 3 // 4 <= len(thinned) <= most
-    assert min(way.peak_bytes for way in thinned) == resident + 100
-    assert max(way.added_s for way in thinned) > 2 * min(way.added_s for way in thinned)
+    left = thinned(incomparable, most)
+    assert most * 3 // 4 <= len(left) <= most
+    assert min(way.peak_bytes for way in left) == resident + 100
+    assert max(way.added_s for way in left) > 2 * min(way.added_s for way in left)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), max_size=60), st.integers(2, 8))
 def test_a_thinned_set_has_no_more_ways_and_none_twice(numbers: list[tuple[int, int, int]], most: int) -> None:
-    ways = [Way(*n) for n in numbers]
-    thinned = _thinned(ways, most)
-    assert len(thinned) == len(set(thinned)) <= most
-    assert min((w.peak_bytes for w in thinned), default=0) == min((w.peak_bytes for w in ways), default=0)
-    assert min((w.added_s for w in thinned), default=0) == min((w.added_s for w in ways), default=0)
+    given = [Way(*n) for n in numbers]
+    left = thinned(given, most)
+    assert len(left) == len(set(left)) <= most
+    assert min((w.peak_bytes for w in left), default=0) == min((w.peak_bytes for w in given), default=0)
+    assert min((w.added_s for w in left), default=0) == min((w.added_s for w in given), default=0)
 
 
 def layers(count: int) -> Block:
@@ -437,8 +439,8 @@ def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() ->
 
 def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    pairs = search._best_pairs
-    monkeypatch.setattr(search, "_best_pairs", lambda own: (compared.append(len(own)), pairs(own))[1])
+    pairs = ways._best_pairs
+    monkeypatch.setattr(ways, "_best_pairs", lambda own: (compared.append(len(own)), pairs(own))[1])
 
     def work(count: int) -> int:
         compared.clear()
@@ -465,7 +467,7 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
     solver = Solver(root, Allowed(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
     chunked, whole = set(), set()
-    for way in solver._as_segment(root.children[0], _Around()):
+    for way in solver._as_segment(root.children[0], Around()):
         (segment,) = way.segments()
         (chunked if segment.chunks > 1 else whole).add(segment.keep)
     assert chunked == {(), ("aten::mm",)}

@@ -9,8 +9,8 @@ import pytest
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import ModuleTree
 from memopt_cli.plan.levels import allowed_at
-from memopt_cli.plan.search import Limits
 from memopt_cli.plan.targets import asked_for, left_out, matching_targets, outermost, segment
+from memopt_cli.plan.ways import Limits
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan, StepTrace
 
 

@@ -415,15 +415,23 @@ def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
         block(torch.randn(6, 4))
 
 
+class Reading(Accumulating):
+    """Reads such a state, and leaves it what it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.state * self.inner.weight[0])
+        return y
+
+
 def test_what_cannot_be_undone_is_refused() -> None:
-    block = Accumulating()
+    block = Reading()
     block(torch.randn(6, 4))
     install_segment(block, EXACT)
-    block.state = block.state * 1
+    block.state = torch.ones(4, requires_grad=True) * 1
     held = block.state
 
     def modify(module: nn.Module, args: Any) -> None:
-        held.mul_(0.5)
+        held.mul_(1)  # to what it was: a change would be one that chunks make once each, and the block would run whole
 
     block.norm.register_forward_pre_hook(modify)
     with pytest.raises(RuntimeError, match="modifies its state in place"):
@@ -453,11 +461,10 @@ class Drifting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
-        self.state, self.calls = torch.ones(2, 4), 0
+        self.state, self.second = torch.ones(2, 4), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 2:
+        if x[0, 0].item() == self.second:
             self.state.add_(1)
         y: Tensor = self.norm((x * self.state[0].clone()).sin())
         return y
@@ -468,6 +475,7 @@ def test_a_state_that_one_chunk_modifies_in_place(chunks: int) -> None:
     net = Drifting()
     install_segment(net, SegmentConfig(chunks=chunks, batch_statistics=True))
     x = leaf(6, 4)
+    net.second = x[6 // chunks, 0].item()
     output = net(x).square().sum()
     if chunks == 2:
         output.backward()

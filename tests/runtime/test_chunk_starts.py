@@ -175,10 +175,10 @@ def test_states_are_not_held_between_forward_and_backward() -> None:
 
 
 class Noisy(Membrane):
-    """Draws."""
+    """Draws, and its state does not depend on it: then it would run whole."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.randn(x.shape[1:]))
+        return super().forward(x) + torch.randn(x.shape[1:])
 
 
 def test_states_that_depend_on_chance_cannot_be_made_again() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 
 BIT = SegmentConfig(compressor="bit")
 
@@ -139,3 +140,52 @@ def test_compiled_autograd() -> None:
     for a, b in zip(plain.parameters(), optimized.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     assert optimized[1][1].calls == 1
+
+
+class Doubled(nn.Module):
+    """Uses one of Python's builtins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x if all(size > 0 for size in x.shape) and isinstance(x, Tensor) else x
+
+
+def test_lifted_modules_are_compiled() -> None:
+    """Globals of generated code, and builtins of what it calls, within other modules and around them."""
+
+    def lifted(*nodes: tuple[Any, ...]) -> LiftedModule:
+        method = ("forward", ((0, "x", ()),), tuple(("y", True) for _ in range(3)), ((), nodes, (2,)))
+        return make_module((1, "Program", (method,), ()), ())
+
+    outer = lifted(
+        ("call", (("first",), "forward"), (0,), (1,), ()), ("call", (("second",), "forward"), (1,), (2,), ())
+    )
+    outer.first = lifted(
+        ("operator", "aten::relu", (0,), (1,), ()), ("operator", "aten::mul.Scalar", (1, (2.0,)), (2,), ())
+    )
+    outer.second = Doubled()
+    x = torch.randn(3, requires_grad=True)
+    for model in (outer, nn.Sequential(outer)):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y.square()
+
+
+def test_a_recurrent_layer_alone_is_compiled() -> None:
+    """The compiler leaves it to Python, and must not look into what a segment then does."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), Recurrent())
+    optimized = copy.deepcopy(plain)
+    install_segment(optimized[1].lstm, SegmentConfig())
+    x = torch.randn(6, 2, 4)
+    expected = left_behind(plain, x)
+    optimized[1].lstm.compile(backend="eager")
+    torch.testing.assert_close(left_behind(optimized, x), expected)

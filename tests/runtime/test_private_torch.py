@@ -623,6 +623,23 @@ def test_cached_parametrizations_are_read_and_put_back() -> None:
         assert linear.weight is weight
 
 
+def test_tables_of_hooks() -> None:
+    module = nn.Linear(1, 1)
+    assert len(list(p.hook_tables(module))) == 7
+    assert len(list(p.global_hook_tables())) == 6
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert sum(handle.id in table for table in p.hook_tables(module)) == 1
+        handle.remove()
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert sum(everywhere.id in table for table in p.global_hook_tables()) == 1
+    everywhere.remove()
+
+
 # ---------------------------------------------------------------------------------------------- optimizers
 
 

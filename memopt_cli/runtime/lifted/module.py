@@ -6,6 +6,8 @@ import copy
 import functools
 import itertools
 import linecache
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_s
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
+from memopt_cli.runtime.variables import names_in
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -66,6 +69,8 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 
 _CLASSES: dict[str, type[LiftedModule]] = {}
+_NUMBERS = itertools.count()
+"""One for each class: traceback and ``torch.compile`` find its code by it."""
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
@@ -112,25 +117,36 @@ def operators_of(module: nn.Module) -> list[str]:
 
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     text, names = generate(program)
-    _, name, methods, _ = program
-    file = f"<lifted {name} {len(_CLASSES)}>"
-    # PyTorch imports lazily, with the import of whoever runs; generated code itself cannot name it.
-    namespace: dict[str, Any] = {
-        "__builtins__": {"__import__": __import__},
-        "__name__": __name__,
-        **FUNCTIONS,
-        **names,
-    }
+    _, name, methods, functions = program
+    number = next(_NUMBERS)
+    file = f"<lifted {name} {number}>"
     try:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgram(f"Python cannot compile it ({err})") from err
+    used = names_in(code)
+    # Python would look for any other name among its builtins, too.
+    if unknown := (used.globals | used.modules) - {*FUNCTIONS, *names, *(function[0] for function in functions)}:
+        raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
+    namespace = _namespace(number, {**FUNCTIONS, **names})
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
     if any(map(is_further_call, body)):
         body["forward"] = _running_further_calls(body.get("forward", nn.Module.forward))
     return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})
+
+
+def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
+    """The globals of generated code, those of a module of their own, which Python can import.
+
+    ``torch.compile`` reads globals by the module's name, and Python's builtins of whoever is compiled there, for what
+    PyTorch's and our own functions use; PyTorch imports lazily, with the import found there.
+    """
+    module = types.ModuleType(f"{__package__}.program_{number}")
+    sys.modules[module.__name__] = module
+    vars(module).update(names)
+    return vars(module)
 
 
 def _running_further_calls(forward: Callable[..., Any]) -> Callable[..., Any]:

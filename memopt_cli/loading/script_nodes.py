@@ -1,0 +1,331 @@
+"""The nodes of a TorchScript graph, as those of a program of :mod:`memopt_cli.runtime.lifted`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
+from memopt_cli.runtime.lifted.program import is_attribute, is_constant, is_method, is_parameter, without_unused
+from memopt_cli.runtime.private_torch import children_of
+
+Path = tuple[str, ...]
+
+_RENAMING = ("prim::unchecked_cast", "prim::unchecked_unwrap_optional", "aten::_unwrap_optional", "prim::annotate")
+
+
+class Unliftable(Exception):
+    """Something in a graph that has no stored form; the message names it and its source line."""
+
+
+def find_module(script: Any, path: Path) -> Any:
+    """The module at a path; ``None`` if there is none."""
+    for name in path:
+        script = children_of(script)[name] if script is not None and name in children_of(script) else None
+    return script
+
+
+class LiftedGraph:
+    """One graph, and what is known of its values while it is lifted."""
+
+    def __init__(
+        self,
+        graph: Any,
+        mutable: frozenset[str],
+        function_name: Callable[[str], str],
+        script: torch.jit.ScriptModule | None = None,
+        constants: list[Tensor] | None = None,
+    ) -> None:
+        """``function_name``: the name that a function, by its qualified name, has in the program."""
+        self._graph = graph
+        self.script = script
+        self.mutable = mutable
+        self.function_name = function_name
+        self.constants = constants
+        self.hints: list[tuple[str, bool]] = []
+        self.operands: dict[str, Any] = {}
+        """Name of a value in the graph -> operand."""
+        self.paths: dict[str, Path] = {}
+        """Name of a module in the graph -> its path."""
+        self._values: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
+        """Name of a tensor that was made of an integer -> that integer's operand."""
+        self.contexts: dict[str, bool] = {}
+        """Name of an object for ``with`` -> whether gradients are recorded there."""
+        self._exit: Any = None
+        """Where the last ``with`` block ended."""
+        self.called: dict[str, str] = {}
+        """Name of a function in the graph -> its qualified name."""
+
+    def method(self, name: str, schema: Any, *, own: bool) -> tuple[Any, ...]:
+        """The stored form.  Raises :class:`Unliftable`."""
+        inputs = list(self._graph.inputs())
+        if own:
+            self.paths[inputs[0].debugName()] = ()
+        parameters = []
+        for value, argument in zip(inputs[own:], schema.arguments[own:], strict=True):
+            if not is_parameter(argument.name):
+                raise Unliftable(f"an argument named {argument.name}")
+            default = (_constant(argument.default_value, value.node()),) if argument.has_default_value() else ()
+            parameters.append((self.value(value, argument.name), argument.name, default))
+        block = self.block(self._graph, parameters=False)
+        return name, tuple(parameters), tuple(self.hints), block
+
+    def block(self, block: Any, *, parameters: bool = True) -> tuple[Any, ...]:
+        values = tuple(map(self.value, block.inputs())) if parameters else ()
+        nodes = self._sequence(block.nodes(), None)
+        results = tuple(map(self.operand, block.outputs()))
+        return values, without_unused(nodes, results), results
+
+    def _sequence(self, nodes: Iterator[Any], context: str | None) -> tuple[tuple[Any, ...], ...]:
+        """The stored nodes of a block, or of the rest of a ``with`` block, whose context is that value."""
+        stored: list[tuple[Any, ...]] = []
+        for node in nodes:
+            kind = node.kind()
+            name = node.inputsAt(0).debugName() if node.inputsSize() else ""
+            if kind == "prim::Exit" and name == context:
+                self._exit = node
+                break
+            if kind == "prim::Enter" and name in self.contexts:
+                stored.append(self._with(nodes, name))
+            else:
+                stored.extend(self._node(node))
+        return tuple(stored)
+
+    def _with(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
+        before = len(self.operands)
+        inner = self._sequence(nodes, context)
+        defined = {value for node in inner for value in node[3]}
+        added = [*itertools.islice(reversed(self.operands.items()), len(self.operands) - before)][::-1]
+        names = [name for name, operand in added if type(operand) is int and operand in defined]
+        needed = [name for name in names if any(use.user.isAfter(self._exit) for use in self._values[name].uses())]
+        results = tuple(self.operands[name] for name in needed)
+        outputs = tuple(self.value(self._values[name]) for name in needed)
+        return "grad", self.contexts[context], (), outputs, (((), inner, results),)
+
+    def value(self, value: Any, hint: str | None = None) -> int:
+        name = value.debugName()
+        if hint is None:
+            hint = "" if name.isdecimal() else name.partition(".")[0]
+        self.hints.append((hint, "Tensor" in value.type().str() or "Any" in value.type().str()))
+        self.operands[name] = len(self.hints) - 1
+        self._values[name] = value
+        return len(self.hints) - 1
+
+    def operand(self, value: Any) -> Any:
+        name = value.debugName()
+        if name not in self.operands:
+            raise Unliftable(f"a value of type {value.type().str()} ({_where(value.node())})")
+        return self.operands[name]
+
+    def _node(self, node: Any) -> list[tuple[Any, ...]]:
+        """The nodes that stand for one node of the graph; none for one that only names something."""
+        kind = node.kind()
+        if kind in _RENAMING:
+            self.operands[node.output().debugName()] = self.operand(node.input())
+            return []
+        special = _SPECIAL.get(kind)
+        return special(self, node) if special is not None else _operator(self, node)
+
+    def plain(self, kind: str, node: Any, detail: Any = None, skip: int = 0) -> list[tuple[Any, ...]]:
+        """A node whose operands are the graph's, after the first ``skip``."""
+        operands = tuple(self.operand(value) for value in list(node.inputs())[skip:])
+        return [(kind, detail, operands, tuple(map(self.value, node.outputs())), ())]
+
+
+# ---------------------------------------------------------------------------------------------- nodes
+
+
+def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    key = node.schema().partition("(")[0] if "(" in node.schema() else node.kind()
+    key = key if "::" in key else node.kind()
+    if key in EXPRESSIONS:
+        made = graph.plain("operator", node, key)
+        if EXPRESSIONS[key].alias and made[0][3]:
+            graph.operands[node.output().debugName()] = made[0][2][0]
+            made[0] = (*made[0][:3], (), ())
+        return made
+    operator = find_operator(key)
+    if operator is None:
+        raise Unliftable(f"the operator {key} ({_where(node)})")
+    if node.outputsSize() <= 1:
+        return graph.plain("operator", node, key)
+    # Several outputs are a tuple that is taken apart.
+    graph.hints.append(("outputs", True))
+    whole = len(graph.hints) - 1
+    ((_, _, operands, outputs, _),) = graph.plain("operator", node, key)
+    return [("operator", key, operands, (whole,), ()), ("unpack", None, (whole,), outputs, ())]
+
+
+def _number(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    """A size as a tensor, as tracing records it: remembered, for it is mostly made a number again."""
+    if node.input().type().kind() == "IntType":
+        graph.numbers[node.output().debugName()] = graph.operand(node.input())
+    return _operator(graph, node)
+
+
+def _integer(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    number = graph.numbers.get(node.input().debugName())
+    if number is None:
+        return _operator(graph, node)
+    graph.operands[node.output().debugName()] = number
+    return []
+
+
+def _constant_node(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    value, kind = node.output(), node.output().type().kind()
+    if kind == "FunctionType":
+        graph.called[value.debugName()] = value.type().annotation_str
+        return []
+    content = value.toIValue()
+    if isinstance(content, Tensor):
+        return _tensor(graph, value, content, node)
+    if isinstance(content, torch.device):
+        return [("device", str(content), (), (graph.value(value, "device"),), ())]
+    graph.operands[value.debugName()] = (_constant(content, node),)
+    return []
+
+
+def _tensor(graph: LiftedGraph, value: Any, content: Tensor, node: Any) -> list[tuple[Any, ...]]:
+    if graph.constants is None:
+        raise Unliftable(f"a constant tensor in a function ({_where(node)})")
+    graph.constants.append(content)
+    return [("tensor", len(graph.constants) - 1, (), (graph.value(value, "constant"),), ())]
+
+
+def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    path = _attribute(graph, node)
+    if node.output().type().kind() in ("ClassType", "InterfaceType"):
+        if find_module(graph.script, path) is None:
+            raise Unliftable(f"an object of {node.output().type().str()} ({_where(node)})")
+        graph.paths[node.output().debugName()] = path
+        return []
+    kind = "get" if path[-1] in graph.mutable else "parameter"
+    return [(kind, path, (), (graph.value(node.output(), path[-1]),), ())]
+
+
+def _attribute(graph: LiftedGraph, node: Any) -> Path:
+    owner, name = node.inputsAt(0), node.s("name")
+    if owner.debugName() not in graph.paths:
+        raise Unliftable(f"the attribute {name} of {owner.type().str()} ({_where(node)})")
+    if not is_attribute(name):
+        raise Unliftable(f"an attribute named {name} ({_where(node)})")
+    return (*graph.paths[owner.debugName()], name)
+
+
+def _create(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    kind = node.output().type().str().removeprefix("__torch__.torch.autograd.grad_mode.")
+    if kind not in ("no_grad", "enable_grad"):
+        raise Unliftable(f"an object of {node.output().type().str()} ({_where(node)})")
+    graph.contexts[node.output().debugName()] = kind == "enable_grad"
+    return []
+
+
+def _set_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    path = _attribute(graph, node)
+    if path[-1] == "training" or not path[-1].isidentifier():
+        raise Unliftable(f"the attribute {path[-1]} is set ({_where(node)})")
+    return graph.plain("set", node, path, skip=1)
+
+
+def _call_method(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    owner, name = node.inputsAt(0), node.s("name")
+    if owner.debugName() in graph.contexts and name == "__init__":
+        graph.operands[node.output().debugName()] = (None,)
+        return []
+    if owner.debugName() not in graph.paths:
+        raise Unliftable(f"the method {name} of {owner.type().str()} ({_where(node)})")
+    if not is_method(name):
+        raise Unliftable(f"a method named {name} ({_where(node)})")
+    return graph.plain("call", node, (graph.paths[owner.debugName()], name), skip=1)
+
+
+def _call_function(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    return graph.plain("function", node, graph.function_name(graph.called[node.inputsAt(0).debugName()]), skip=1)
+
+
+def _if(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    condition = graph.operand(node.input())
+    blocks = tuple(map(graph.block, node.blocks()))
+    return [("if", None, (condition,), tuple(map(graph.value, node.outputs())), blocks)]
+
+
+def _loop(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    operands = tuple(map(graph.operand, node.inputs()))
+    blocks = tuple(map(graph.block, node.blocks()))
+    return [("loop", None, operands, tuple(map(graph.value, node.outputs())), blocks)]
+
+
+def _make_tuple(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    kind = node.output().type()
+    fields = _fields(kind)
+    if not fields:
+        return graph.plain("tuple", node)
+    return graph.plain("named", node, (kind.annotation_str.rpartition(".")[2], fields))
+
+
+def _tuple_item(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    index = graph.operand(node.inputsAt(1))
+    if type(index) is not tuple or type(index[0]) is not int:
+        raise Unliftable(f"a tuple indexed by a variable ({_where(node)})")
+    return [("item", index[0], (graph.operand(node.inputsAt(0)),), tuple(map(graph.value, node.outputs())), ())]
+
+
+def _raise(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    return [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())]
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    """The names of a named tuple's fields; none for a plain tuple."""
+    named = kind.str().startswith("NamedTuple(")
+    return tuple(re.findall(r"[(,] ?(\w+) :", kind.str())[: len(kind.elements())]) if named else ()
+
+
+def _constant(value: Any, node: Any) -> Any:
+    stored = tuple(value) if isinstance(value, list) else value
+    if isinstance(stored, torch.dtype):
+        stored = DTYPES.index(str(stored).removeprefix("torch."))
+    if not is_constant(stored):
+        raise Unliftable(f"a constant {type(value).__name__} ({_where(node)})")
+    return stored
+
+
+def _where(node: Any) -> str:
+    """``file line 12`` of a node, as the archive has it; of its neighbour if it has none."""
+    lines = (re.search(r'File "([^"]*)", line (\d+)', n.sourceRange()) for n in (node, *node.owningBlock().nodes()))
+    found = next(filter(None, lines), None)
+    return f"{found[1]} line {found[2]}" if found else "no source line"
+
+
+_Lift = Callable[[LiftedGraph, Any], list[tuple[Any, ...]]]
+
+
+def _as(kind: str) -> _Lift:
+    return lambda graph, node: graph.plain(kind, node)
+
+
+_SPECIAL: dict[str, _Lift] = {
+    "prim::Constant": _constant_node,
+    "prim::GetAttr": _get_attribute,
+    "prim::CreateObject": _create,
+    "prim::NumToTensor": _number,
+    "aten::Int": _integer,
+    "prim::SetAttr": _set_attribute,
+    "prim::CallMethod": _call_method,
+    "prim::CallFunction": _call_function,
+    "prim::If": _if,
+    "prim::Loop": _loop,
+    "prim::TupleConstruct": _make_tuple,
+    "prim::TupleIndex": _tuple_item,
+    "prim::RaiseException": _raise,
+    "prim::ListConstruct": _as("list"),
+    "prim::DictConstruct": _as("dict"),
+    "prim::TupleUnpack": _as("unpack"),
+    "prim::ListUnpack": _as("unpack"),
+    "prim::Uninitialized": _as("none"),
+}

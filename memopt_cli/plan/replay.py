@@ -1,0 +1,411 @@
+"""A recorded step under a plan: its operators in their new order, and the bytes alive after each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.records import (
+    ModuleCall,
+    OpTrace,
+    SegmentPlan,
+    StepTrace,
+    StorageTrace,
+)
+
+
+def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
+    """What the states that chunks start from take: between forward and backward, and at most in backward.
+
+    ``state_bytes``: of one of them.  Recomputed ones are bisected (:mod:`memopt_cli.runtime.chunk_starts`).
+    """
+    if segment.chunks == 1:
+        return 0, 0
+    if segment.recompute_states:
+        return 0, state_bytes * ((segment.chunks - 2).bit_length() + 1)
+    held = state_bytes * (segment.chunks - 1)
+    return held, held
+
+
+@dataclass(slots=True, eq=False)
+class ReplayedSegment:
+    """One recomputation: a call of a segment, run again right before its backward."""
+
+    call: ModuleCall
+    segment: SegmentPlan
+    parent: ReplayedSegment | None
+    """The segment's call that it lies in."""
+    offset: int = 0
+    """Instant at which the recomputation starts."""
+    stop: int = 0
+    """Operator before which the recomputation ends: nothing from there on is kept for backward."""
+    joined: int = 0
+    """Instant at which chunks join the pieces of the input's gradient."""
+    first_saver: int | None = None
+    """The first operator within that autograd saves something for: backward comes to it last."""
+    shares: float = 1.0
+    """The whole over the longest chunk, that of the blocks around it multiplied in."""
+    longest_adds_in_place: bool = False
+    """Of chunks: the longest comes after two others in backward."""
+    packed: dict[int, int] = field(default_factory=dict)
+    """Storages that are stored packed -> bytes."""
+    kept: frozenset[int] = frozenset()
+    """Operators whose outputs it keeps."""
+    state_bytes: int = 0
+    """What one chunk leaves to the next in attributes."""
+    keeps_graph: bool = False
+    """The state that it leaves keeps a part of the graph that backward does not come by."""
+    outwards: tuple[ReplayedSegment | None, ...] = ()
+    """The block, those around it, and at last the first forward (``None``)."""
+
+    def __post_init__(self) -> None:
+        self.outwards = (self, *_outwards(self.parent))
+
+
+LEAST_PACKED_BYTES = 4096
+"""Smaller tensors are saved as they are (see :mod:`memopt_cli.runtime.packing`)."""
+
+
+class Original:
+    """What every replay of a recorded step needs to know of it."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        self.forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self.backward_end = _innermost_backward_end(trace, self.forward_ops)
+        self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+        self.savers = [[op for op in s.saved_by if op < self.forward_ops] for s in trace.storages]
+        """Of every storage, the operators of forward that autograd keeps it for."""
+        self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
+        """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
+
+
+class _Order:
+    """The instants of a step under a plan."""
+
+    def __init__(self, trace: StepTrace, blocks: Sequence[ReplayedSegment]) -> None:
+        self.length = 0
+        """Instants in all."""
+        self.place = self._lay_out(len(trace.ops), blocks)
+        """Instant of every original operator."""
+
+    def _lay_out(self, ops: int, blocks: Sequence[ReplayedSegment]) -> list[int]:
+        """Instant of every original operator; recomputations stand right before the backward they serve.
+
+        Chunks join the pieces of their input's gradient at an instant behind it.
+        """
+        starting: dict[int, list[ReplayedSegment]] = defaultdict(list)
+        joining: dict[int, list[ReplayedSegment]] = defaultdict(list)
+        for block in blocks:
+            starting[block.call.backward_start].append(block)
+            if block.segment.chunks > 1:
+                joining[block.call.backward_end].insert(0, block)
+        place, now = [], 0
+        for index in range(ops + 1):
+            for block in joining.get(index, ()):
+                block.joined = now
+                now += 1
+            if index == ops:
+                break
+            for block in starting.get(index, ()):
+                block.offset = now
+                now += block.stop - block.call.start
+            place.append(now)
+            now += 1
+        self.length = now
+        return place
+
+    def at(self, block: ReplayedSegment | None, op: int) -> int:
+        """The instant at which an operator runs, in the first forward or in a recomputation."""
+        return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
+
+    def after(self, op: int | None) -> int:
+        """The instant right after the operator before ``op``, in the original order; ``None``: the end."""
+        return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
+
+    def end_of(self, block: ReplayedSegment) -> int:
+        """The instant at which a recomputation ends."""
+        return block.offset + block.stop - block.call.start
+
+
+class _Ledger:
+    """Bytes at every instant."""
+
+    def __init__(self, length: int) -> None:
+        self.change = [0] * (length + 1)
+        self.extra = [0] * (length + 1)
+        self.behind = [0] * (length + 1)
+        """What there is for a moment when an operator has run, and what it alone needed is gone."""
+        self._freed = [0] * (length + 1)
+
+    def live(self, start: int, end: int, nbytes: int) -> None:
+        """So many bytes, from one instant to before another."""
+        if end > start:
+            self.change[start] += nbytes
+            self.change[end] -= nbytes
+            self._freed[end] += nbytes
+
+    def highest(self, before: int) -> tuple[int, int]:
+        """The most bytes, and the instant; ``before``: what is there when the step begins."""
+        alive, best, at = before, -1, 0
+        for instant in range(len(self.change) - 1):
+            alive += self.change[instant]
+            behind = self.behind[instant] and self.behind[instant] - self._freed[instant + 1]
+            most = alive + max(self.extra[instant], behind)
+            if most > best:
+                best, at = most, instant
+        return best, at
+
+
+class _Lives:
+    """Until when storages are held, and by what, in a step under a plan."""
+
+    def __init__(
+        self, original: Original, blocks: Sequence[ReplayedSegment], inner: list[ReplayedSegment | None], order: _Order
+    ) -> None:
+        self._original = original
+        self._inner = inner
+        self._order = order
+        self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
+        for block in blocks:
+            for index in block.call.inputs:
+                self._by_input[index].append(block)
+
+    def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
+        """The operators that autograd keeps a storage for, by the innermost block around them."""
+        savers: dict[ReplayedSegment | None, list[int]] = {}
+        for op in self._original.savers[index]:
+            savers.setdefault(self._inner[op], []).append(op)
+        return savers
+
+    def forward_end(self, storage: StorageTrace, block: ReplayedSegment | None) -> int:
+        if block is None:
+            return self._order.after(storage.died if storage.freed is None else storage.freed)
+        freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
+        return self._order.at(block, freed)
+
+    def release(self, storage: StorageTrace, savers: list[int]) -> int:
+        """When autograd lets go of it: its first user in forward is the last in backward.
+
+        That is when it died, if nobody else held it longer: what is made again nobody else holds.
+        """
+        first = min(savers)
+        if first == min(storage.saved_by) and storage.died != storage.freed:
+            return self._order.after(storage.died)
+        return self._order.after(self._original.backward_end[first])
+
+    def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
+        """The segments right inside ``block`` that hold this storage as their input, as it is."""
+        for held in self._by_input.get(index, ()):
+            if held.parent is block and index not in held.packed and storage.born < held.call.start:
+                yield held
+
+    def held_until(self, index: int, block: ReplayedSegment) -> int:
+        """When a segment lets go of its input: where backward has used all that was saved within.
+
+        The recomputation around another segment gives it away.
+        """
+        if block.parent is None and block.first_saver is not None:
+            return max(self._order.end_of(block), self._order.after(self._original.backward_end[block.first_saver]))
+        saved = any(block in _outwards(saver) for saver in self.savers_in(index))
+        return self._order.after(block.call.backward_end) if saved else self._order.end_of(block)
+
+    def escapes(
+        self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
+    ) -> bool:
+        outlives = storage.freed is None or storage.freed > block.call.end
+        return outlives or any(block not in _outwards(saver) for saver in savers)
+
+
+class Replay:
+    """The operators of a step under a plan, in their new order, and the bytes alive after each."""
+
+    def __init__(self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool) -> None:
+        self.blocks = blocks
+        self.packed_away: list[int] = []
+        """Of every storage that is packed outside of segments, the bytes before packing."""
+        self._packed = packed
+        self._original = original
+        self._trace = trace = original.trace
+        self._inner: list[ReplayedSegment | None] = [None] * len(trace.ops)
+        """The innermost block around every operator, of forward and of backward."""
+        for block in blocks:
+            call = block.call
+            self._inner[call.start : call.end] = [block] * (call.end - call.start)
+            backward = range(call.backward_start, call.backward_end)
+            self._inner[backward.start : backward.stop] = [block] * len(backward)
+        self._order = _Order(trace, blocks)
+        self._lives = _Lives(original, blocks, self._inner, self._order)
+        self._ledger = _Ledger(self._order.length)
+
+    # ------------------------------------------------------------------------------------------ bytes
+
+    def peak(self) -> tuple[int, OpTrace]:
+        """The most bytes at any instant, kernel workspace included, and the operator that runs then."""
+        for index, storage in enumerate(self._trace.storages):
+            if storage.born < 0:
+                self._end_of_existing(storage)
+            elif storage.born < self._original.forward_ops:
+                self._forward_life(index, storage)
+            else:
+                self._backward_life(storage)
+        for block in self.blocks:
+            self._add_stored_input(block)
+            if block.segment.chunks > 1:
+                self._add_chunks(block)
+        operators = self._add_workspaces()
+        best, at = self._ledger.highest(self._original.held_before)
+        return best, operators[at]
+
+    def _end_of_existing(self, storage: StorageTrace) -> None:
+        if storage.died is not None:
+            self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
+
+    def _forward_life(self, index: int, storage: StorageTrace) -> None:
+        """In the first forward, and again in every recomputation around it."""
+        inner = self._inner[storage.born]
+        around = _outwards(inner)
+        savers = self._lives.savers_in(index)
+        keeps = inner is not None and storage.born in inner.kept
+        start, last = self._order.at(None, storage.born), self._order.end_of(inner) if inner else 0
+        for depth, block in enumerate(around):
+            if block is not None and storage.born >= block.stop:
+                continue
+            end = self._lives.forward_end(storage, block)
+            if savers.get(block) and block is None and self._packs(storage):
+                self._add_packed(storage, savers[None])
+            elif savers.get(block):
+                end = max(end, self._lives.release(storage, savers[block]))
+            for held in self._lives.holders(index, storage, block):
+                # The graph that is left keeps the input of the recomputation.
+                end = self._order.length if held.keeps_graph else max(end, self._lives.held_until(index, held))
+            if keeps:
+                last = max(last, end)
+                continue
+            inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
+            shares = inside[0].shares if inside else block.shares if block else 1
+            self._ledger.live(self._order.at(block, storage.born), end, int(storage.nbytes / shares))
+        if keeps:
+            self._ledger.live(start, last, storage.nbytes)
+
+    def _packs(self, storage: StorageTrace) -> bool:
+        return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
+
+    def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
+        """Packed when the first operator saves it; whole again for an instant where backward uses it."""
+        self.packed_away.append(storage.nbytes)
+        start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
+        self._ledger.live(start, end, storage.packed_bytes)
+        if 0 < end <= self._order.length:
+            self._ledger.extra[end - 1] += storage.nbytes
+
+    def _backward_life(self, storage: StorageTrace) -> None:
+        block = self._inner[storage.born]
+        start, shares = self._order.place[storage.born], 1.0
+        if block is not None and storage.kind == "gradients":
+            self._add_pieces_of_gradient(block, storage)
+        elif block is not None:
+            around = [b for b in block.outwards if b is not None]
+            left = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
+            outer = left[-1].parent if left else block
+            shares = outer.shares if outer else 1.0
+            chunked = [b for b in left if b.segment.chunks > 1]
+            if chunked:  # the pieces come first: see :meth:`_add_chunks`
+                whole = chunked[-1].joined
+                self._ledger.live(start, whole, int(storage.nbytes / block.shares))
+                start = whole
+        self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
+
+    def _add_pieces_of_gradient(self, block: ReplayedSegment, storage: StorageTrace) -> None:
+        """Of a parameter in chunks: that of all chunks so far is there from the first on, and each adds its own.
+
+        A product is transposed, and autograd adds to no view in place: the first sum is one more, when what the node
+        of autograd used is gone.  The longest chunk comes last in backward, and adds to that sum in place.
+        """
+        chunked = [b for b in block.outwards if b is not None and b.segment.chunks > 1]
+        if chunked:
+            end = self._end_of_node(storage)
+            self._ledger.live(
+                self._order.place[chunked[-1].call.backward_start], self._order.place[storage.born], storage.nbytes
+            )
+            for op in range(storage.born, end):
+                self._ledger.extra[self._order.place[op]] += storage.nbytes
+            if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
+                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes
+
+    def _end_of_node(self, gradient: StorageTrace) -> int:
+        """The operator behind those that make the gradients of one module's parameters, one after the other."""
+        makers, end = self._original.makers, gradient.born + 1
+        while end < len(self._trace.ops) and makers.get(end, gradient.module) == gradient.module:
+            end += 1
+        return end
+
+    def _add_stored_input(self, block: ReplayedSegment) -> None:
+        """A packed input lives from the segment's start; unpacked it is one tensor more while it is needed."""
+        start = self._order.at(block.parent, block.call.start)
+        for index, packed_bytes in block.packed.items():
+            nbytes = self._trace.storages[index].nbytes
+            self._ledger.live(start, block.offset, packed_bytes)
+            self._ledger.live(block.offset, self._lives.held_until(index, block), nbytes // block.segment.chunks)
+
+    def _add_chunks(self, block: ReplayedSegment) -> None:
+        """What chunks hold beside their share: states, and of output and input gradient both pieces and whole.
+
+        In backward states are used up while the pieces of the input's gradient are made.
+        """
+        storages = self._trace.storages
+        share = int(block.parent.shares) if block.parent else 1
+        outputs = sum(storages[s].nbytes for s in block.call.outputs if storages[s].born >= block.call.start)
+        for around in _outwards(block.parent):
+            if around is None or block.call.end <= around.stop:
+                self._ledger.extra[self._order.at(around, block.call.end - 1)] += outputs // share
+        backward = range(block.call.backward_start, block.call.backward_end)
+        gradients = sum(
+            s.nbytes
+            for s in storages
+            if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
+        )
+        self._ledger.extra[block.joined] += gradients // share
+        segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
+        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
+        pieces = gradients - gradients // segment.chunks
+        self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
+        self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
+
+    def _add_workspaces(self) -> list[OpTrace]:
+        """The operator that runs at every instant."""
+        ops = self._trace.ops
+        running: list[OpTrace] = [ops[0]] * self._order.length
+
+        def run(instant: int, op: OpTrace, shares: float) -> None:
+            running[instant] = op
+            fixed = op.fixed_workspace_bytes
+            self._ledger.extra[instant] += fixed + int((op.workspace_bytes - fixed) / shares)
+
+        for index, op in enumerate(ops):
+            inner = self._inner[index]
+            run(self._order.place[index], op, inner.shares if inner else 1)
+        for block in self.blocks:
+            if block.segment.chunks > 1:
+                running[block.joined] = ops[block.call.backward_end - 1]
+        for block in self.blocks:
+            for index in range(block.call.start, block.stop):
+                if index in block.kept:
+                    continue
+                inner = self._inner[index]
+                run(self._order.at(block, index), ops[index], inner.shares if inner else 1)
+        return running
+
+
+def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
+    """The block, those around it, and at last the first forward (``None``)."""
+    return (None,) if block is None else block.outwards
+
+
+def _innermost_backward_end(trace: StepTrace, forward_ops: int) -> list[int]:
+    """For every operator of forward, where the backward of the innermost module around it ends."""
+    ends = [len(trace.ops)] * forward_ops
+    for call in trace.calls:
+        ends[call.start : call.end] = [call.backward_end] * (call.end - call.start)
+    return ends

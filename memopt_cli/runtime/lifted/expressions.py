@@ -1,0 +1,194 @@
+"""How values are written: by the names of their variables, or as what gives them, where they are used once."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from memopt_cli.runtime.lifted.arguments import checked, codes_of
+from memopt_cli.runtime.lifted.layout import Block, Node
+from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
+from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, tuple_name
+from memopt_cli.runtime.lifted.variables import Variables
+from memopt_cli.runtime.private_torch import schema_of
+
+Names = dict[str, Any]
+"""What generated code names besides its own variables and :data:`FUNCTIONS`."""
+
+_SIMPLE: Final = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
+
+
+class Expressions:
+    """Those of one function or method."""
+
+    def __init__(self, names: Names, arguments: set[str], variables: Variables) -> None:
+        """``names``: of the whole program, to which are added those that are used; ``arguments``: the function's."""
+        self._names = names
+        self._arguments = arguments
+        self._variables = variables
+        self._inline: dict[int, Callable[[], str]] = {}
+        """Values that have no variable: how they are written where they are used."""
+
+    def write_inline(self, node: Node) -> None:
+        """A node's value is written wherever it is used."""
+        self._inline[node[3][0]] = self.of(node)
+
+    def is_inline(self, operand: Any) -> bool:
+        """Whether a value has no variable."""
+        return operand in self._inline
+
+    def global_name(self, name: str) -> str:
+        """One of :data:`FUNCTIONS` or a library of operators, also where an argument has its name."""
+        known = FUNCTIONS.get(name, self._names.get(name))
+        if known is None or name not in self._arguments:
+            return name
+        while name in self._arguments:
+            name = f"{name}_"
+        self._names[name] = known
+        return name
+
+    def text(self, operand: Any) -> str:
+        """A value, where it stands alone."""
+        if type(operand) is tuple:
+            return literal(operand[0], self.global_name("math"))
+        if operand in self._inline:
+            return self._inline[operand]()
+        name = self._variables.name(operand)
+        assert name is not None, "the program was checked"
+        return name
+
+    def _operand(self, operand: Any) -> str:
+        """As part of a larger expression."""
+        text = self.text(operand)
+        return text if isinstance(ast.parse(text, mode="eval").body, _SIMPLE) else f"({text})"
+
+    def of(self, node: Node) -> Callable[[], str]:
+        """How a node is written as an expression, when its operands have their variables."""
+        kind, detail, operands, _, blocks = node
+
+        def listed() -> str:
+            return ", ".join(map(self.text, operands))
+
+        def pairs() -> str:
+            texts = list(map(self.text, operands))
+            key_of = self.global_name("key_of")
+            return ", ".join(f"{key_of}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
+
+        forms: dict[str, Callable[[], str]] = {
+            "operator": lambda: self._operator(detail, operands),
+            "call": lambda: self._call(detail[0], detail[1], operands),
+            "function": lambda: f"{detail}({listed()})",
+            "get": lambda: self.attribute(detail),
+            "parameter": lambda: self.attribute(detail),
+            "tensor": lambda: f"self._constants[{detail}]",
+            "device": lambda: f"{self.global_name('device')}({detail!r})",
+            "home": lambda: f"self._home({detail!r})",
+            "tuple": lambda: f"({listed()},)" if len(operands) == 1 else f"({listed()})",
+            "list": lambda: f"[{listed()}]",
+            "dict": lambda: f"{{{pairs()}}}",
+            "named": lambda: self._named(detail, operands),
+            "unpack": listed,
+            "item": lambda: f"{self._operand(operands[0])}[{detail}]",
+            "slice": lambda: f"{self._operand(operands[0])}[{detail[0]}:{detail[1]}]",
+            "none": lambda: "None",
+            "if": lambda: self._choice(operands[0], blocks),
+        }
+        return forms[kind]
+
+    # ------------------------------------------------------------------------------------------ operators
+
+    def _operator(self, key: str, operands: tuple[Any, ...]) -> str:
+        if key not in EXPRESSIONS:
+            return self._tensor_operator(key, operands)
+
+        template = re.sub(r"\b[a-z_]+(?=[(.])", lambda name: self.global_name(name[0]), EXPRESSIONS[key].template)
+
+        def fill(slot: re.Match[str]) -> str:
+            if slot[1] == "...":
+                return ", ".join(map(self.text, operands))
+            enclosed = template[slot.start() - 1] in "([, :" and template[slot.end() : slot.end() + 1] in tuple(")],:")
+            return (self.text if enclosed else self._operand)(operands[int(slot[1])])
+
+        return re.sub(r"\{(\d+|\.\.\.)\}", fill, template)
+
+    def _tensor_operator(self, key: str, operands: tuple[Any, ...]) -> str:
+        operator = find_operator(key)
+        assert operator is not None, "the program was checked"
+        namespace, _, name = key.partition("::")
+        name = name.replace(".", "_")
+        self._name_operator(namespace, name, operator, operands)
+        arguments = list(zip(schema_of(operator).arguments, operands, strict=True))
+        while arguments and not arguments[-1][0].kwarg_only and _is_default(*arguments[-1]):
+            arguments.pop()
+        texts = [
+            f"{a.name}={self._argument(a, o)}" if a.kwarg_only else self._argument(a, o)
+            for a, o in arguments
+            if not (a.kwarg_only and _is_default(a, o))
+        ]
+        return f"{self.global_name(namespace)}.{name}({', '.join(texts)})"
+
+    def _name_operator(self, namespace: str, name: str, operator: Any, operands: tuple[Any, ...]) -> None:
+        """Let generated code name an operator, behind a check if any of the calls needs one."""
+        with_codes = any(type(operands[position]) is not tuple for position, _ in codes_of(operator))
+        library = self._names.setdefault(namespace, types.SimpleNamespace())
+        if with_codes or not hasattr(library, name):
+            setattr(library, name, checked(operator, with_codes=with_codes))
+
+    def _argument(self, argument: Any, operand: Any) -> str:
+        if type(operand) is tuple and type(operand[0]) is int and argument.name == "dtype" and operand[0] < len(DTYPES):
+            return f"{self.global_name('dtypes')}.{DTYPES[operand[0]]}"
+        return self.text(operand)
+
+    def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:
+        """``a and b``, ``a or b`` or ``b if a else c``."""
+        for block in blocks:
+            self._inline |= {node[3][0]: self.of(node) for node in block[1]}
+        then, otherwise = (block[2][0] for block in blocks)
+        first = self._operand(condition)
+        if repr(otherwise) == "(False,)":  # 0 equals False
+            return first if repr(then) == "(True,)" else f"{first} and {self._operand(then)}"
+        if repr(then) == "(True,)":
+            return f"{first} or {self._operand(otherwise)}"
+        return f"{self._operand(then)} if {first} else {self._operand(otherwise)}"
+
+    def _call(self, path: tuple[str, ...], method: str, operands: tuple[Any, ...]) -> str:
+        arguments = [*map(self.text, operands)]
+        if path and is_further_call(method):  # as a call, so that hooks and segments see it
+            method, arguments = "forward", [*arguments, f"{FURTHER_CALL}={method!r}"]
+        name = "" if path and method == "forward" else f".{method}"
+        return f"{_path(path)}{name}({', '.join(arguments)})"
+
+    def _named(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
+        name, fields = detail
+        self._names[tuple_name(name)] = collections.namedtuple(name, fields)
+        return f"{tuple_name(name)}({', '.join(map(self.text, operands))})"
+
+    def attribute(self, path: tuple[str, ...]) -> str:
+        """One of the module, or of a module within."""
+        owner, name = _path(path[:-1]), path[-1]
+        return f"{owner}.{name}" if is_name(name) else f"{self.global_name('parameter_of')}({owner}, {name!r})"
+
+
+def _path(path: tuple[str, ...]) -> str:
+    """A module; ``self.layers[0]`` would index: one whose name is no identifier is found by it."""
+    return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
+
+
+def literal(value: Any, math: str = "math") -> str:
+    """A constant; ``math``: how the code names that module."""
+    if type(value) is tuple:
+        return f"[{', '.join(literal(item, math) for item in value)}]"
+    if type(value) is float and (value != value or value in (float("inf"), -float("inf"))):
+        return str(value).replace("inf", f"{math}.inf").replace("nan", f"{math}.nan")
+    return repr(value)
+
+
+def _is_default(argument: Any, operand: Any) -> bool:
+    if type(operand) is not tuple or not argument.has_default_value():
+        return False
+    default = argument.default_value
+    return type(default) is type(operand[0]) and default == operand[0]
