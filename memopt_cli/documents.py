@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Mapping
@@ -235,11 +236,32 @@ def _json_escape(character: str) -> str:
     return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
 
 
+def quoted_path(path: str) -> str:
+    """For a hint: one word of a shell that no command takes for a flag, whatever the file is called."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def quoted_flag(flag: str, value: str) -> str:
+    """For a hint: a flag with a value that may come from a file, and looks like no other flag."""
+    return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+
+
 def printable(text: str) -> str:
     """The text with what a terminal would obey, such as escape sequences, spelled out."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text.translate(_SPELLED)
+
+
+class _Spelled:
+    """A table for :meth:`str.translate`, which keeps no list of the characters: one of a whole file takes gigabytes."""
+
+    def __getitem__(self, code: int) -> str:
+        character = chr(code)
+        return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+_SPELLED: Final = _Spelled()
 
 
 def printable_data(data: Any) -> Any:

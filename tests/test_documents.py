@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from memopt_cli import documents
-from memopt_cli.documents import kept_below, read_bytes, read_json
+from memopt_cli.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
 from memopt_cli.errors import BaselineError
 from memopt_cli.write import read_measured
 
@@ -109,3 +110,19 @@ def test_the_bound_is_one_of_values_and_not_of_bytes() -> None:
     assert read_json(json.dumps(["x" * 10**7])) == ["x" * 10**7]
     assert len(read_json("[" + "1," * 10 + "1]")) == 11
     assert documents.MOST_BYTES > 10**7
+
+
+def test_a_long_text_is_made_printable_without_a_list_of_its_characters() -> None:
+    text = "\x7f" * 100_000
+    tracemalloc.start()
+    try:
+        assert printable(text) == "\\x7f" * 100_000
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_hint_quotes_is_no_flag() -> None:
+    assert [quoted_path(name) for name in ("--trust-pickle", "a b")] == ["./--trust-pickle", "'a b'"]
+    assert quoted_flag("--key", "--trust-pickle") == "--key=--trust-pickle"
+    assert quoted_flag("--key", "a b") == "--key 'a b'"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.documents import quoted_flag
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
@@ -104,7 +104,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         if not fitting:
             raise FileFormatError(
                 f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
-                hint=f"Say which, to be told what differs: --key {shlex.quote('.'.join(where))}",
+                hint=f"Say which, to be told what differs: {quoted_flag('--key', '.'.join(where))}",
             )
         notes.append(f"Of the state dicts {names} the first is taken; --key names another.")
     elif where:

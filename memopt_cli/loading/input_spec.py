@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.documents import printable, read_bytes, read_yaml
+from memopt_cli.documents import printable, quoted_path, read_bytes, read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.interface import require_same
@@ -81,7 +81,7 @@ def find_spec(
         if found is None:
             raise UsageError(
                 f"nothing is known of the inputs of {source.location}",
-                hint=_EXAMPLE_LINE.format(model=shlex.quote(source.location)),
+                hint=_EXAMPLE_LINE.format(model=quoted_path(source.location)),
             )
         spec = found
         if given is not None:

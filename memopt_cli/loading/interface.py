@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from torch import nn
 
+from memopt_cli.documents import quoted_path
 from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
 from memopt_cli.units import counted
@@ -60,7 +60,7 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     """The error for a file of weights alone; ``tensors``: how many there are."""
     return FileFormatError(
         f"{path} holds {counted(tensors, 'tensor')} but no model",
-        hint=f"Name the code that builds the model: package.module:callable --weights {shlex.quote(path)}",
+        hint=f"Name the code that builds the model: package.module:callable --weights {quoted_path(path)}",
     )
 
 

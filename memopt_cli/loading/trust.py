@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
-import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
-from memopt_cli.documents import printable
+from memopt_cli.documents import printable, quoted_flag
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
@@ -71,7 +70,7 @@ class Unvouched(UnsafeFileError):
 def as_flags(trust: Trust) -> str:
     """``--allow-package mymodels --code-path train.py``."""
     flags = {"--allow-package": trust.packages, "--allow-global": trust.globals, "--code-path": trust.code_paths}
-    return " ".join(f"{flag} {shlex.quote(value)}" for flag, values in flags.items() for value in values)
+    return " ".join(quoted_flag(flag, value) for flag, values in flags.items() for value in values)
 
 
 def as_python(trust: Trust) -> str:

@@ -26,6 +26,8 @@ _PATIENCE_S = 5.0
 _LOOK_S = 1.0
 """How often a silent subprocess is looked after."""
 _CHUNK = 1 << 20
+_LEAST_BYTES_A_SECOND = 1 << 20
+"""Of a file, in the mean and beyond the time limit."""
 
 Ended = TimedOut | OutOfMemory | Crashed
 """Why a subprocess says nothing more."""
@@ -35,7 +37,7 @@ class Channel:
     """One subprocess and the pipes to it."""
 
     def __init__(self, device: str, timeout_s: float) -> None:
-        """Starts it.  ``timeout_s``: between a message and each part of the answer."""
+        """Starts it.  ``timeout_s``: between a message and the answer, or a part of a file."""
         self._timeout_s = timeout_s
         self._buffer = bytearray()
         self.process: processes.Subprocess | None = None
@@ -66,6 +68,13 @@ class Channel:
     def more_time(self) -> None:
         """What is waited for has the whole time limit from now on."""
         self._deadline = time.monotonic() + self._timeout_s
+
+    def time_for(self, size_bytes: int) -> None:
+        """So many bytes of a file have come, which takes time, but no more than a slow disk does: what comes in drops
+        would never end.
+        """
+        later = self._deadline + size_bytes / _LEAST_BYTES_A_SECOND
+        self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:
         """As much as it takes until the deadline: waiting for the answer, one learns why it was not all of it."""

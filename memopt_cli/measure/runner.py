@@ -92,12 +92,13 @@ class Session:
             received_bytes += left
             if received_bytes > MOST_FILE_BYTES:
                 return channel.nonsense()
-            channel.more_time()  # for each piece
             while left:
                 failure = channel.wait_for(1)
                 if failure is not None:
                     return failure
-                left -= file.write(channel.take(left))
+                written = file.write(channel.take(left))
+                channel.time_for(written)
+                left -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
         """``None``: there is nobody to send it to."""

@@ -15,15 +15,20 @@ SIZE: Final = struct.Struct("!Q")
 """Of what follows, in bytes."""
 MOST_LINE_BYTES: Final = 256 << 20
 """Of a reply: a recorded step of half a million operators."""
+MOST_VALUES: Final = 32 << 20
+"""Separators and escapes of a reply, by which memory goes: such a step has one in eight bytes."""
 MOST_FILE_BYTES: Final = 1 << 40
 
 
 def reply_in(line: bytes) -> Any:
     """The plain values of a reply, in which a difference may be infinite.
 
-    Raises :class:`ValueError`, or :class:`RecursionError`, for what is none.
+    Raises :class:`ValueError`, or :class:`RecursionError`, for what is none: memopt sends printable ASCII.
     """
-    return json.loads(line.decode(), parse_int=whole_number)
+    text = line.decode("ascii").rstrip("\n")
+    if not text.isprintable() or sum(map(text.count, ",:[{\\")) > MOST_VALUES:
+        raise ValueError("it would take far more memory than its length")
+    return json.loads(text, parse_int=whole_number)
 
 
 class Pieces(io.RawIOBase):

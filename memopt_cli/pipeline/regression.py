@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memopt_cli.documents import kept_below
+from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.optimizer_text import is_function
@@ -106,7 +105,7 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
 
 
 def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
-    flags = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in missing.items())
+    flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
         f"{request.baseline_path} names {what}, which only the command line may: "
         f"{', '.join(value[:200] for value in missing.values())}",
@@ -162,7 +161,7 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
             hint="Keep one baseline for each model, and name it with --baseline FILE: "
-            f"memopt baseline {shlex.quote(location)} … -o FILE",
+            f"memopt baseline {quoted_path(location)} … -o FILE",
         )
 
 
@@ -177,8 +176,8 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
 
 
 def _record_anew(request: CheckRequest) -> str:
-    output = f"-o {shlex.quote(request.baseline_path)} --force"
-    location = shlex.quote(request.source.location)
+    output = f"-o {quoted_path(request.baseline_path)} --force"
+    location = quoted_path(request.source.location)
     return f"Record one, with the flags of this check: memopt baseline {location} … {output}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure import channel, processes, runner
+from memopt_cli.measure import channel, processes, runner, wire
 from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, ProbeJob, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
@@ -113,6 +113,17 @@ def test_nonsense_is_a_crash(line: bytes, answering: Answering) -> None:
         assert session.ended
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['"\x7f"', '"é"', f"[{'[],' * 99}[]]", '"' + r"\u001b" * 199 + '"'],
+    ids=["control", "é", "values", "escapes"],
+)
+def test_what_takes_far_more_memory_than_its_length_is_not_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_VALUES", 150)
+    with pytest.raises(ValueError, match=r"memory|ascii"):
+        wire.reply_in(line.encode() + b"\n")
+
+
 def test_a_failure_is_believed(answering: Answering) -> None:
     with answering(iter([json.dumps(FAILED).encode() + b"\n"])) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == StepFailed(message="x")
@@ -150,3 +161,9 @@ def test_a_file(pieces: Any, answering: Answering, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "MOST_FILE_BYTES", 1 << 20)
     with open(os.devnull, "wb") as file, answering(iter(pieces)) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == NONSENSE
+
+
+def test_a_file_that_comes_in_drops_runs_out_of_time(answering: Answering) -> None:
+    """Each of them in time."""
+    with open(os.devnull, "wb") as file, answering(repeat(SIZE.pack(1) + b"x"), timeout_s=0.1) as session:
+        assert session.save(SaveJob(plan=ORIGINAL), file) == TimedOut(limit_s=0.1)

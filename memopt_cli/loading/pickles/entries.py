@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from memopt_cli.documents import quoted_flag
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
@@ -63,7 +63,7 @@ def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
     """The refusal of a file in which there is a choice."""
     first = ".".join(next(iter(found)))
     return FileFormatError(
-        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: --key {shlex.quote(first)}"
+        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: {quoted_flag('--key', first)}"
     )
 
 
