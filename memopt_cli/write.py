@@ -144,7 +144,11 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
                 staged[path] = _sibling(path)
                 _fill(staged[path], fill)
         check_targets(files, force=force)  # someone else may have written there meanwhile
-        _rename_all(staged)
+        try:
+            _rename_all(staged, force=force)
+        except FileExistsError:
+            check_targets(files, force=force)  # between then and now
+            raise
     finally:
         for temporary in staged.values():
             if os.path.lexists(temporary):
@@ -161,12 +165,16 @@ def _fill(path: Path, fill: Fill) -> None:
         os.fsync(file.fileno())
 
 
-def _rename_all(staged: Mapping[Path, Path]) -> None:
+def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
+    """Raises :class:`FileExistsError` for a file that is there and may not be replaced."""
     backups = {path: _sibling(path) for path in staged}
     begun: list[Path] = []
     try:
         for path, temporary in staged.items():
             begun.append(path)
+            if not force:
+                _rename_to_new(temporary, path)
+                continue
             with _os_errors(path):
                 if os.path.lexists(path):
                     os.replace(path, backups[path])
@@ -177,6 +185,21 @@ def _rename_all(staged: Mapping[Path, Path]) -> None:
         raise
     for backup in backups.values():
         backup.unlink(missing_ok=True)
+
+
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    """Unlike a rename, a link replaces nothing that has come to be there a moment ago."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a disk without hard links
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        with _os_errors(path):
+            os.replace(temporary, path)
+    else:
+        temporary.unlink()
 
 
 def _restore(path: Path, backup: Path, *, renamed: bool) -> None:

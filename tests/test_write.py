@@ -489,3 +489,30 @@ def test_a_baseline_of_modules_within_each_other_without_end_is_refused(tmp_path
     (tmp_path / "b.json").write_text(json.dumps(data))
     with pytest.raises(BaselineError, match="299 levels within each other"):
         read_measured(tmp_path / "b.json")
+
+
+def test_a_file_that_comes_to_be_there_at_the_last_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    link = os.link
+
+    def meanwhile(source: Path, target: Path) -> None:
+        if target == second:
+            second.write_text("another's")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", meanwhile)
+    with pytest.raises(UsageError, match="exists"):
+        write_all({first: lambda file: file.write(b"1"), second: lambda file: file.write(b"2")}, force=False)
+    assert second.read_text() == "another's"
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+
+
+def test_on_a_disk_without_links_files_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    write_all({tmp_path / "one": lambda file: file.write(b"1")}, force=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("one", "1")]
