@@ -14,7 +14,7 @@ import typer
 from memopt_cli.cli.config import read_config
 from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
 from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
 from memopt_cli.records import Precision
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
 from memopt_cli.units import parse_bytes, parse_percent
@@ -107,7 +107,7 @@ def _check_device(device: str | None) -> str | None:
 
 def _check_function(text: str | None) -> str | None:
     """``file.py:function``, not yet opened."""
-    if text is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", text):
+    if text is not None and not is_function(text):
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
     if text is not None:
         check_file(text.rpartition(":")[0])

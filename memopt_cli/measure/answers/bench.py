@@ -143,4 +143,5 @@ class Bench:
 
 def _optimizer_maker(text: str) -> OptimizerMaker:
     choice = parse_optimizer(text)
-    return optimizer_maker(choice, user_function(text, "--optimizer") if isinstance(choice, MadeOptimizer) else None)
+    made = user_function(choice.reference, "--optimizer") if isinstance(choice, MadeOptimizer) else None
+    return optimizer_maker(choice, made)
