@@ -267,7 +267,7 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
 
 
 def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """PEFT makes a tensor, as large as ranks say, before it is part of a module, and starts in as many rounds as asked."""
+    """PEFT makes a tensor, as large as ranks say, before it is part of a module; some starts take rounds."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     rounds = _ROUNDS.search(str(settings.get("init_lora_weights")))
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
