@@ -18,6 +18,7 @@ from typing import Any, Final
 import yaml
 
 from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import printable as printable
 
 MOST_BYTES = 64 << 20
 """Of a document that people read, or that memopt wrote for them."""
@@ -244,24 +245,6 @@ def quoted_path(path: str) -> str:
 def quoted_flag(flag: str, value: str) -> str:
     """For a hint: a flag with a value that may come from a file, and looks like no other flag."""
     return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
-
-
-def printable(text: str) -> str:
-    """The text with what a terminal would obey, such as escape sequences, spelled out."""
-    if text.isprintable():
-        return text
-    return text.translate(_SPELLED)
-
-
-class _Spelled:
-    """A table for :meth:`str.translate`, which keeps no list of the characters: one of a whole file takes gigabytes."""
-
-    def __getitem__(self, code: int) -> str:
-        character = chr(code)
-        return character if character.isprintable() else character.encode("unicode_escape").decode()
-
-
-_SPELLED: Final = _Spelled()
 
 
 def printable_data(data: Any) -> Any:

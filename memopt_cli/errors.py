@@ -26,20 +26,21 @@ A message says what failed and the values seen; ``hint`` says what to do next.  
 from __future__ import annotations
 
 import reprlib
+from typing import Final
 
 
 class MemoptError(Exception):
     """Base of all expected failures.
 
-    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.
+    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.  Some of these
+    values are a file's: whoever catches the error may print it.
     """
 
     exit_code = 3
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = ("\n".join(map(printable, text.split("\n"))) for text in (message, hint))
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
@@ -128,6 +129,24 @@ def first_line(error: BaseException) -> str:
 
 
 _LONGEST_LINE = 2000
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey, such as escape sequences, spelled out."""
+    if text.isprintable():
+        return text
+    return text.translate(_SPELLED)
+
+
+class _Spelled:
+    """A table for :meth:`str.translate`, which keeps no list of the characters: one of a whole file takes gigabytes."""
+
+    def __getitem__(self, code: int) -> str:
+        character = chr(code)
+        return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+_SPELLED: Final = _Spelled()
 
 
 def shortened(value: object, most: int = 60) -> str:

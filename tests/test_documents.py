@@ -12,7 +12,7 @@ import pytest
 
 from memopt_cli import documents
 from memopt_cli.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
-from memopt_cli.errors import BaselineError
+from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.write import read_measured
 
 SPECIAL = [
@@ -126,3 +126,10 @@ def test_what_a_hint_quotes_is_no_flag() -> None:
     assert [quoted_path(name) for name in ("--trust-pickle", "a b")] == ["./--trust-pickle", "'a b'"]
     assert quoted_flag("--key", "--trust-pickle") == "--key=--trust-pickle"
     assert quoted_flag("--key", "a b") == "--key 'a b'"
+
+
+def test_what_an_error_says_can_be_printed() -> None:
+    """Whoever catches it may do so, and values in it come from files."""
+    error = UsageError("a value \x1b[2J\u202e", hint="one\ntwo \x07")
+    assert error.message == str(error).split("\n")[0] == r"a value \x1b[2J\u202e"
+    assert error.hint == "one\ntwo \\x07"

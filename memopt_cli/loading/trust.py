@@ -30,7 +30,11 @@ _ATTACKS: Final = frozenset(
     "builtins.setattr builtins.map builtins.filter operator.methodcaller _operator.methodcaller "
     "types.CodeType types.FunctionType io.open _io.open "
     "io.FileIO _io.FileIO torch.load torch.save torch.serialization.load torch.serialization.save torch.hub "
-    "torch.jit torch.package torch.utils.cpp_extension memopt_cli.loading memopt_cli.cli".split()
+    "torch.jit torch.package torch.utils.cpp_extension memopt_cli.loading memopt_cli.cli "
+    "numpy.load numpy.fromfile numpy.loadtxt numpy.genfromtxt numpy.memmap numpy.save numpy.savez numpy.savetxt "
+    "numpy.savez_compressed numpy.lib.npyio numpy.lib._npyio_impl numpy.lib.format numpy.testing numpy.f2py "
+    "numpy.ctypeslib numpy.distutils yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all yaml.full_load "
+    "yaml.full_load_all joblib.load joblib.dump pandas.read_pickle pandas.eval".split()
 )
 """Modules and names that run what they are given or reach out of the process: no saved model refers to them."""
 
@@ -128,7 +132,7 @@ def unknown(use: Use) -> Denied | Missing:
         )
     here = _is_here(wanted.package)
     if wanted.package in TOO_WIDE:
-        remedy = Trust(code_paths=(".",)) if here else None
+        remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None
         return Denied("is nothing that memopt builds from a file", remedy)
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
@@ -141,13 +145,13 @@ def unknown(use: Use) -> Denied | Missing:
 
 def how_to_install(wanted: Global) -> str:
     """The next step where a package is missing."""
-    if _is_here(wanted.package):
-        return "It lies in this folder: add --code-path ."
     if not wanted.package.isidentifier():
         return "The file was made by hand, or is damaged."
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
     known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
     install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
+    if _is_here(wanted.package):
+        return f"If the {wanted.package} in this folder is your own: --code-path .; else {install}."
     return f"If it is code of your own, name the folder that holds it: --code-path FOLDER; else {install}."
 
 

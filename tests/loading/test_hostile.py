@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.records import InputSpec, ModelSource, Trust
-from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, payloads
+from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, holding, payloads
 
 CANARY = "canary"
 
@@ -351,3 +352,36 @@ def test_hostile_text_files(name: str, role: str, memopt: Memopt) -> None:
     assert path in done.err or name == "a huge power"
     assert "Traceback" not in done.err
     assert len(done.err) < 1000
+
+
+LOADERS = ("numpy.load", "numpy.lib.npyio.load", "yaml.unsafe_load", "joblib.load", "pandas.read_pickle", "torch.load")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_runs_files_is_offered_by_no_flag(name: str, memopt: Memopt) -> None:
+    module, _, attribute = name.rpartition(".")
+    Path("model.pt").write_bytes(holding(f"c{module}\n{attribute}\n(X\x01\x00\x00\x00xtR".encode()))
+    done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
+    assert (done.code, done.changed) == (REFUSED, set())
+    assert "--allow" not in done.err
+
+
+@pytest.mark.parametrize("name", ["os.system", "subprocess.Popen", "torch.load", "json.loads"])
+def test_a_file_beside_the_model_vouches_for_no_module_that_it_hides_behind(name: str, memopt: Memopt) -> None:
+    """Python has a module of that name already: the flag would lead nowhere, or to what the file wants to run."""
+    module, _, attribute = name.rpartition(".")
+    Path(f"{module}.py").write_text(f"class {attribute}: pass\n")
+    Path("model.pt").write_bytes(holding(f"c{module}\n{attribute}\n(X\x01\x00\x00\x00xtR".encode()))
+    done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
+    assert (done.code, done.changed) == (REFUSED, set())
+    assert "--code-path" not in done.err
+    assert "--allow" not in done.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("norse") is not None, reason="norse is installed")
+def test_code_in_the_place_of_a_missing_library_is_not_offered_as_that(memopt: Memopt) -> None:
+    Path("norse.py").write_text("open('ran', 'w')\n")
+    Path("model.pt").write_bytes(holding(b"cnorse\nNet\n)\x81"))
+    done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
+    assert done.changed == set()
+    assert "If the norse in this folder is your own: --code-path .; else pip install norse." in done.err
