@@ -281,6 +281,7 @@ class _Job:
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
+            search_left=search.probes.left,
         )
         rows = climb.rows()
         self.notes += climb.notes

@@ -80,6 +80,10 @@ class Planner:
                     self._descended.add((lower, most_slowdown))
         return self._dry_runs.smallest(level, most_slowdown)
 
+    def smallest(self, level: int, most_slowdown: float) -> Priced:
+        """Of the plans that were dry-run, and without another, that of the lowest peak: see :meth:`least`."""
+        return self._dry_runs.smallest(level, most_slowdown)
+
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
         """The fastest plan whose peak is nearly the least, and no higher than that of the level below."""
         least = self.least(level, most_slowdown)

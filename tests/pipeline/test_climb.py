@@ -54,6 +54,9 @@ class FakePlanner:
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
 
+    def smallest(self, level: int, most_slowdown: float) -> Priced:
+        return self.best(level, most_slowdown)
+
     def known(self, plan: Plan) -> Priced | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
 
@@ -134,6 +137,15 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
     assert found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
+
+
+def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:
+    plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
+    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
+    rows = found.rows()
+    assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
+    assert [row.outcome is not None for row in rows] == [False, False, True]
+    assert asked == [590, 900]
 
 
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:
