@@ -118,7 +118,8 @@ class Planner:
             proposals = self._grounds.highest.proposals
             plan = proposals.least(peak_bytes)
             predicted = proposals.predict(plan).allocated_peak_bytes if plan is not None else peak_bytes
-            if plan is not None and predicted < (1 - WORTH_LOWERING) * peak_bytes:
+            is_news = plan is not None and self._dry_runs.known(plan) is None
+            if plan is not None and is_news and predicted < (1 - WORTH_LOWERING) * peak_bytes:
                 return Outlook(peak_bytes=predicted, slowdown=proposals.slowdown(plan))
         return None
 

@@ -19,10 +19,11 @@ from memopt_cli.plan.keeping import numbered
 from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.proposals import Proposals
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.ways import Way, spent_by
-from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from sample_models import gpt
 from tests.plan.subjects import (
     SUBJECTS,
@@ -238,6 +239,22 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
         assert (faster.peak_bytes if faster else 0) == (before[-1].peak_bytes if before else 0)
         assert not after or (smaller and smaller.peak_bytes) == after[0].peak_bytes
     assert plans.neighbours(segments("nowhere")) == (None, None)
+
+
+def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = subject.planner()
+    least = plans.least(4)
+    known, unknown = counted(plans)[0].plan, segments("nowhere")
+    predicted = plans._grounds.highest.proposals.predict(least.plan)
+    monkeypatch.setattr(Proposals, "predict", lambda self, plan: replace(predicted, allocated_peak_bytes=1))
+    monkeypatch.setattr(Proposals, "slowdown", lambda self, plan: 2.0)
+    told = []
+    for plan in (known, unknown):
+        monkeypatch.setattr(Proposals, "least", lambda self, high_bytes, plan=plan: plan)
+        told.append(plans.neighbours(least.plan)[1])
+    assert told == [None, Outlook(peak_bytes=1, slowdown=2.0)]
 
 
 SEARCHES: dict[str, Callable[[Planner, int], object]] = {
