@@ -7,9 +7,10 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
 from memopt_cli.plan.grounds import Ground, Grounds
 from memopt_cli.plan.interface import CountedPlan, Probes
-from memopt_cli.plan.level_search import DOUBT, WORTH_LOWERING, LevelSearch
+from memopt_cli.plan.level_search import DOUBT, LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.records import Failure, Outlook, Plan, SearchOptions, StepTrace
 from memopt_cli.units import format_bytes
@@ -116,19 +117,19 @@ class Planner:
         """Modules may run in chunks that were not asked whether they can."""
         with contextlib.suppress(TimeIsUp):
             proposals = self._grounds.highest.proposals
-            plan = proposals.least(peak_bytes)
-            predicted = proposals.predict(plan).allocated_peak_bytes if plan is not None else peak_bytes
+            plan = proposals.solvers.least(peak_bytes)
+            predicted = proposals.peak_of(plan) if plan is not None else peak_bytes
             is_news = plan is not None and self._dry_runs.known(plan) is None
             if plan is not None and is_news and predicted < (1 - WORTH_LOWERING) * peak_bytes:
                 return Outlook(peak_bytes=predicted, slowdown=proposals.slowdown(plan))
         return None
 
     def _at(self, level: int) -> LevelSearch:
+        ground = self._grounds.at(level)
         return LevelSearch(
-            level=level,
-            ground=self._grounds.at(level),
-            grounds=self._grounds,
-            dry_runs=self._dry_runs,
+            ground=ground,
+            runs=LevelRuns(level, ground, self._grounds, self._dry_runs),
+            chunks=LevelChunks(level, ground, self._grounds),
             options=self._options,
         )
 
@@ -143,14 +144,14 @@ class Planner:
         """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees."""
         while best := self._dry_runs.fastest(level, budget_bytes):
             ground = self._grounds.of(best.plan)
-            bias = best.peak_bytes - ground.proposals.predict(best.plan).allocated_peak_bytes
+            bias = best.peak_bytes - ground.proposals.peak_of(best.plan)
             less = ground.improvements.relaxed(best.plan, functools.partial(self._fits, ground, budget_bytes - bias))
             found = self._dry_runs.count(less, ground.proposals) if less != best.plan else None
             if found is None or self._dry_runs.fastest(level, budget_bytes) is best:
                 break
 
     def _fits(self, ground: Ground, most_bytes: int, plan: Plan) -> bool:
-        return self._grounds.admits(plan) and ground.proposals.predict(plan).allocated_peak_bytes <= most_bytes
+        return self._grounds.admits(plan) and ground.proposals.peak_of(plan) <= most_bytes
 
 
 def _outlook(found: Sequence[Priced]) -> Outlook | None:

@@ -19,7 +19,7 @@ from memopt_cli.plan.keeping import numbered
 from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.proposals import Proposals
+from memopt_cli.plan.proposals import Proposals, Solvers
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.ways import Way, spent_by
@@ -247,12 +247,11 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     plans = subject.planner()
     least = plans.least(4)
     known, unknown = counted(plans)[0].plan, segments("nowhere")
-    predicted = plans._grounds.highest.proposals.predict(least.plan)
-    monkeypatch.setattr(Proposals, "predict", lambda self, plan: replace(predicted, allocated_peak_bytes=1))
+    monkeypatch.setattr(Proposals, "peak_of", lambda self, plan: 1)
     monkeypatch.setattr(Proposals, "slowdown", lambda self, plan: 2.0)
     told = []
     for plan in (known, unknown):
-        monkeypatch.setattr(Proposals, "least", lambda self, high_bytes, plan=plan: plan)
+        monkeypatch.setattr(Solvers, "least", lambda self, high_bytes, plan=plan: plan)
         told.append(plans.neighbours(least.plan)[1])
     assert told == [None, Outlook(peak_bytes=1, slowdown=2.0)]
 
@@ -388,7 +387,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.plan.level_search._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.plan.at_level._WORTH_ASKING", worth)
     subject = SUBJECTS["chain"]()
     asked: list[str] = []
 
@@ -397,7 +396,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
         return rule_along(0)
 
     plans = subject.planner(chunking, allow_inexact=True)
-    slow = plans._at(4)._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
+    slow = plans._at(4).runs.count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
     assert slow is not None
     assert slow.peak_bytes < subject.planner().least(4).peak_bytes
     found = plans.within(4, slow.peak_bytes)
@@ -417,16 +416,18 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     def priced(*plans: Plan) -> tuple[LevelSearch, int]:
         """And the least budget, which the first of the plans is within."""
         planned = subject.planner(lambda path: rule_along(axis))._at(4)
-        first, *_ = (planned._count(plan) for plan in plans)
+        first, *_ = (planned.runs.count(plan) for plan in plans)
         assert first is not None
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans._is_worth_asking(budget, budget)  # fewer chunks, or of fewer, are faster
+    assert plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans.ground.questions, "_learned", 12)
-    assert not plans._is_worth_asking(budget, budget)
+    assert not plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans._is_worth_asking(budget, subject.original.peak_bytes)  # the original is within that
+    assert not plans.chunks.may_give_a_faster(
+        plans.runs.fastest(subject.original.peak_bytes), budget
+    )  # the original is within that
 
 
 @pytest.mark.parametrize(("most_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
@@ -443,11 +444,11 @@ def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, as
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
-    needed = plans._at(4)._count(segments("blocks.1"))
+    needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     assert needed is not None
     plans._dry_runs._found.pop(needed.plan)
-    needless = plans._at(4)._count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
+    needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     assert needless is not None
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
@@ -485,7 +486,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     enough = int(1.02 * three)  # the cost model need not be right to the byte
     assert four < three < enough < two
     plans = subject.planner(lambda path: rule_along(0))
-    found = plans._at(3)._count(in_chunks[2])
+    found = plans._at(3).runs.count(in_chunks[2])
     assert found is not None
     assert relaxed_to(plans, found, enough).plan == in_chunks[1]
 
