@@ -63,7 +63,7 @@ class Climb:
         """
         if (row.predicted_slowdown or 1.0) <= self._asked:
             return row
-        found = self.planner.smallest(row.level, self._asked)
+        found = self.planner.dry_runs.smallest(row.level, self._asked)
         believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
         return replace(believed, search_s=row.search_s)
 
@@ -92,10 +92,10 @@ class Climb:
         below = self.original.plan
         for level in range(1, self.options.level + 1):
             self.progress.stage(f"level {level} of {self.options.level}: searching", self.search_left())
-            started, tried = time.monotonic(), self.planner.tried
+            started, tried = time.monotonic(), len(self.planner.dry_runs)
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
-            row = found_row(level, found, self.planner.tried - tried, started, dry_run=self.dry_run)
+            row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
                 self.skipped.append(
@@ -118,7 +118,7 @@ class Climb:
         return saved >= _LEAST_SAVING or (row.predicted_slowdown or 1.0) <= _HARDLY_SLOWER
 
     def _peak_bytes(self, row: LevelRow) -> int:
-        known = self.planner.known(row.plan)
+        known = self.planner.dry_runs.known(row.plan)
         return known.peak_bytes if known is not None else self.original_bytes
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
@@ -131,7 +131,7 @@ class Climb:
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
-            started, tried = time.monotonic(), self.planner.tried
+            started, tried = time.monotonic(), len(self.planner.dry_runs)
             found = self.planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
                 asked = math.nextafter(predicted, 0)
@@ -139,7 +139,7 @@ class Climb:
             self._asked = asked
             if found.slowdown >= predicted:
                 break
-            tried = row.dry_runs + self.planner.tried - tried
+            tried = row.dry_runs + len(self.planner.dry_runs) - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)

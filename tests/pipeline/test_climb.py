@@ -36,14 +36,29 @@ def priced(peak: int, slowdown: float) -> Priced:
     return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=slowdown)
 
 
+class FakeDryRuns:
+    """None were needed."""
+
+    def __init__(self, planner: FakePlanner) -> None:
+        self._planner = planner
+
+    def __len__(self) -> int:
+        return 0
+
+    def smallest(self, level: int, most_slowdown: float) -> Priced:
+        return self._planner.best(level, most_slowdown)
+
+    def known(self, plan: Plan) -> Priced | None:
+        return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
+
+
 class FakePlanner:
     """Knows a few plans of each level."""
-
-    tried = 0
 
     def __init__(self, plans: Mapping[int, Mapping[int, float]]) -> None:
         """``plans``: level -> peak -> slowdown."""
         self._plans = plans
+        self.dry_runs = FakeDryRuns(self)
 
     def best(self, level: int, most_slowdown: float) -> Priced:
         usable = {
@@ -53,12 +68,6 @@ class FakePlanner:
             if at <= level and slowdown <= most_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
-
-    def smallest(self, level: int, most_slowdown: float) -> Priced:
-        return self.best(level, most_slowdown)
-
-    def known(self, plan: Plan) -> Priced | None:
-        return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
         return self.best(level, most_slowdown)
