@@ -183,7 +183,7 @@ MaxSlowdown = Annotated[
         metavar="RATIO",
         parser=_slowdown,
         rich_help_panel=SEARCH,
-        show_default="1.33; none with a budget or frontier",
+        show_default="1.33; 10 with --frontier; none with --budget",
         help="Longest step that a plan may have, over the original's. none: the least memory, however long it takes.",
     ),
 ]

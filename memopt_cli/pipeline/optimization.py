@@ -251,11 +251,11 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.get("max_slowdown") or math.inf,
+            most_slowdown=self.request.search.get("max_slowdown"),
         )
         rows: list[LevelRow] = []
         self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
-        found = planned.thinned(planner.frontier(level)) if goal.frontier else []
+        found = planned.worth_showing() if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:

@@ -49,7 +49,6 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if not even the smallest batch fits.
     """
-    started = time.monotonic()
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
@@ -60,6 +59,14 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
         settings = replace(settings, micro_batches=2)  # how many there are is what is asked; any takes the same
     opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
+    return recommend_prepared(request, prepared, plan, lengths, progress)
+
+
+def recommend_prepared(
+    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int], progress: Progress
+) -> BatchRecommendation:
+    """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
+    started = time.monotonic()
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}

@@ -86,15 +86,15 @@ class Planner:
                 self._relax(level, budget_bytes)
         return self.dry_runs.fastest(level, budget_bytes)
 
-    def frontier(self, level: int) -> list[Priced]:
-        """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        low, high = self.best(level).peak_bytes, self.dry_runs.smallest(0).peak_bytes
+    def frontier(self, level: int, most_slowdown: float = math.inf) -> list[Priced]:
+        """From the original to the lowest peak, none slower: plans of which no other is both smaller and faster."""
+        low, high = self.best(level, most_slowdown).peak_bytes, self.dry_runs.smallest(0).peak_bytes
         with contextlib.suppress(TimeIsUp):
             for step in range(_FRONTIER_POINTS):
                 budget = low + (high - low) * step // _FRONTIER_POINTS
                 self._probes.report(f"looking for the fastest plan within {format_bytes(budget)}")
                 self._search(level, budget)
-        return self.frontier_so_far
+        return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Modules may run in chunks that were not asked whether they can."""
