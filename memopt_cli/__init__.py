@@ -103,6 +103,10 @@ on_unsafe = "warn"
 else: ``warn``, and run plainly from then on; or ``raise``."""
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version  # takes longer than all of this module

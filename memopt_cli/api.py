@@ -35,7 +35,7 @@ from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
 from memopt_cli.plan.targets import left_out, outermost, segments_plan
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, Span
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -411,7 +411,7 @@ def _take_off(net: nn.Module) -> list[str]:
 class _Logged(Progress):
     """Writes every line to the log."""
 
-    def stage(self, text: str) -> None:
+    def stage(self, text: str, takes: Span | None = None) -> None:
         _LOG.info("%s", text)
 
     def update(self, done: int, total: int | None, text: str) -> None:

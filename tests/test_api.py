@@ -924,3 +924,10 @@ def found_in_script(source: str, name: str, folder: Path) -> str:
         patch.setitem(sys.modules, "__main__", main)
         exec(compile(source, script, "exec"), vars(main))
     return said[0]
+
+
+def test_the_public_names_are_listed_and_there() -> None:
+    listed = set(dir(memopt_cli))
+    assert set(memopt_cli.__all__) <= listed
+    assert {"__all__", "on_unsafe"} <= listed
+    assert [name for name in memopt_cli.__all__ if not hasattr(memopt_cli, name)] == []

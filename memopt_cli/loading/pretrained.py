@@ -28,7 +28,7 @@ from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
-from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, is_pretrained
+from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_of, is_pretrained
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
@@ -183,9 +183,8 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     """An adapter on its base, which may be in any folder of this machine: a note says in which."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
-    bases = [named, os.path.join(folder, named)] if isinstance(named, str) else []
-    base = next((Path(base) for base in bases if is_pretrained(base)), None)
-    if base is None:
+    found = base_of(str(folder), named)
+    if found is None:
         raise FileFormatError(
             f"{folder} is an adapter of {shortened(named)}, which is no folder here",
             hint="Save the base with save_pretrained, and put its folder into "
@@ -194,6 +193,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
     _refuse_adapter(folder, settings)
+    base = Path(found)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TypeVar
 
-from memopt_cli.documents import printable_data
 from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, answer_of
 from memopt_cli.measure.wire import reply_in
 from memopt_cli.records import (
@@ -32,7 +31,7 @@ _EXIT_CODES = range(1, 7)
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
     """The answer to a job in a line of JSON.  Raises anything where that cannot be."""
-    reply = printable_data(reply_in(line))
+    reply = reply_in(line, job.most_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
         failure = from_data(kind, reply)

@@ -129,13 +129,13 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        found = self.planner.known(point.plan)
+        found = self.planner.dry_runs.known(point.plan)
         assert found is not None, "it is of the frontier"
         return self._row((found, point.outcome), started)
 
     def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured
-        row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
+        row = found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
         return replace(row, outcome=outcome)
 
     @staticmethod

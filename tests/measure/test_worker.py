@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 import time
@@ -33,7 +34,7 @@ from memopt_cli.measure.jobs import (
     VerifyJob,
 )
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.worker import Worker, failure_of
+from memopt_cli.measure.worker import Worker, _line, failure_of
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
@@ -45,6 +46,7 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
+    from_data,
     to_data,
 )
 
@@ -435,3 +437,13 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
     other = StepError("forward failed", hint="Give other inputs.")
     other.__cause__ = PermissionError(13, "Permission denied")
     assert sandbox.HINT in failure_of(other).hint
+
+
+def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
+    """What is read only as far as its kind may be long would look made up."""
+    reply = {"kind": "answer", "answer": ["x" * 50]}
+    line = _line(reply, 10_000)
+    assert json.loads(line) == reply
+    said = from_data(StepFailed, json.loads(_line(reply, 100)))
+    assert "more to tell than 100 B" in said.message
+    assert said.hint

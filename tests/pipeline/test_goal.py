@@ -40,7 +40,7 @@ def priced(peak: int) -> Priced:
 class FakePlanner:
     """Knows plans of 1000, 900 … 300 bytes."""
 
-    tried = 0
+    dry_runs: tuple[Plan, ...] = ()
     plans = tuple(priced(peak) for peak in range(1000, 200, -100))
 
     def within(self, level: int, budget: int) -> Priced | None:
