@@ -375,3 +375,19 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
     (tmp_path / "script.pt").write_bytes(data)
     with pytest.raises((FileFormatError, UnsafeFileError)):  # what the flipped byte turns into is either
         load_model(ModelSource(location=str(tmp_path / "script.pt")))
+
+
+class _NamedAsBuiltins(nn.Module):
+    """Of a script, whose methods have names of Python's functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.len([1.0]) + len([1, 2, 3])
+
+    @torch.jit.export
+    def len(self, numbers: list[float]) -> float:
+        return numbers[0] * 100
+
+
+def test_a_method_may_be_called_as_a_function_of_pythons_is(tmp_path: Path) -> None:
+    module = lifted(torch.jit.script(_NamedAsBuiltins()), tmp_path).module
+    assert module(torch.ones(1)) == 104

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from memopt_cli.documents import printable_data
-from memopt_cli.measure import processes, sizes, wire
-from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, MeasureJob, ProbeJob, SaveJob, Subject, TraceJob
+from memopt_cli.measure import processes, replies, sizes, wire
+from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, MeasureJob, ProbeJob, SaveJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
@@ -236,3 +236,66 @@ def test_a_file_that_comes_in_drops_runs_out_of_time(answering: Answering) -> No
     """Each of them in time."""
     with open(os.devnull, "wb") as file, answering(repeat(SIZE.pack(1) + b"x"), timeout_s=0.1) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == TimedOut(limit_s=0.1)
+
+
+_TRACE: dict[str, Any] = {
+    "modules": [],
+    "tensor_peak_bytes": 8,
+    "resident_bytes": 8,
+    "batch": 1,
+    "ops": [{"name": "aten::relu", "module": "", "phase": "forward", "reads": [0], "makes": [1], "seconds": 1.0}],
+    "storages": [
+        {"nbytes": 8, "kind": "inputs", "module": "", "born": -1, "died": None, "freed": None},
+        {"nbytes": 8, "kind": "activations", "module": "", "born": 0, "died": 1, "freed": 1, "saved_by": [0]},
+    ],
+    "calls": [
+        {"path": "", "start": 0, "end": 1, "backward_start": 1, "backward_end": 1, "inputs": [0], "outputs": [1]},
+    ],
+}
+
+
+def _traced(*changes: tuple[str, str, Any]) -> bytes:
+    trace = json.loads(json.dumps(_TRACE))
+    for part, field, value in changes:
+        trace[part][-1][field] = value
+    answer = {"trace": trace, "fake": True, "dry_run_bytes": 8}
+    return json.dumps({"kind": "answer", "answer": answer}).encode()
+
+
+def test_a_trace_is_read() -> None:
+    found = replies.read(_traced(), TraceJob(fake=True))
+    assert isinstance(found, Traced)
+    assert found.trace.ops[0].name == "aten::relu"
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("ops", "reads", [2]),
+        ("ops", "makes", [-1]),
+        ("ops", "seconds", -1.0),
+        ("ops", "seconds", float("nan")),
+        ("ops", "workspace_bytes", -1),
+        ("storages", "nbytes", -1),
+        ("storages", "kind", "others"),
+        ("storages", "born", 1),
+        ("storages", "died", -1),
+        ("storages", "freed", 3),
+        ("storages", "saved_by", [1]),
+        ("calls", "end", 2),
+        ("calls", "backward_start", 2),
+        ("calls", "inputs", [5]),
+    ],
+)
+def test_a_trace_that_names_what_there_is_not_makes_no_sense(part: str, field: str, value: Any) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  of any kind: all are nonsense
+        replies.read(_traced((part, field, value)), TraceJob(fake=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("step_s", 1e300), ("allocated_peak_bytes", -1), ("batch", 0), ("replicas", -1)]
+)
+def test_amounts_are_such_as_there_can_be(field: str, value: Any) -> None:
+    line = json.dumps({"kind": "answer", "answer": {**PROBE, field: value}}).encode()
+    with pytest.raises(ValueError):  # noqa: PT011
+        replies.read(line, ProbeJob(plan=ORIGINAL, batch=1))
