@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import hooks_on_saving, next_node
+from memopt_cli.runtime.private_torch import hooks_on_saving, next_node, not_compiled
 from memopt_cli.runtime.samples import sample
 
 
@@ -73,6 +73,7 @@ class Held:
                     saved.tensor = None
         self._saved.clear()
 
+    @not_compiled
     def _hold(self, tensor: Tensor) -> _Saved:
         self._note_save()
         if next_node() != self._made[1]:
@@ -83,6 +84,7 @@ class Held:
         self._saved.append(saved)
         return saved
 
+    @not_compiled
     def _give(self, saved: _Saved) -> Tensor:
         if saved.tensor is None:
             made: Tensor = self._unpack(saved.remade)
