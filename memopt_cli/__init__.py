@@ -23,6 +23,7 @@ _PUBLIC = {
     "recommend_batch": "memopt_cli.live",
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",
+    "export_plan": "memopt_cli.export",
     "read_plan": "memopt_cli.write",
     "plan_of": "memopt_cli.apply",
     "remove_plan": "memopt_cli.apply",
