@@ -50,6 +50,7 @@ PARTS: dict[str, set[str]] = {
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
+    "selftest": set(),
     "plain": set(),
     "export": BASE | {"plain", "write"},
     "live": BELOW_STAGES | {"api", "apply", "measure", "measure.processes", "pipeline", "plan", "report", "write"},

@@ -46,7 +46,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
     plan = _plan(request.plan_path, prepared)
     measured = Baseline(
         header=file_header(prepared),
-        conditions=_conditions(prepared),
+        conditions=conditions_of(prepared.subject.settings),
         memory=_measure(prepared, plan, request.timeout_s, progress),
     )
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
@@ -69,7 +69,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     _require_same_model(request, before, prepared)
-    now = replace(before, header=file_header(prepared), conditions=_conditions(prepared))
+    now = replace(before, header=file_header(prepared), conditions=conditions_of(prepared.subject.settings))
     _require_alike(request, before, now)
     memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
     return compare(before, replace(now, memory=memory), request.limits)
@@ -243,8 +243,8 @@ def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
 # ---------------------------------------------------------------------------------------------- conditions
 
 
-def _conditions(prepared: Prepared) -> Conditions:
-    settings = prepared.subject.settings
+def conditions_of(settings: StepSettings) -> Conditions:
+    """Where a step is run, here and now, and how."""
     return Conditions(
         settings=settings,
         backend=_backend(settings.device),
