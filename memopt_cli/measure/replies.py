@@ -66,8 +66,8 @@ def _check_amounts(value: Any, name: str = "") -> None:
         _require(most is None or 0 <= value <= most)
 
 
-_MOST: Final = {"bytes": 1 << 63, "seconds": 1e9, "_s": 1e9}
-"""Unit at the end of a field's name -> the most of it."""
+_MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9}
+"""Unit at the end of a field's name, the longer ones first -> the most of it."""
 
 
 def _check_trace(trace: StepTrace) -> None:

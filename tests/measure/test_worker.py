@@ -19,15 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import FileFormatError, PlanError, StepError
-from memopt_cli.measure import sandbox
+from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     Data,
+    DescribeJob,
     MeasureJob,
     ProbeJob,
+    SizesJob,
     Subject,
     Traced,
     TraceJob,
@@ -120,6 +122,15 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
         one.do(MeasureJob(plan=plan("0", "nowhere"), steps=1))
     after = everything(one)
     assert after["classes"] == before["classes"]
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Worker]) -> None:
+    one = worker(optimizer=optimizer)
+    for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
+        answer = one.do(job)
+        line = _line({"kind": "answer", "answer": to_data(answer)}, job.most_bytes)
+        assert replies.read(line.encode(), job) == answer
 
 
 PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
