@@ -44,6 +44,8 @@ class ReplayedSegment:
     """Instant at which chunks join the pieces of the input's gradient."""
     first_saver: int | None = None
     """The first operator within that autograd saves something for: backward comes to it last."""
+    length: int = 0
+    """Of the axis along which it is cut; 0: not known."""
     shares: float = 1.0
     """The whole over the longest chunk, that of the blocks around it multiplied in."""
     longest_adds_in_place: bool = False
@@ -284,8 +286,8 @@ class Replay:
                 last = max(last, end)
                 continue
             inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
-            shares = inside[0].shares if inside else block.shares if block else 1
-            self._ledger.live(self._order.at(block, storage.born), end, int(storage.nbytes / shares))
+            within = inside[0] if inside else block
+            self._ledger.live(self._order.at(block, storage.born), end, _share_of(storage, within))
         if keeps:
             self._ledger.live(start, last, storage.nbytes)
 
@@ -396,6 +398,15 @@ class Replay:
                 inner = self._inner[index]
                 run(self._order.at(block, index), ops[index], inner.shares if inner else 1)
         return running
+
+
+def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
+    """The bytes of a storage that is made in each chunk of a block."""
+    if block is None:
+        return storage.nbytes
+    lengths = {around.length for around in block.outwards if around is not None and around.segment.chunks > 1}
+    fixed = max((nbytes for length, nbytes in storage.fixed_bytes if length in lengths), default=0)
+    return fixed + int((storage.nbytes - fixed) / block.shares)
 
 
 def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
