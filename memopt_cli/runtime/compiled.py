@@ -20,6 +20,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     wants_one_graph,
 )
+from memopt_cli.runtime.running import taking_turns
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.state import SEGMENT_KEY, name_of
 
@@ -43,7 +44,8 @@ def uncompiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The same without a compiler, which would trace what ``run`` calls on its own where it gave up on the whole."""
-    return run(module, forward, args, kwargs)
+    with taking_turns(module):
+        return run(module, forward, args, kwargs)
 
 
 def _moves_nothing_in_chunks(module: nn.Module) -> bool:

@@ -170,6 +170,7 @@ class _Records:
             saved_by=tuple(sorted({op for op in savers if op is not None})),
             compressor=compressor,
             packed_bytes=packed,
+            fixed_bytes=self._log.fixed_bytes.get(s.index, ()),
         )
 
     def _end_of(self, tick: int | None) -> int | None:
