@@ -30,7 +30,7 @@ from memopt_cli.pipeline.live_model import (
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import profile_prepared
-from memopt_cli.pipeline.recommendation import recommend_prepared
+from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
@@ -266,6 +266,7 @@ def recommend_batch(
     errors are those of :func:`optimize`.
     """
     settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    settings = accumulating(settings, global_batch)
     given = _given(inputs, dims)
     spec = given if isinstance(given, InputSpec) else described(given)
     with _prepared(model, spec, settings, verbose) as (prepared, progress):

@@ -111,6 +111,16 @@ def test_a_batch_is_recommended_that_fits(inputs: str, x: Tensor) -> None:
     assert f"batch {found.batch}" in repr(found)
 
 
+def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor) -> None:
+    one, many = (
+        memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)
+        for asked in (None, 4096)
+    )
+    assert many.result.accumulation is not None
+    assert many.result.accumulation.batch * many.result.accumulation.steps == 4096
+    assert many.batch < one.batch
+
+
 def test_text_describes_inputs_and_a_batch_is_advised_with_the_plan() -> None:
     found = memopt_cli.optimize(
         made(), f"Bx{WIDTH}", dims={"B": BATCH}, level=1, max_slowdown=math.inf, recommend_batch=True
