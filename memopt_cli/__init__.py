@@ -17,6 +17,8 @@ _PUBLIC = {
     "MEMOPT_CHECKPOINT_BUDGETS": "memopt_cli.api",
     "MEMOPT_PREFERENCES": "memopt_cli.api",
     "MEMOPT_PROFILES": "memopt_cli.api",
+    "baseline": "memopt_cli.live",
+    "check": "memopt_cli.live",
     "frontier": "memopt_cli.live",
     "optimize": "memopt_cli.live",
     "profile": "memopt_cli.live",

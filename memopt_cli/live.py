@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
-from memopt_cli.apply import apply_plan
+from memopt_cli.apply import apply_plan, plan_of
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
@@ -29,19 +29,26 @@ from memopt_cli.pipeline.live_model import (
 )
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.profiling import profile_prepared
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
+from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    BaselineRequest,
+    BaselineResult,
     BatchAdvice,
     BatchRecommendation,
     BatchRequest,
     Budget,
+    CheckRequest,
+    Comparison,
     InputSpec,
     Measurement,
     MemOptSummary,
+    ModelSource,
     Objective,
     OptimizeRequest,
     OptimizeResult,
@@ -53,7 +60,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.report.text import TextReport
-from memopt_cli.spec_text import check_sizes, parse_tensor, require_sizes, require_used
+from memopt_cli.spec_text import check_sizes, parse_limit, parse_tensor, require_sizes, require_used
 from memopt_cli.units import parse_bytes, parse_percent
 from memopt_cli.write import read_plan
 
@@ -121,6 +128,31 @@ class Recommended(_Shown):
 
     def _write(self, stream: TextIO) -> None:
         TextReport().recommended(self.result, stream)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Recorded(_Shown):
+    """A baseline that was written, as ``memopt baseline`` shows it."""
+
+    result: BaselineResult
+
+    def _write(self, stream: TextIO) -> None:
+        TextReport().recorded(self.result, stream)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Checked(_Shown):
+    """A step held against its baseline, as ``memopt check`` shows it."""
+
+    result: Comparison
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing grew by more than it may."""
+        return not self.result.exceeded
+
+    def _write(self, stream: TextIO) -> None:
+        TextReport().compared(self.result, stream)
 
 
 def optimize(
@@ -267,8 +299,7 @@ def recommend_batch(
     """
     settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     settings = accumulating(settings, global_batch)
-    given = _given(inputs, dims)
-    spec = given if isinstance(given, InputSpec) else described(given)
+    spec = _description(inputs, dims)
     with _prepared(model, spec, settings, verbose) as (prepared, progress):
         amount = _memory(memory)
         request = BatchRequest(
@@ -284,6 +315,69 @@ def recommend_batch(
         )
         chosen = None if plan is None else _plan(plan)
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
+
+
+def baseline(
+    model: nn.Module,
+    inputs: Inputs,
+    output: str | os.PathLike[str] = "memopt-baseline.json",
+    *,
+    dims: Mapping[str, int] | None = None,
+    force: bool = False,
+    loss: Loss | None = None,
+    optimizer: str = "",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision = "stored",
+    device: str | None = None,
+    seed: int = 0,
+    verbose: bool = False,
+) -> Recorded:
+    """Write down what a step needs, as ``memopt baseline``, under the plan that the model carries.
+
+    Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
+    Other arguments and errors are those of :func:`optimize`.
+    """
+    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    with _prepared(model, _description(inputs, dims), settings, verbose) as (prepared, progress):
+        request = BaselineRequest(
+            source=ModelSource(location=type(model).__name__),
+            spec=prepared.subject.spec,
+            settings=settings,
+            output=os.fspath(output),
+            force=force,
+        )
+        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
+
+
+def check(
+    model: nn.Module,
+    inputs: Inputs,
+    baseline: str | os.PathLike[str] = "memopt-baseline.json",
+    *,
+    dims: Mapping[str, int] | None = None,
+    fail_on: Sequence[str] = ("peak:0",),
+    loss: Loss | None = None,
+    verbose: bool = False,
+) -> Checked:
+    """Hold a step against its baseline, as ``memopt check``, under the plan that the model carries.
+
+    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only the loss,
+    which is code, is given again.  Raises :class:`BaselineError` for a baseline that is missing, or of another step.
+    """
+    named = loss if isinstance(loss, str) or loss is None else _name_of(loss)
+    request = CheckRequest(
+        source=ModelSource(location=type(model).__name__),
+        baseline_path=os.fspath(baseline),
+        limits=tuple(map(parse_limit, fail_on)),
+        spec=_description(inputs, dims),
+        loss=named,
+    )
+    before, settings = step_of_baseline(request)
+    settings = replace(settings, device=device_named(settings.device))
+    with _prepared(model, _description(inputs, dims), settings, verbose) as (prepared, progress):
+        carrying = replace(prepared, carried=plan_of(model).of_model)
+        return Checked(check_prepared(request, before, carrying, progress))
 
 
 _TIMEOUT_S = 600.0
@@ -401,6 +495,11 @@ def _given(inputs: Inputs, dims: Mapping[str, int] | None) -> tuple[Any, ...] | 
         f"inputs is a {type(inputs).__name__}",
         hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
     )
+
+
+def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
+    given = _given(inputs, dims)
+    return given if isinstance(given, InputSpec) else described(given)
 
 
 def _budget(given: str | float) -> Budget:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.cli.app import main
-from memopt_cli.errors import OptionError, UsageError
+from memopt_cli.errors import BaselineError, OptionError, UnsafeFileError, UsageError
 from memopt_cli.records import Measurement
 from tests.live_model import Block, mean_square
 
@@ -127,6 +127,31 @@ def test_text_describes_inputs_and_a_batch_is_advised_with_the_plan() -> None:
     )
     assert found.summary.advice is not None
     assert not found.plan.is_empty
+
+
+def test_a_plan_that_goes_missing_fails_a_check(x: Tensor, tmp_path: Path) -> None:
+    file, model = tmp_path / "base.json", made()
+    memopt_cli.apply_plan(model, memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="2"),)))
+    recorded = memopt_cli.baseline(model, x, file, loss=mean_square)
+    assert f"wrote {file}" in repr(recorded)
+    same = memopt_cli.check(model, x, file, loss=mean_square)
+    assert same.passed
+    grown = memopt_cli.check(memopt_cli.remove_plan(model), x, file, loss=mean_square)
+    assert not grown.passed
+    assert "2" in grown.result.plan.dropped
+    assert "tensor peak" in repr(grown)
+    assert memopt_cli.check(model, x, file, loss=mean_square, fail_on=["peak:50%"]).passed
+
+
+def test_a_baseline_of_another_step_is_refused(x: Tensor, tmp_path: Path) -> None:
+    file = tmp_path / "base.json"
+    memopt_cli.baseline(made(), x, file, loss=mean_square)
+    with pytest.raises(BaselineError, match="is not comparable"):
+        memopt_cli.check(made(), x[:4], file, loss=mean_square)
+    with pytest.raises(UnsafeFileError, match="names code"):
+        memopt_cli.check(made(), x, file)
+    with pytest.raises(UsageError, match="exists"):
+        memopt_cli.baseline(made(), x, file)
 
 
 def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
