@@ -3,13 +3,16 @@
 A cumulative sum, a loop over time steps that is written in forward, attention: in chunks each would start anew where
 it is cut, and compute something else without a word.  It is tried on a piece of the input, without gradients: other
 values in one half must leave the other half of the output as it is; and the row after a cut must come out as without
-one, which also finds what goes by a row's position.
+one, which also finds what goes by a row's position.  Not tried is a segment whose plan says how its batch statistics
+are to be taken: by these, rows do depend on one another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +35,19 @@ _FEW: Final = 0.02
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _tried: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """A segment -> forwards in chunks so far."""
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def rows_untried() -> Iterator[None]:
+    """Within, chunks run as they are told to: somebody compares them with the whole."""
+    outer, _thread.untried = getattr(_thread, "untried", False), True
+    try:
+        yield
+    finally:
+        _thread.untried = outer
+
 
 Starting = Callable[[], AbstractContextManager[object]]
 
@@ -63,6 +79,8 @@ class Piece:
 
 def is_due(module: nn.Module) -> bool:
     """In the first forward, the second, the fourth and so on: nothing is seen where all values are zero, say."""
+    if getattr(_thread, "untried", False):
+        return False
     _tried[module] = _tried.get(module, 0) + 1
     return _tried[module].bit_count() == 1
 

@@ -180,14 +180,15 @@ class _FirstChunk:
 
     def check(self) -> None:
         """It has ended.  Raises :class:`_NotInChunks`."""
-        moved, is_due = self._moves.found(), chunk_rows.is_due(self._module)
+        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        moved, tells = self._moves.found(), not (config.batch_statistics or config.inexact)
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = ""
         if moved:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
-        if not reason and is_due:
+        if not reason and tells and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
