@@ -140,7 +140,7 @@ def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path
     def peak(model: nn.Module) -> int:
         with StorageLog(lambda: "") as log:
             run(model, arguments)
-        return log.peak_bytes
+        return log.peaks.tensor_bytes
 
     assert peak(lifted(archive(name), tmp_path).module) <= 1.03 * peak(CORPUS[name].make())
 
