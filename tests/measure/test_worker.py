@@ -130,7 +130,7 @@ def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Work
     for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
         answer = one.do(job)
         line = _line({"kind": "answer", "answer": to_data(answer)}, job.most_bytes)
-        assert replies.read(line.encode(), job) == answer
+        assert replies.read(line.encode(), job) == answer, job
 
 
 PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
