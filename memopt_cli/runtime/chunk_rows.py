@@ -88,7 +88,8 @@ def is_due(module: nn.Module) -> bool:
 def mixing(piece: Piece) -> str:
     """Why a module cannot run in chunks, a sentence without its subject; empty if nothing was seen."""
     try:
-        return _dependence(piece) or _restart(piece)
+        with torch.no_grad(), unseen():
+            return _dependence(piece) or _restart(piece)
     except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
         return ""
 
@@ -140,7 +141,7 @@ class _Found:
 
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
-    with torch.no_grad(), unseen(), piece.starting():
+    with piece.starting():
         for module in (*batch_norms(piece.module), *(m for m in piece.module.modules() if isinstance(m, _DROPOUTS))):
             module.eval()  # statistics of the batch are gathered elsewhere
         generators, moves = Generators(), Moves(piece.module)
