@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -20,7 +21,10 @@ from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
+from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.workspace import Workspaces
+
+_RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
         """Storage -> the nodes that hold it."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}
+        self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
         self.forward_ops = 0
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
@@ -78,6 +83,8 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
         if self.phase == "forward":
             self.forward_ops += 1
+            if func is _RECURRENT:
+                self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         self.ops.append(
             RanOp(
                 name=name_of(func),
