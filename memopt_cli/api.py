@@ -370,7 +370,7 @@ def _parts(
         path = pending.pop()
         module = net.get_submodule(path)
         paths = {inner: name for name, inner in module.named_modules(prefix=path) if inner is not module}
-        split = list(split_fn(module))
+        split = _split_of(path, module, split_fn)
         for part in split:
             if part not in paths:
                 raise OptionError(
@@ -385,6 +385,18 @@ def _parts(
         pending += [paths[part] for part in split if paths[part] not in found]
         found.update(dict.fromkeys(paths[part] for part in split))
     return tuple(found)
+
+
+def _split_of(
+    path: str, module: nn.Module, split_fn: Callable[[nn.Module], Sequence[nn.Module]]
+) -> Sequence[nn.Module]:
+    split: object = split_fn(module)
+    if not isinstance(split, list | tuple | nn.ModuleList):
+        raise OptionError(
+            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is no list of modules",
+            hint="Return a list or a tuple; an empty one for a module that is not to be split.",
+        )
+    return list(split)
 
 
 def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ def compare_lengths(
     runs = [_measured(probe, *size) for size in sizes]
     memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
     step_s = fit([(extent, run.step_s) for extent, run in runs])
+    fastest_s = min(run.step_s / extent.positions for extent, run in runs)
 
     def compare(max_tokens: int) -> tuple[StrategyReport, ...]:
         return compare_length_strategies(
@@ -102,7 +103,8 @@ def compare_lengths(
             batch_size=batch,
             max_tokens=max_tokens,
             memory=lambda extent: round(memory(extent)),
-            step_s=lambda extent: max(0.0, step_s(extent)),
+            # Far below what was run the line may end under zero.
+            step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
             seed=seed,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,7 +99,7 @@ class ModelFacts:
     """Paths of the modules that name a codec, other than none, for their inputs (``x_compressor``)."""
     fixed_sizes: bool
     """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
-    indices: Mapping[str, int]
+    indices: dict[str, int]
     """Its buffers and attributes that hold integers -> the largest in each: they may point at samples, as the edges of
     a graph do."""
     batch_norms: bool

@@ -78,17 +78,21 @@ class Piece:
 
 
 def is_due(module: nn.Module) -> bool:
-    """In the first forward, the second, the fourth and so on: nothing is seen where all values are zero, say."""
+    """In the first forward, the 16th, the 256th and so on: nothing is seen where all values are zero, say.
+
+    Not in between, where steps are timed.
+    """
     if getattr(_thread, "untried", False):
         return False
     _tried[module] = _tried.get(module, 0) + 1
-    return _tried[module].bit_count() == 1
+    return _tried[module].bit_count() == 1 and _tried[module].bit_length() % 4 == 1
 
 
 def mixing(piece: Piece) -> str:
     """Why a module cannot run in chunks, a sentence without its subject; empty if nothing was seen."""
     try:
-        return _dependence(piece) or _restart(piece)
+        with torch.no_grad(), unseen():
+            return _dependence(piece) or _restart(piece)
     except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
         return ""
 
@@ -140,7 +144,7 @@ class _Found:
 
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
-    with torch.no_grad(), unseen(), piece.starting():
+    with piece.starting():
         for module in (*batch_norms(piece.module), *(m for m in piece.module.modules() if isinstance(m, _DROPOUTS))):
             module.eval()  # statistics of the batch are gathered elsewhere
         generators, moves = Generators(), Moves(piece.module)

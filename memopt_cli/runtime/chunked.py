@@ -17,9 +17,7 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.private_torch import (
-    not_compiled,
-)
+from memopt_cli.runtime.private_torch import not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
@@ -227,9 +225,10 @@ class _FirstChunk:
     def _sequences(self) -> list[Tensor]:
         """What the first chunk is of, and the second too if that is of length one."""
         axis = vars(self._module)[SEGMENT_KEY].axis
-        if self._first[0].shape[axis] > 1:
-            return [t.detach().clone() for t in self._first]  # forward may write its input in place
-        return [torch.cat(pair, dim=axis).detach() for pair in zip(self._first, self._second, strict=True)]
+        with torch.no_grad(), unseen():  # else a trace counts their bytes
+            if self._first[0].shape[axis] > 1:
+                return [t.clone() for t in self._first]  # forward may write its input in place
+            return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
 
 
 def _shows_moves(piece: Sequence[Tensor]) -> bool:

@@ -197,9 +197,23 @@ def test_what_shows_nothing_at_first_is_noticed_later() -> None:
     in_chunks(net, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        net(torch.zeros(24, 3, 4, requires_grad=True))  # whatever is summed is zero
+        for _ in range(15):
+            net(torch.zeros(24, 3, 4, requires_grad=True))  # whatever is summed is zero
     with pytest.warns(UserWarning, match="mixes what lies along axis 0"):
         net(inputs())
+
+
+def test_forwards_that_are_timed_try_nothing() -> None:
+    runs: list[bool] = []
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    net[0].register_forward_hook(lambda *_: runs.append(memopt_cli.is_recomputing()))
+    in_chunks(net, 3)
+    tried = []
+    for _ in range(17):
+        runs.clear()
+        net(inputs())
+        tried.append(any(runs))
+    assert [i for i, has_tried in enumerate(tried, start=1) if has_tried] == [1, 16]
 
 
 def test_the_trial_is_seen_by_nobody() -> None:
