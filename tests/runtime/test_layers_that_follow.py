@@ -161,7 +161,9 @@ def test_a_replica_does_the_same() -> None:
     for model in (plain, optimized):
         model[1]._replicate_for_data_parallel()(model[0](x)).square().sum().backward()
     for a, b in zip(plain.parameters(), optimized.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
 
 
 class Looking(nn.Module):
