@@ -146,7 +146,17 @@ Model = Annotated[
         metavar="MODEL",
         callback=_check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
-        "package.module:callable.",
+        "package.module:callable, a function that returns the model.",
+        show_default=False,
+    ),
+]
+
+SavedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        callback=_check_model,
+        help="A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
         show_default=False,
     ),
 ]
@@ -196,7 +206,7 @@ InputScript = Annotated[
 ]
 
 DEVICE = typer.Option(
-    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that runs the step."
+    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that the step runs on."
 )
 PRECISION = typer.Option(
     "--precision",
@@ -280,7 +290,7 @@ LongestStep = Annotated[
         metavar="SECONDS",
         parser=seconds(0.001),
         rich_help_panel=ANSWER,
-        help="Recommend no batch whose step takes longer.",
+        help="Recommend no batch whose step takes longer than this.",
     ),
 ]
 
@@ -291,8 +301,8 @@ LongestAdvisedStep = Annotated[
         metavar="SECONDS",
         parser=seconds(0.001),
         rich_help_panel=OUTPUT,
-        show_default="4 times the plan's step, 5 to 10 s",
-        help="Recommend no batch whose step takes longer.",
+        show_default="4 times the plan's step, but at least 5 s and at most 10 s",
+        help="Recommend no batch whose step takes longer than this.",
     ),
 ]
 
@@ -315,7 +325,7 @@ Key = Annotated[
         metavar="NAME",
         rich_help_panel=LOADING,
         show_default=False,
-        help="Entry to use, of a file that holds several models or of --weights: model, or ema.model.",
+        help="Entry to use of a file that holds several models, or of --weights: model, or ema.model.",
     ),
 ]
 AllowPackage = Annotated[

@@ -72,8 +72,8 @@ def record(
             note.to_record(path, find_part(step.model, path), order, saved[path])
             for order, (path, note) in enumerate(notes.items())
         ),
-        tensor_peak_bytes=log.peak_bytes,
-        allocated_peak_bytes=max(log.peak_bytes, log.allocated_peak_bytes),
+        tensor_peak_bytes=log.peaks.tensor_bytes,
+        allocated_peak_bytes=max(log.peaks.tensor_bytes, log.peaks.allocated_bytes),
         resident_bytes=resident,
         batch=batch,
         ops=records.op_records(),

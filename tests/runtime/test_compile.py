@@ -71,7 +71,7 @@ def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]
     ("make", "config", "whole"),
     [
         (norm, BIT, True),
-        (norm, SegmentConfig(chunks=3), True),
+        (norm, SegmentConfig(chunks=3), False),
         (batch_norm, BIT, True),
         (Counting, BIT, False),
     ],
