@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -254,3 +255,16 @@ def test_activation_peak_is_never_negative() -> None:
 )
 def test_a_failure_describes_itself(failure: Failure, expected: str) -> None:
     assert expected in describe(failure)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithMapping:
+    """It says ``Mapping`` of what is not to be written."""
+
+    indices: Mapping[str, int]
+
+
+def test_a_mapping_is_read_back() -> None:
+    assert from_data(WithMapping, {"indices": {"edges": 3}}) == WithMapping({"edges": 3})
+    with pytest.raises(UsageError, match="must be a mapping"):
+        from_data(WithMapping, {"indices": 3})

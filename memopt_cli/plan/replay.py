@@ -381,9 +381,19 @@ class Replay:
         self._ledger.extra[block.joined] += max(gradients // share, self._statistics_bytes(block))
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
+        handed_on = self._handed_on(block)
+        longest = block.length % segment.chunks or segment.chunks
+        # The longest are the first: when backward comes to them, those before them are there, and a gradient of one.
+        between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
         pieces = gradients - gradients // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
+
+    def _handed_on(self, block: ReplayedSegment) -> int:
+        """What one chunk gives to the next as arguments: the outputs that are not cut, a recurrent layer's states."""
+        storages, call = self._trace.storages, block.call
+        made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
+        return sum(storage.nbytes for storage in made if storage.born >= call.start)
 
     def _statistics_bytes(self, block: ReplayedSegment) -> int:
         """What the first pass over its chunks, which comes last in backward, holds beside the gradients of the other.

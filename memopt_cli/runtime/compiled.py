@@ -1,8 +1,9 @@
 """Segments under ``torch.compile``: which of them a compiler may trace, and what is done with the others.
 
 A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the part within twice, with
-other random numbers and on the same buffers.  And state that moves once a call is found by running chunks, not by
-tracing them.  What may not be traced runs as it does without a compiler, between two graphs.
+other random numbers and on the same buffers.  And what must not run in chunks, state that moves once a call or rows
+that depend on one another, is found by running them, not by tracing them.  What may not be traced runs as it does
+without a compiler, between two graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import nn
 from memopt_cli.runtime.private_torch import (
     asked_while_compiling,
     differentiates_ahead,
-    has_hooks,
     not_compiled,
     wants_one_graph,
 )
@@ -31,7 +31,8 @@ def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
-    if differentiates_ahead() and _moves_nothing_in_chunks(module):
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    if differentiates_ahead() and config.chunks < 2:
         return run(module, forward, args, kwargs)
     if wants_one_graph():
         _tell_that_it_runs_plainly(name_of(module))
@@ -46,23 +47,6 @@ def uncompiled(
     """The same without a compiler, which would trace what ``run`` calls on its own where it gave up on the whole."""
     with taking_turns(module):
         return run(module, forward, args, kwargs)
-
-
-def _moves_nothing_in_chunks(module: nn.Module) -> bool:
-    """Whether it runs whole, or of PyTorch's own layers alone, whose state is that of norms."""
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
-    if config.chunks < 2:
-        return True
-    return all(_is_a_layer(part) and (part is module or _is_called_alone(part)) for part in module.modules())
-
-
-def _is_a_layer(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.nn.modules.", "memopt_cli.runtime.runs"))
-
-
-def _is_called_alone(module: nn.Module) -> bool:
-    """No hook, as old spectral norms have one, and no forward that somebody put there, is."""
-    return "forward" not in vars(module) and not has_hooks(module)
 
 
 @asked_while_compiling

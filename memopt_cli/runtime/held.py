@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import hooks_on_saving, next_node, not_compiled
+from memopt_cli.runtime.private_torch import alias, hooks_on_saving, next_node, not_compiled, number_of
 from memopt_cli.runtime.samples import sample
 
 
@@ -78,7 +78,7 @@ class Held:
         self._note_save()
         if next_node() != self._made[1]:
             self._made = self._made[1], next_node()
-        saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
+        saved = _Saved(_without_node(tensor), version_of(tensor), self._pack(tensor))
         self._saved.append(_Place(ref(saved), self.last_nodes, sample(tensor) if self._is_sampled else None))
         return saved
 
@@ -97,6 +97,13 @@ class Held:
                 f"operation: it is at version {version_of(saved.tensor)}, and {saved.version} was expected"
             )
         return saved.tensor
+
+
+def _without_node(tensor: Tensor) -> Tensor:
+    """What the node that saves its own output may hold, and be freed before :meth:`drop` all the same."""
+    node = tensor.grad_fn
+    is_output = node is not None and number_of(node) >= next_node() - 1
+    return alias(tensor) if is_output and type(tensor) is Tensor else tensor
 
 
 def held_as_inputs() -> saved_tensors_hooks:

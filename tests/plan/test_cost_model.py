@@ -341,3 +341,62 @@ def test_the_gradients_of_a_products_weights_are_added_when_its_node_has_run(chu
     wide = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
     subject = Subject(nn.Sequential(nn.Linear(16, 16), wide, nn.BatchNorm1d(16)), torch.randn(4, 16, 16))
     assert abs(subject.error(segments("1", chunks=chunks))) <= 0.02
+
+
+class Neuron(nn.Module):
+    """Its membrane stays on it from one time step to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x if self.v is None else 0.5 * self.v.detach() + x
+        self.v = v
+        return (4 * v).sigmoid() * v.tanh()
+
+
+class OverSteps(nn.Module):
+    """One neuron, every time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = Neuron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.neuron.v = None
+        return torch.stack([self.neuron(step) for step in x])
+
+
+def test_what_a_call_finds_of_the_call_before_is_held_till_its_backward() -> None:
+    layers = nn.Sequential(nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32))
+    subject = Subject(layers, torch.randn(8, 64, 32))
+    for paths in (["1.neuron"], ["3.neuron"], ["1.neuron", "3.neuron"], ["1", "3.neuron"]):
+        assert abs(subject.error(segments(*paths))) <= 0.01, paths
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_a_recurrent_layer_in_chunks_of_time(chunks: int) -> None:
+    """A part of its workspace is there for every chunk."""
+    lstm = nn.LSTM(16, 64)
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = lstm
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.lstm(x)[0]
+            return y.tanh()
+
+    subject = Subject(Recurrent(), torch.randn(12, 32, 16))
+    plan = Plan(segments=(SegmentPlan(path="lstm", chunks=chunks, axis=0),))
+    assert abs(subject.error(plan)) <= 0.02
+
+
+def test_the_pass_for_batch_statistics_in_backward() -> None:
+    """It has three tensors of a chunk beside the gradient of the whole, and the longest chunk is a half here."""
+    layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(8))
+    subject = Subject(layers, torch.randn(4, 8, 12, 12))
+    plan = Plan(segments=(SegmentPlan(path="2", chunks=3, batch_statistics=True),))
+    assert abs(subject.error(plan)) <= 0.02

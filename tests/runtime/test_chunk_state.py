@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MinMaxObserver, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.chunking import find_rule
@@ -153,6 +154,31 @@ def test_it_is_recomputed_still(kind: tuple[Callable[[], nn.Module], str]) -> No
     )
     block(x).sum().backward()
     assert lengths == [6, 6]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [Averaging, Counting, lambda: spectral_norm(nn.Linear(4, 4))])
+def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], reentrant: bool) -> None:
+    """It recomputes what it has seen, the chunks that were undone too: gradients are those of the forward that ran."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.Tanh()), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.block, x, use_reentrant=reentrant)
+            return y
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    whole = copy.deepcopy(model)
+    install_segment(whole.block[1], SegmentConfig())
+    install_segment(model.block[1], CHUNKS)
+    x = torch.randn(6, 4, requires_grad=True)
+    with pytest.warns(UserWarning, match="runs whole"):
+        found = train(model, (x,), {}, 3, lambda _: None)
+    torch.testing.assert_close(found, train(whole, (x,), {}, 3, lambda _: None))
 
 
 def test_an_error_instead_if_asked(kind: tuple[Callable[[], nn.Module], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""What a segment's forward saves is held until it ends, but for what it has dropped by then."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.records import StepSettings
+from memopt_cli.runtime import SegmentConfig, install_segment
+from memopt_cli.step import Step
+from memopt_cli.trace import count
+
+
+class Dropping(nn.Module):
+    """Most of its graphs are of no use: only their values are, and nobody keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.kept: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            inner = self.linear(x).exp()
+            saved = ref(inner.untyped_storage())
+            x = x + inner.square().detach()
+            del inner
+            self.kept.append(saved() is not None)
+        return self.linear(x).tanh()
+
+
+def test_what_a_node_that_ends_in_forward_saved_goes_with_it() -> None:
+    model = Dropping()
+    install_segment(model, SegmentConfig())
+    model(torch.randn(3, 64)).sum().backward()
+    assert not any(model.kept)
+
+
+def test_the_first_forward_takes_no_more_than_without_a_segment() -> None:
+    model = nn.Sequential(Dropping())
+    plain = forward_peak(model)
+    install_segment(model[0], SegmentConfig())
+    assert forward_peak(model) <= plain
+
+
+def forward_peak(model: nn.Module) -> int:
+    step = Step(model=model, args=(torch.randn(64, 64),), kwargs={}, settings=StepSettings())
+    return next(phase.tensor_peak_bytes for phase in count(step).phases if phase.phase == "forward")

@@ -1,0 +1,202 @@
+"""Layers and loops that once went wrong in a segment, in steps after the first too: each beside the plain model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.step import Step
+from memopt_cli.trace import count
+
+
+def recomputed(path: str, keep: tuple[str, ...] = ()) -> Plan:
+    return Plan(segments=(SegmentPlan(path=path, keep=keep),))
+
+
+def pair(model: nn.Module, plan: Plan) -> tuple[nn.Module, nn.Module]:
+    optimized = copy.deepcopy(model)
+    apply_plan(optimized, plan)
+    return model, optimized
+
+
+def trained(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Outputs, parameters and buffers of three steps."""
+    left: list[Tensor] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        output = model(*inputs)
+        output.float().square().sum().backward()
+        left.append(output.detach().clone())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.05 * parameter.grad
+                    parameter.grad = None
+    return [*left, *(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def assert_same(model: nn.Module, plan: Plan, *inputs: Tensor) -> None:
+    plain, optimized = pair(model, plan)
+    for a, b in zip(trained(plain, *inputs), trained(optimized, *inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bilinear = nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        z: Tensor = self.bilinear(y, y)
+        return z.tanh()
+
+
+@pytest.mark.parametrize("keep", ["aten::_trilinear", "aten::addmm"])
+def test_a_bilinear_layer_of_half_precision_that_keeps(keep: str) -> None:
+    model = nn.Sequential(Bilinear()).to(torch.bfloat16)
+    assert_same(model, recomputed("0", (keep,)), torch.randn(5, 8, dtype=torch.bfloat16))
+
+
+class LookedUpTwice(nn.Module):
+    """Each look-up writes to the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.table(indices) + self.table(indices.flip(0)))
+        return y.tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*writes to its parameter")
+def test_an_embedding_with_a_largest_norm_used_twice() -> None:
+    assert_same(nn.Sequential(LookedUpTwice()), recomputed("0"), torch.arange(6))
+
+
+class OnGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        return torch.sparse.mm(edges, self.linear(x)).tanh()
+
+
+class Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = OnGraph(), OnGraph()
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self.second(edges, self.first(edges, x))
+        return y
+
+
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("plan", [recomputed("first"), Plan(packed=True)], ids=["recomputed", "packed"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_inputs(plan: Plan, sparse: Callable[[Tensor], Tensor]) -> None:
+    edges = sparse((torch.rand(6, 6) < 0.4).float())
+    assert_same(Graphs(), plan, edges, torch.randn(6, 6))
+    step = Step(model=Graphs(), args=(edges, torch.randn(6, 6)), kwargs={}, settings=StepSettings())
+    assert count(step).tensor_peak_bytes > 0
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.block = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("path", ["1", "1.block.1"])
+def test_batch_statistics_around_a_checkpoint_of_the_users_own(path: str) -> None:
+    assert_same(nn.Sequential(nn.Linear(8, 8), Checkpointed()), recomputed(path), torch.randn(6, 8))
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+NESTED = Plan(segments=(SegmentPlan(path=""), SegmentPlan(path="1")))
+
+
+@pytest.mark.parametrize("plan", [recomputed("1"), NESTED], ids=["one", "nested"])
+def test_an_optimizer_that_steps_in_hooks(plan: Plan) -> None:
+    """As soon as a gradient is there its parameter changes, while backward goes on."""
+    plain, optimized = pair(nn.Sequential(block(), block(), nn.Linear(8, 8)), plan)
+    for model in (plain, optimized):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_step)
+    x = torch.randn(4, 8)
+    for a, b in zip(trained(plain, x), trained(optimized, x), strict=True):
+        assert torch.equal(a, b)
+
+
+def _step(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+
+
+def test_a_replica_does_the_same() -> None:
+    """As ``DataParallel`` makes one, with no parameters of its own registered; it runs plainly."""
+    plain, optimized = pair(nn.Sequential(block(), block()), recomputed("1"))
+    x = torch.randn(4, 8)
+    for model in (plain, optimized):
+        model[1]._replicate_for_data_parallel()(model[0](x)).square().sum().backward()
+    for a, b in zip(plain.parameters(), optimized.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+class Looking(nn.Module):
+    """Reads containers, which are never to be seen empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.names, self.scales = nn.Linear(8, 8), ["a", "b"], {"a": 1.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scales["a"]
+        return y * len(self.names)
+
+
+def test_threads_in_eval_mode() -> None:
+    plain, optimized = pair(nn.Sequential(Looking(), Looking()).eval(), NESTED)
+    x = torch.randn(4, 8)
+    expected, failures = plain(x).detach(), list[str]()
+
+    def work() -> None:
+        for _ in range(50):
+            try:
+                output = optimized(x)
+                torch.autograd.grad(output.sum(), list(optimized.parameters()))
+                with torch.no_grad():
+                    if not torch.equal(output, expected) or not torch.equal(optimized(x), expected):
+                        failures.append("another output")
+            except Exception as error:
+                failures.append(repr(error))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
