@@ -17,6 +17,7 @@ _PUBLIC = {
     "MEMOPT_CHECKPOINT_BUDGETS": "memopt_cli.api",
     "MEMOPT_PREFERENCES": "memopt_cli.api",
     "MEMOPT_PROFILES": "memopt_cli.api",
+    "Step": "memopt_cli.user_step",
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",
     "read_plan": "memopt_cli.write",
