@@ -169,7 +169,7 @@ def memory_optimization(
     resolved = resolve(request, has_inputs=dummy_input is not None)
     notes = _take_off(net)
     settings = StepSettings(device=resolve_device())
-    with _logged(verbose) as progress:
+    with logged(verbose) as progress:
         if dummy_input is None or resolved.options.level == 0:
             found = _unmeasured(net, listed_modules(net), resolved, settings.device)
             if not found.plan.is_empty:
@@ -285,7 +285,7 @@ def _measured(
         found = find_plan(asked, resolved, prepared, progress)
         assert found.verification is not None
         if not found.verification.passed:
-            raise _difference(found.verification)
+            raise difference_error(found.verification)
         apply_plan(net, found.plan)  # before anything that can fail
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
@@ -322,11 +322,12 @@ def _verified_by_guess(
         findings.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
         return None
     if not found.passed:
-        raise _difference(found)
+        raise difference_error(found)
     return found
 
 
-def _difference(found: Verification) -> VerificationError:
+def difference_error(found: Verification) -> VerificationError:
+    """What is raised for a plan that does not pass."""
     return VerificationError(
         f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
         hint="The model is as it was; a lower level may pass. Please report it.",
@@ -422,7 +423,7 @@ class _Logged(Progress):
 
 
 @contextlib.contextmanager
-def _logged(verbose: bool) -> Iterator[Progress]:
+def logged(verbose: bool) -> Iterator[Progress]:
     """Progress that is seen if asked for, with or without logging set up."""
     if not verbose:
         yield Progress()

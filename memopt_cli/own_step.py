@@ -92,6 +92,7 @@ class OwnStep(Step):
             else:
                 self.run()
             start.enter()
+            models.restore_moved()
             models.zero_grad(set_to_none=True)
         for name, parameter in models.named_parameters():
             if name in (models.leaves or ()):

@@ -52,6 +52,7 @@ PARTS: dict[str, set[str]] = {
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
+    "optimize_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},

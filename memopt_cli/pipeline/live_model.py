@@ -47,11 +47,11 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    _refuse_within_subprocess()
+    refuse_within_subprocess()
     build = functools.partial(detached_copy, model)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
-        _save_inputs(inputs, input_file)
+        save_inputs(inputs, input_file)
         handed = _hand_over(build(), model_file)
         notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
@@ -123,24 +123,25 @@ def detached_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _refuse_within_subprocess() -> None:
+def refuse_within_subprocess(caller: str = "memory_optimization") -> None:
     """A module that optimizes its model when it is imported would do so in every subprocess, without end."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "memopt_cli.measure.server":
         raise StepError(
-            "memory_optimization is called by a module as it is imported",
+            f"{caller} is called by a module as it is imported",
             hint='Call it from a function, or under if __name__ == "__main__".',
         )
 
 
-def _save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path, name: str = "dummy_input") -> None:
+    """To a file that a subprocess reads.  Raises :class:`OptionError`, which names the argument, for what it cannot."""
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)
     try:
         load_tensors(path.read_bytes(), str(path))
     except MemoptError as err:
         raise OptionError(
-            f"dummy_input cannot be handed to a profiling subprocess: {err.message}",
+            f"{name} cannot be handed to a profiling subprocess: {err.message}",
             hint="Give a tuple of tensors, numbers, strings and plain containers of them.",
         ) from err
 
@@ -214,12 +215,16 @@ def _hand_over(model: nn.Module, path: Path) -> _HandOver:
     except Exception as err:  # the user's classes may do anything
         return _HandOver(obstacle=f"the model cannot be pickled ({first_line(err)})")
     for name in wanted:
-        package, _, rest = name.partition(".")
-        obstacle = _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
-        if obstacle:
+        if obstacle := unreachable(name):
             return _HandOver(obstacle=f"a subprocess cannot import {name} ({obstacle})")
     needs_script = any(name.startswith("__main__.") for name in wanted)
-    return _HandOver(code_paths=(str(_main_script()),) if needs_script else ())
+    return _HandOver(code_paths=(str(main_script()),) if needs_script else ())
+
+
+def unreachable(name: str) -> str:
+    """Why a subprocess cannot import a qualified name, or empty."""
+    package, _, rest = name.partition(".")
+    return _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
 
 
 def _unreachable_by_import(package: str) -> str:
@@ -230,7 +235,7 @@ def _unreachable_by_import(package: str) -> str:
     return "" if found else "it was not imported from a file"
 
 
-def _main_script() -> Path | None:
+def main_script() -> Path | None:
     """The file that Python was started with, if its parts can be imported by themselves."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -241,7 +246,7 @@ def _main_script() -> Path | None:
 
 def _unreachable_in_main(name: str) -> str:
     """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
-    script = _main_script()
+    script = main_script()
     if script is None or not script.is_file():
         return "__main__ is no script"
     tree = ast.parse(script.read_bytes())
