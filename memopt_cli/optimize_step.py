@@ -1,4 +1,4 @@
-"""``memopt_cli.optimize_step``: a step of one's own, optimized from Python as ``memopt optimize`` does."""
+"""``memopt_cli.optimize_step``: what ``memopt optimize`` does with a step of one's own, from Python."""
 
 from __future__ import annotations
 

@@ -226,6 +226,7 @@ def trained(step: memopt_cli.Step, batches: list[Tensor]) -> list[float]:
     return [float(loss) for x in batches for loss in step(x).values()]
 
 
+@pytest.mark.process
 def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], tmp_path: Path, steps: Any) -> None:
     arguments = ("-i", "2048x8", "--level", "1", "--budget", "80%", "--search-time", "5", "--no-recommend-batch")
     done = memopt("optimize", f"{STEPS}:two_rounds", *arguments)
@@ -246,6 +247,7 @@ def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], t
     assert trained(plain, batches) == trained(planned, batches)
 
 
+@pytest.mark.process
 def test_from_python(steps: Any) -> None:
     step, summary = memopt_cli.optimize_step(steps.two_rounds, (torch.randn(2048, 8),), level=1, budget="80%")
     assert summary.verification is not None
