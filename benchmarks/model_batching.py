@@ -1,6 +1,7 @@
 """Forward and backward of many models: memopt's batched model beside the loop, ``vmap`` and torchmb 0.2.
 
     python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--save]
+    python benchmarks/model_batching.py --first-call [--cases resnet18-5x7]
 
 The contestants of a case take turns, so that the load of the machine is the same for all; what is shown are medians.
 The loop is separate modules, each called and each with gradients of its own: what a user writes without any of these.
@@ -9,6 +10,9 @@ float32's rounding of each other may send a gradient elsewhere, so that the loop
 its float64 ones; what is asked of float32 is therefore to be as near to float64 as the loop is.
 torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); where it cannot run a case the
 table says so.
+
+``--first-call`` tells instead what choosing a route costs: the first call of a batched model, and its first step, which
+ends with backward, as so many steps of the loop, in CPU time.
 """
 
 from __future__ import annotations
@@ -149,6 +153,7 @@ CASES = {
     "lenet-17x64": Case(LeNet, 17, 64, (1, 28, 28)),
     "lenet-100x4": Case(LeNet, 100, 4, (1, 28, 28)),
     "resnet18-3x4": Case(resnet18, 3, 4, (3, 32, 32)),
+    "resnet18-5x7": Case(resnet18, 5, 7, (3, 32, 32)),
     "gru-16x32": Case(Gru, 16, 32, (24, 16)),
     "transformer-16x8": Case(Transformer, 16, 8, (32,), tokens=True),
 }
@@ -301,6 +306,28 @@ def run(name: str, rounds: int) -> Result:
     return Result(case=name, route=route, times_ms=medians, cannot=cannot, gaps=gaps_of(case))
 
 
+def first_call(name: str, *, check: bool) -> str:
+    """What the first call costs."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    step = loop_step(case, inputs)
+    loop_s = min([_cpu_seconds(step) for _ in range(4)][1:])
+    batched = BatchModule(case.make(), case.models, check=check)
+    outputs: list[Tensor] = []
+    call_s = _cpu_seconds(lambda: outputs.append(batched(inputs)))
+    step_s = call_s + _cpu_seconds(lambda: outputs[0].square().mean().backward())
+    (used,) = [trial for trial in batched.trials if trial.used]
+    steps = f"first call {call_s / loop_s:.2f}, first step {step_s / loop_s:.2f} steps of the loop ({loop_s:.2f} s)"
+    return f"{name}, check={check}: {steps}; {used.name} {used.variant}".strip()
+
+
+def _cpu_seconds(run: Step) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
 HEADER = ["ms", "memopt", *OTHERS, "speed", "route", "float64", "float32", "the loop's float32"]
 
 
@@ -331,9 +358,14 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of " + ", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--first-call", action="store_true", help="only what the first call costs")
     parser.add_argument("--save", action="store_true", help="write the section of benchmarks/RESULTS.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.first_call:
+        for name in options.cases.split(","):
+            print(first_call(name, check=True), first_call(name, check=False), sep="\n", flush=True)
+        return
     results = []
     for name in options.cases.split(","):
         results.append(run(name, options.rounds))

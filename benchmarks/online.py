@@ -162,7 +162,7 @@ def tensor_peak_bytes(strategy: str, steps: int) -> int:
         log.see(tensor, "parameters")
     with log:
         accumulate(model, steps_of(steps), labels, F.cross_entropy)
-    return log.peak_bytes
+    return log.peaks.tensor_bytes
 
 
 def memory(steps: list[int]) -> dict[str, dict[int, int]]:

@@ -42,6 +42,8 @@ class Output:
 
     page: Path
     command: str
+    head: str
+    """What stands above it: the comment and the fence."""
     shown: str
     varies: str
     slow: bool
@@ -61,7 +63,8 @@ class Output:
 def outputs(page: Path) -> Iterator[Output]:
     """Every block of the page that names its command."""
     for found in _OUTPUT.finditer(page.read_text()):
-        yield Output(page, found["command"], found["shown"], found["varies"] or "", bool(found["slow"]))
+        head = found[0][: found.start("shown") - found.start()]
+        yield Output(page, found["command"], head, found["shown"], found["varies"] or "", bool(found["slow"]))
 
 
 def script(page: Path) -> str:
@@ -83,7 +86,8 @@ def wrong_output(output: Output, *, update: bool) -> str:
     if output.agrees(done.stdout):
         return ""
     if update and "\n...\n" not in f"\n{output.shown}":
-        output.page.write_text(output.page.read_text().replace(output.shown, done.stdout))
+        text = output.page.read_text()
+        output.page.write_text(text.replace(f"{output.head}{output.shown}", f"{output.head}{done.stdout}", 1))
         return ""
     return f"{output.command}\nshown:\n{output.shown}\nmade:\n{done.stdout}"
 

@@ -19,8 +19,15 @@ _PUBLIC = {
     "MEMOPT_PREFERENCES": "memopt_cli.api",
     "MEMOPT_PROFILES": "memopt_cli.api",
     "Step": "memopt_cli.user_step",
+    "baseline": "memopt_cli.live",
+    "check": "memopt_cli.live",
+    "frontier": "memopt_cli.live",
+    "optimize": "memopt_cli.live",
+    "profile": "memopt_cli.live",
+    "recommend_batch": "memopt_cli.live",
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",
+    "export_plan": "memopt_cli.export",
     "read_plan": "memopt_cli.write",
     "plan_of": "memopt_cli.apply",
     "remove_plan": "memopt_cli.apply",
@@ -103,6 +110,10 @@ __all__ = list(_PUBLIC)
 on_unsafe = "warn"
 """What a segment does whose forward did what a recomputation cannot repeat, or whose recomputation computes something
 else: ``warn``, and run plainly from then on; or ``raise``."""
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
 
 
 def __getattr__(name: str) -> Any:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from memopt_cli.apply import apply_plan, remove_plan
-from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
@@ -24,10 +22,13 @@ from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import (
     FORMAT,
     detached_copy,
+    difference_error,
     inputs_of,
     listed_modules,
+    logged,
     observed_modules,
     prepared_model,
+    take_off,
 )
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
@@ -51,13 +52,11 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime import named_parts, segment_of
 from memopt_cli.runtime.state import name_of
 from memopt_cli.trace import codec_paths
 
 _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""
-_LOG = logging.getLogger("memopt_cli")
 
 MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
 """What ``profile`` may be, from the least search to the most."""
@@ -65,6 +64,7 @@ MEMOPT_CHECKPOINT_BUDGETS: tuple[str, ...] = get_args(Preference)
 """What ``checkpoint_budget`` may be, from the fewest segments to the most."""
 MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
 """What ``prefer`` may be."""
+
 
 _RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
@@ -167,7 +167,7 @@ def memory_optimization(
         max_slowdown=math.inf,
     )
     resolved = resolve(request, has_inputs=dummy_input is not None)
-    notes = _take_off(net)
+    notes = take_off(net)
     settings = StepSettings(device=resolve_device())
     with logged(verbose) as progress:
         if dummy_input is None or resolved.options.level == 0:
@@ -211,7 +211,7 @@ def apply_gc(
         gc_target_budget_ratio=gc_target_budget_ratio,
     )
     resolved = resolve(request)
-    notes = _take_off(net)
+    notes = take_off(net)
     device = resolve_device() if device == "cuda" else device
     if dummy_input is None:
         modules = listed_modules(net)
@@ -326,14 +326,6 @@ def _verified_by_guess(
     return found
 
 
-def difference_error(found: Verification) -> VerificationError:
-    """What is raised for a plan that does not pass."""
-    return VerificationError(
-        f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
-        hint="The model is as it was; a lower level may pass. Please report it.",
-    )
-
-
 def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> Findings:
     """Segments on the candidates that the limits allow, at level 1; nothing at level 0."""
     options = resolved.options
@@ -399,42 +391,3 @@ def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn
     """Paths of the modules, and of those in them, for which ``can_chunk`` holds."""
     candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
     return tuple(path for path, module in candidates.items() if can_chunk(module))
-
-
-def _take_off(net: nn.Module) -> list[str]:
-    """Remove a plan that the model carries, and say so."""
-    if all(segment_of(module) is None for _, module in named_parts(net)):
-        return []
-    remove_plan(net)
-    return ["The model carried a plan already; it was taken off first."]
-
-
-class _Logged(Progress):
-    """Writes every line to the log."""
-
-    def stage(self, text: str) -> None:
-        _LOG.info("%s", text)
-
-    def update(self, done: int, total: int | None, text: str) -> None:
-        _LOG.info("  %s", text)
-
-    def note(self, text: str) -> None:
-        _LOG.info("%s", text)
-
-
-@contextlib.contextmanager
-def logged(verbose: bool) -> Iterator[Progress]:
-    """Progress that is seen if asked for, with or without logging set up."""
-    if not verbose:
-        yield Progress()
-        return
-    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
-    if handler is not None:
-        _LOG.addHandler(handler)
-    _LOG.setLevel(logging.INFO)
-    try:
-        yield _Logged()
-    finally:
-        _LOG.setLevel(level)
-        if handler is not None:
-            _LOG.removeHandler(handler)

@@ -32,6 +32,7 @@ from memopt_cli.errors import first_line
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.batch_statistics import batch_norms, statistics_refusal
+from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import runs_whole
 from memopt_cli.step import Step, seed_everything
@@ -146,7 +147,7 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # all but their statistics must agree
     try:
-        with DoubleThroughout(), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+        with DoubleThroughout(), warnings.catch_warnings(), rows_untried():  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")  # a part that the trial runs whole is refused
             return _double_disproof(module, args, kwargs, rule)
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule

@@ -224,7 +224,17 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _magnitude(tensor: Tensor) -> float:
-    return tensor.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
+    """The largest finite magnitude; 0 of a tensor without elements."""
+    if not tensor.numel():
+        return 0.0
+    largest = _largest(tensor)
+    return largest if math.isfinite(largest) else _largest(tensor.abs().double().nan_to_num(0.0, 0.0, 0.0))
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude, read in one pass and without a copy; NaN if there is one."""
+    least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
+    return max(abs(least.item()), abs(most.item()))
 
 
 def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
@@ -244,14 +254,14 @@ def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
 def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
     if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
         return float("inf")
-    if bool(((reference == other) | ((reference != reference) & (other != other))).all()):
-        return 0.0
     if not reference.is_floating_point():
-        return float("inf")
-    gap = (reference.double() - other.double()).abs().max().item()
-    scale = max(reference.double().abs().max().item(), least_scale)
-    relative = gap / scale if scale else float("inf")
-    return relative if relative == relative else float("inf")  # NaN: one of them is not finite
+        return 0.0 if torch.equal(reference, other) else float("inf")
+    gap = _largest(reference.double() - other.double()) if reference.numel() else 0.0
+    if not math.isfinite(gap):  # what is not finite may be so in both
+        are_same = bool(((reference == other) | ((reference != reference) & (other != other))).all())
+        return 0.0 if are_same else float("inf")
+    scale = max(_largest(reference), least_scale) if gap else 1.0
+    return gap / scale if scale else float("inf")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memopt_cli.api import difference_error, logged, resolve_device
+from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
+from memopt_cli.pipeline.live_model import difference_error, logged
 from memopt_cli.pipeline.live_step import prepared_step
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.summary import summarize

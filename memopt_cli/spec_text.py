@@ -157,6 +157,12 @@ def is_pretrained(location: str) -> bool:
     return any(os.path.isfile(os.path.join(location, name)) for name in (MODEL_SETTINGS, ADAPTER_SETTINGS))
 
 
+def base_of(folder: str, named: object) -> str | None:
+    """The folder of an adapter's base, as its settings name it: from here, or from its own folder."""
+    bases = (named, os.path.join(folder, named)) if isinstance(named, str) else ()
+    return next(filter(is_pretrained, bases), None)
+
+
 def parse_shape(text: str) -> tuple[int | str, ...]:
     """``"BxSx3"``, ``"B,S,3"`` or ``"[B,S,3]"`` -> sizes and symbols; raises :class:`UsageError`."""
     listed = text.startswith("[") and text.endswith("]")

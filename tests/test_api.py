@@ -819,7 +819,7 @@ class Odd:
 
 
 def test_inputs_that_cannot_be_handed_over() -> None:
-    with pytest.raises(OptionError, match="dummy_input cannot be handed to a profiling subprocess"):
+    with pytest.raises(OptionError, match="the inputs cannot be handed to a profiling subprocess"):
         memory_optimization(blocks(), Block, (X, Odd()), level=1)
 
 
@@ -896,7 +896,7 @@ def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "mymodel.py").write_text(SCRIPT + "optimize()\n")
     done = python(tmp_path, "-c", "import mymodel")
     assert done.returncode == 1
-    assert "memory_optimization is called by a module as it is imported" in done.stderr
+    assert "memopt is called by a module as it is imported" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -924,3 +924,10 @@ def found_in_script(source: str, name: str, folder: Path) -> str:
         patch.setitem(sys.modules, "__main__", main)
         exec(compile(source, script, "exec"), vars(main))
     return said[0]
+
+
+def test_the_public_names_are_listed_and_there() -> None:
+    listed = set(dir(memopt_cli))
+    assert set(memopt_cli.__all__) <= listed
+    assert {"__all__", "on_unsafe"} <= listed
+    assert [name for name in memopt_cli.__all__ if not hasattr(memopt_cli, name)] == []

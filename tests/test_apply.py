@@ -63,6 +63,9 @@ def test_root_and_nested_targets() -> None:
     [
         (("0", "1.7"), "the plan names module '1.7', which Sequential does not have"),
         (("0", "nowhere.at.all"), "the plan names module 'nowhere.at.all'"),
+        (("0", ".."), "the plan names module '..', which Sequential does not have"),
+        (("0.",), "the plan names module '0.', which Sequential does not have"),
+        (("0", "_modules.1"), "the plan names module '_modules.1'"),
         (("0", "2"), "module '2' cannot be a segment: ModuleList has no forward"),
         (("1", "0", "1"), "the plan names module '1' twice"),
     ],
@@ -264,3 +267,14 @@ def test_an_optimizer_that_cannot_run_in_backward_leaves_the_model_as_it_was(mak
         memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),), in_backward=True), optimizer=optimizer)
     assert type(optimizer).__name__ in refused.value.message
     assert memopt_cli.plan_of(model) == Plan()
+
+
+class _Tells(nn.Sequential):
+    @property
+    def device(self) -> str:
+        raise RuntimeError("a property was asked")
+
+
+def test_a_path_of_a_plan_asks_no_property() -> None:
+    with pytest.raises(PlanError, match=r"the plan names module 'device\.x'"):
+        apply_plan(_Tells(nn.Linear(2, 2)), Plan(segments=(SegmentPlan(path="device.x"),)))

@@ -29,6 +29,7 @@ from memopt_cli.measure.jobs import ChunkingJob, CountJob, Measured, MeasureJob,
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import inspection, prepare
+from memopt_cli.progress import Span
 from memopt_cli.records import (
     Counted,
     Crashed,
@@ -387,7 +388,7 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
     alive: list[int] = []
     announced = ""
 
-    def announce(progress: LogProgress, text: str) -> None:
+    def announce(progress: LogProgress, text: str, takes: Span | None = None) -> None:
         nonlocal announced
         announced = text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memopt_cli.documents import read_mapping
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records import FileHeader, from_data
 
 Layout = Literal["contiguous", "channels_last", "packed_sequence"]
@@ -134,7 +134,7 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
     data = read_mapping(Path(path), hint)
     for key in data:
         if key != "batch_shaping" and key not in _BESIDE:
-            raise UsageError(f"{path}: unknown key '{key}'", hint="Options belong below batch_shaping:.")
+            raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
     if "batch_shaping" not in data:
         raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
     return parse_batch_shaping(data["batch_shaping"])

@@ -49,6 +49,8 @@ def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutco
 
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
     """What bounds the largest batch that ran, and whether a larger one would fit by the model."""
+    if not runs.is_in_time(runs.fitting[-1]):  # no step was: whatever else bounds it, that is to be told
+        return f"the time of a step ({_longest(runs, runs.fitting[-1])})", estimate > runs.best
     if failed := runs.failed:
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
     best = runs.best

@@ -92,16 +92,16 @@ class BatchSearch:
         """What is known so far."""
         return outcome_of(self.runs, self.model, interrupted=self._interrupted)
 
-    def refusal_of_half(self) -> str:
-        """Why half the batch described does not run, where that one does; nothing if it was not seen to be refused.
+    def refusal_of_fewer(self, batch: int) -> str:
+        """Why a smaller batch than the one described does not run; nothing if it was not seen to be refused.
 
         To be asked before anything else is run: it takes one run.
         """
-        half = self.runs.rounded(self.batch // 2)
-        if not _FEWEST <= half < self.batch:
+        fewer = self.runs.rounded(batch)
+        if not _FEWEST <= fewer < self.batch:
             return ""
-        self.also_run([half])
-        failed = self.runs.get(half)
+        self.also_run([fewer])
+        failed = self.runs.get(fewer)
         return describe(failed) if isinstance(failed, StepFailed | Crashed) else ""
 
     def refusal(self) -> str:

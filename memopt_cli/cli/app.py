@@ -24,6 +24,7 @@ from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
 from memopt_cli.cli.recommend_batch import recommend_batch
+from memopt_cli.cli.selftest import selftest
 from memopt_cli.documents import abridged, printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 from memopt_cli.report.lines import guarded
@@ -51,6 +52,7 @@ app.command("apply", cls=GroupedCommand)(apply)
 app.command("baseline", cls=GroupedCommand)(baseline)
 app.command("check", cls=GroupedCommand)(check)
 app.command("compare", cls=GroupedCommand)(compare)
+app.command("selftest", cls=GroupedCommand)(selftest)
 
 
 def _show_version(wanted: bool) -> None:

@@ -105,7 +105,7 @@ Memory = Annotated[
         parser=memory,
         rich_help_panel=ANSWER,
         show_default="90%",
-        help="Memory that a step may take; % of what the device has free.",
+        help="Memory that a step may take; % of a GPU's free memory, or of the machine's on the CPU.",
     ),
 ]
 GlobalBatch = Annotated[

@@ -34,8 +34,8 @@ FailOn = Annotated[
         default_factory=lambda: ["peak:0"],
         show_default="peak:0",
         rich_help_panel=GATE,
-        help="How much a metric may grow: peak:5%, peak:64MiB, allocated:1%, activations:0, parameters:0, step:20%. "
-        "Repeatable.",
+        help="How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
+        "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
     ),
 ]
 Format = Annotated[
@@ -47,7 +47,7 @@ Format = Annotated[
         help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
     ),
 ]
-Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file of memopt baseline.")]
+Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file that memopt baseline wrote.")]
 
 
 @with_parts

@@ -14,7 +14,7 @@ from memopt_cli.report.text import TextReport
 
 
 def inspect(
-    context: typer.Context, model: options.Model, *, json: options.Json = False, verbose: options.Verbose = False
+    context: typer.Context, model: options.SavedModel, *, json: options.Json = False, verbose: options.Verbose = False
 ) -> None:
     """Show what is in a model file, and run none of it.
 

@@ -153,6 +153,16 @@ Model = Annotated[
     ),
 ]
 
+SavedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        callback=_check_model,
+        help="A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
+        show_default=False,
+    ),
+]
+
 Inputs = Annotated[
     list[str],
     typer.Option(
@@ -198,7 +208,7 @@ InputScript = Annotated[
 ]
 
 DEVICE = typer.Option(
-    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that runs the step."
+    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that the step runs on."
 )
 PRECISION = typer.Option(
     "--precision",
@@ -282,7 +292,7 @@ LongestStep = Annotated[
         metavar="SECONDS",
         parser=seconds(0.001),
         rich_help_panel=ANSWER,
-        help="Recommend no batch whose step takes longer.",
+        help="Recommend no batch whose step takes longer than this.",
     ),
 ]
 
@@ -293,8 +303,8 @@ LongestAdvisedStep = Annotated[
         metavar="SECONDS",
         parser=seconds(0.001),
         rich_help_panel=OUTPUT,
-        show_default="4 times the plan's step, 5 to 10 s",
-        help="Recommend no batch whose step takes longer.",
+        show_default="4 times the plan's step, but at least 5 s and at most 10 s",
+        help="Recommend no batch whose step takes longer than this.",
     ),
 ]
 
@@ -317,7 +327,7 @@ Key = Annotated[
         metavar="NAME",
         rich_help_panel=LOADING,
         show_default=False,
-        help="Entry to use, of a file that holds several models or of --weights: model, or ema.model.",
+        help="Entry to use of a file that holds several models, or of --weights: model, or ema.model.",
     ),
 ]
 AllowPackage = Annotated[

@@ -46,7 +46,7 @@ Level = Annotated[
     typer.Option(
         metavar="0..4",
         parser=whole(0, 4),
-        show_default="3, or the profile's",
+        show_default="3, or what --profile says",
         rich_help_panel=SEARCH,
         help="What a plan may do: 0 nothing, 1 segments and packing, 2 nested segments, 3 chunks, 4 keep costly "
         "outputs. Each level includes those below.",
@@ -69,8 +69,8 @@ ProfileChoice = Annotated[
         metavar="NAME",
         rich_help_panel=FINE,
         show_default="none",
-        help="How far to search: safe (level 1), balanced (level 2, one round), memory (level 3, two rounds) or "
-        "exhaustive (level 4, no limits). Other flags win over it.",
+        help="A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) "
+        "or exhaustive (level 4, no limit). Other flags win over it.",
     ),
 ]
 CheckpointBudget = Annotated[
@@ -80,8 +80,8 @@ CheckpointBudget = Annotated[
         metavar="NAME",
         rich_help_panel=FINE,
         show_default="none",
-        help="How many of the modules that may become segments do: speed (half), balanced (three quarters) or memory "
-        "(all).",
+        help="How many of the modules that may become segments do so at most: speed (half), balanced (three quarters) "
+        "or memory (all).",
     ),
 ]
 Prefer = Annotated[
@@ -91,7 +91,8 @@ Prefer = Annotated[
         metavar="NAME",
         rich_help_panel=FINE,
         show_default="none",
-        help="speed, balanced or memory: this checkpoint budget, with the profile safe, balanced or memory.",
+        help="Short for two flags. speed: --profile safe --checkpoint-budget speed. balanced and memory: both flags "
+        "with that name.",
     ),
 ]
 MaxGcWrappedModules = Annotated[
@@ -101,7 +102,7 @@ MaxGcWrappedModules = Annotated[
         parser=whole(0),
         rich_help_panel=FINE,
         show_default="no limit",
-        help="The most segments, not counting nested ones.",
+        help="Most segments that a plan may have, not counting nested ones.",
     ),
 ]
 GcTargetBudgetRatio = Annotated[
@@ -111,7 +112,7 @@ GcTargetBudgetRatio = Annotated[
         parser=_share,
         rich_help_panel=FINE,
         show_default="all",
-        help="The same, as a share of the modules that may become segments.",
+        help="The same limit, as a share of the modules that may become segments.",
     ),
 ]
 CompressX = Annotated[
@@ -126,7 +127,10 @@ CompressX = Annotated[
 TemporalSplitFactor = Annotated[
     int,
     typer.Option(
-        metavar="N", parser=whole(2), rich_help_panel=FINE, help="How many chunks a split in time makes of one."
+        metavar="N",
+        parser=whole(2),
+        rich_help_panel=FINE,
+        help="Numbers of chunks to try grow about N-fold: 2, 4, 8 … for 2.",
     ),
 ]
 AllowInexact = Annotated[
@@ -145,7 +149,8 @@ MaxSplitRounds = Annotated[
         parser=whole(0),
         rich_help_panel=FINE,
         show_default="no limit",
-        help="How many segments may have segments in them, and how often chunks may be multiplied.",
+        help="Most segments that may contain others and, counted apart, most steps by --temporal-split-factor, over "
+        "the whole plan.",
     ),
 ]
 MaxCandidatesPerRound = Annotated[
@@ -155,7 +160,8 @@ MaxCandidatesPerRound = Annotated[
         parser=whole(1),
         rich_help_panel=FINE,
         show_default="no limit",
-        help="Modules and changes to try per round.",
+        help="Most modules that the search asks for chunks in each split round, and most changes that it tries at a "
+        "time.",
     ),
 ]
 AllowExpensiveProfiling = Annotated[
@@ -163,8 +169,8 @@ AllowExpensiveProfiling = Annotated[
     typer.Option(
         "--allow-expensive-profiling/--no-allow-expensive-profiling",
         rich_help_panel=FINE,
-        show_default="on, or the profile's",
-        help="Off: one round, one module per round, no warm-up step; this overrides other flags.",
+        show_default="on, or what --profile says",
+        help="Off: one split round, one candidate per round and no warm-up step, whatever other flags say.",
     ),
 ]
 WarmupInProfileWorkers = Annotated[
@@ -172,7 +178,7 @@ WarmupInProfileWorkers = Annotated[
     typer.Option(
         "--warmup-in-profile-workers/--no-warmup-in-profile-workers",
         rich_help_panel=FINE,
-        show_default="on, or the profile's",
+        show_default="on, or what --profile says",
         help="Take a warm-up step before the timed ones.",
     ),
 ]
@@ -183,8 +189,9 @@ MaxSlowdown = Annotated[
         metavar="RATIO",
         parser=_slowdown,
         rich_help_panel=SEARCH,
-        show_default="1.33; none with a budget or frontier",
-        help="Longest step that a plan may have, over the original's. none: the least memory, however long it takes.",
+        show_default="1.33; 10 with --frontier; none with --budget",
+        help="How many times as long as the original's a plan's step may take. none: the least memory, however long "
+        "the step takes.",
     ),
 ]
 MeasureLevels = Annotated[

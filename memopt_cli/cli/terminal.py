@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import groupby
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.progress_bar import ProgressBar
 
 from memopt_cli.documents import no_commands, printable
 from memopt_cli.errors import Terminated
-from memopt_cli.progress import Ask, Progress
+from memopt_cli.progress import Ask, Progress, Span
 from memopt_cli.records import WantedGlobal
+
+_FULL = 0.95
+"""A bar that fills by time stops there until its stage is over."""
 
 
 class LogProgress(Progress):
@@ -24,15 +29,27 @@ class LogProgress(Progress):
     def __init__(self) -> None:
         self._stage = ""
 
-    def stage(self, text: str) -> None:
+    def stage(self, text: str, takes: Span | None = None) -> None:
         self._stage = text
-        self.note(text)
+        self.note(_with_span(text, takes))
 
     def update(self, done: int, total: int | None, text: str) -> None:
         self.note(_line(self._stage, done, total, text))
 
     def note(self, text: str) -> None:
         print(no_commands(printable(text)), file=sys.stderr, flush=True)
+
+
+class _StageBar(BarColumn):
+    """Fills by the steps that are over; where nobody knows how many there are, by the time that the stage takes."""
+
+    def render(self, task: Task) -> ProgressBar:
+        bar = super().render(task)
+        takes = task.fields["takes"]
+        if task.total is None and takes:
+            bar.total = takes.seconds
+            bar.completed = min(time.monotonic() - task.fields["began"], _FULL * takes.seconds)
+        return bar
 
 
 class BarProgress(Progress):
@@ -43,18 +60,19 @@ class BarProgress(Progress):
         self._bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
+            _StageBar(bar_width=20),
             TimeElapsedColumn(),
             console=console,
             transient=True,
             redirect_stdout=False,  # stdout is for data
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=None, began=time.monotonic(), takes=None)
         self._bar.start()
 
-    def stage(self, text: str) -> None:
+    def stage(self, text: str, takes: Span | None = None) -> None:
         self._stage = text
-        self._bar.update(self._task, description=text, completed=0, total=None)
+        shown, began = _with_span(text, takes), time.monotonic()
+        self._bar.update(self._task, description=shown, completed=0, total=None, began=began, takes=takes)
 
     def update(self, done: int, total: int | None, text: str) -> None:
         description = _line(self._stage, done, total, text)
@@ -128,6 +146,10 @@ def _ask(wanted: Sequence[WantedGlobal]) -> bool:
             print(f"    {printable(member.name)}{f'  ({member.reason})' if member.reason else ''}", file=sys.stderr)
     print("Imported code can do anything you can do. Allow all of it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _with_span(text: str, takes: Span | None) -> str:
+    return f"{text}, {takes}" if takes else text
 
 
 def _line(stage: str, done: int, total: int | None, text: str) -> str:

@@ -28,7 +28,7 @@ from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
-from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, is_pretrained
+from memopt_cli.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_of, is_pretrained
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
@@ -183,9 +183,8 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     """An adapter on its base, which may be in any folder of this machine: a note says in which."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
-    bases = [named, os.path.join(folder, named)] if isinstance(named, str) else []
-    base = next((Path(base) for base in bases if is_pretrained(base)), None)
-    if base is None:
+    found = base_of(str(folder), named)
+    if found is None:
         raise FileFormatError(
             f"{folder} is an adapter of {shortened(named)}, which is no folder here",
             hint="Save the base with save_pretrained, and put its folder into "
@@ -194,11 +193,14 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
     _refuse_adapter(folder, settings)
+    base = Path(found)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
+    weights = {**dict(model.named_parameters()), **adapter}
+    _refuse_ranks(folder, settings, weights)
     peft = _library("peft", folder)
-    with _building(folder, "peft", {**dict(model.named_parameters()), **adapter}):
+    with _building(folder, "peft", weights):
         return _adapted(peft, model, settings, adapter), (f"The adapter is put on the base in {base.resolve()}.",)
 
 
@@ -264,6 +266,31 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
                 )
 
 
+def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """PEFT makes a tensor, as large as ranks say, before it is part of a module; some starts take rounds."""
+    largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
+    rounds = _ROUNDS.search(str(settings.get("init_lora_weights")))
+    numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
+    numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
+    for key, found in numbers.items():
+        if any(not number <= max(_MOST_COUNTED, largest) for number in found):
+            what = f"its {key[:_LONGEST_NAME]}, {max(found):.15g}"
+            raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
+
+
+def _numbers(value: Any) -> list[float]:
+    """Those in a setting, in lists and mappings too."""
+    within = ((*inner.values(),) if isinstance(inner, dict) else inner for inner in _containers(value))
+    return [item for items in ([value], *within) for item in items if isinstance(item, int | float)]
+
+
+_FREE_NUMBERS: Final = frozenset(
+    "lora_alpha alpha alpha_pattern scaling tinit tfinal deltaT total_step projection_prng_key random_loc_seed".split()
+)
+"""Settings of adapters whose numbers make nothing large: factors, seeds, and steps of a training."""
+_ROUNDS: Final = re.compile(r"_niter_(\d{1,18})")
+_ROUND: Final = 40
+"""What one of the rounds by which PiSSA starts counts for: nobody wants more than 250."""
 _ADAPTERS: Final = (
     *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
     "RANDLORA",

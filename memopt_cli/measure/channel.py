@@ -17,7 +17,6 @@ from typing import Any
 
 from memopt_cli.documents import printable
 from memopt_cli.measure import processes
-from memopt_cli.measure.wire import MOST_LINE_BYTES
 from memopt_cli.records import Crashed, OutOfMemory, TimedOut
 
 _TAIL_BYTES = 4000
@@ -59,7 +58,7 @@ class Channel:
         if patiently and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
                 self.process.wait(_PATIENCE_S)
-        self._end()
+        self.end()
         self._replies.close()
         self._output.close()
 
@@ -85,19 +84,20 @@ class Channel:
             while left and selector.select(max(0.0, self._deadline - time.monotonic())):
                 left = left[self._jobs.write(left) or 0 :]
 
-    def line(self) -> bytes | Ended:
-        """The next one, with its end."""
+    def line(self, most_bytes: int) -> bytes | Ended:
+        """The next one, with its end; a longer one makes no sense."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            failure = self.wait_for(searched + 1) if searched <= MOST_LINE_BYTES else self.nonsense()
+            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.nonsense()
             if failure is not None:
                 return failure
         return self.take(end + 1)
 
     def take(self, size: int) -> bytes:
         """As many bytes of what has arrived, or all of it."""
-        taken = bytes(self._buffer[:size])
+        with memoryview(self._buffer) as arrived:
+            taken = bytes(arrived[:size])
         del self._buffer[:size]
         return taken
 
@@ -108,7 +108,7 @@ class Channel:
             while len(self._buffer) < size:
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
-                    self._end()
+                    self.end()
                     return TimedOut(limit_s=self._timeout_s)
                 if selector.select(min(left_s, _LOOK_S)):
                     chunk = self._replies.read(_CHUNK)
@@ -123,7 +123,7 @@ class Channel:
 
     def nonsense(self) -> Crashed:
         """It has answered what it cannot, and is ended."""
-        self._end()
+        self.end()
         return Crashed(reason="what it answered makes no sense", output_tail=self._tail())
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
@@ -131,12 +131,12 @@ class Channel:
         try:
             code = self.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._end()
+            self.end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
         except processes.Lost:
-            self._end()
+            self.end()
             return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
-        self._end()
+        self.end()
         if code == -signal.SIGKILL:
             return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
         reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
@@ -153,7 +153,8 @@ class Channel:
         except processes.Lost:
             return True
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Kill it, if it is not gone."""
         process, self.process = self.process, None
         if process is not None:
             process.end()

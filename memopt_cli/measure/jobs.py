@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 
 from memopt_cli.records import (
     BatchProbe,
@@ -31,6 +31,9 @@ Answer = TypeVar("Answer", covariant=True)
 
 ORIGINAL = Plan()
 """No segments: the model as it is."""
+
+PER_TENSOR: Final = 512 << 20
+"""Bytes of memory of an answer that tells of each tensor of a model, or each module: of a hundred thousand, or so."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
@@ -57,6 +60,8 @@ class Job(Generic[Answer]):
     __slots__ = ()
     answered_by: ClassVar[str]
     """``module:function``; it takes the :class:`Subject` and the job, and runs in the subprocess."""
+    most_bytes: ClassVar[int] = 16 << 20
+    """Of memory that it may take to read the answer: whoever sends it is not trusted."""
 
 
 class StepJob(Job[Answer]):
@@ -95,6 +100,7 @@ class DescribeJob(Job[ModelFacts]):
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
+    most_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Find the inputs of its step."""
     spec: InputSpec | None = None
@@ -110,6 +116,7 @@ class InspectJob(Job[Inspection]):
     """What is in a file; nothing in it is run."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
+    most_bytes: ClassVar[int] = PER_TENSOR
     path: str
 
 
@@ -164,6 +171,7 @@ class TraceJob(StepJob[Traced]):
     """Record a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
+    most_bytes: ClassVar[int] = 1 << 30  # two hundred thousand operators
     fake: bool
     """On fake tensors if the model allows."""
     plan: Plan = ORIGINAL
@@ -217,6 +225,7 @@ class MeasureJob(StepJob[Measured]):
     """Take timed steps, count both peaks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
+    most_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     steps: int = 3
     """Timed steps, at least."""

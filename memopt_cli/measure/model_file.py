@@ -66,18 +66,19 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         carried=carried,
         asked_codecs=codec_paths(model),
         fixed_sizes=_has_fixed_sizes(loaded),
-        indices=tuple(_indices_in(model)),
+        indices=dict(_indices_in(model)),
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 
 
-def _indices_in(model: nn.Module) -> Iterator[str]:
+def _indices_in(model: nn.Module) -> Iterator[tuple[str, int]]:
     for path, module in model.named_modules():
         for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
-            if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
-                yield f"{path}.{name}".removeprefix(".")
+            is_list = isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim()
+            if is_list and value.numel() and not value.is_meta:
+                yield f"{path}.{name}".removeprefix("."), int(value.max())
 
 
 def _has_fixed_sizes(loaded: LoadedModel) -> bool:

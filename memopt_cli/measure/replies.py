@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Final, TypeVar
 
-from memopt_cli.documents import printable_data
-from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, answer_of
+from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, Traced, answer_of
 from memopt_cli.measure.wire import reply_in
 from memopt_cli.records import (
     BatchProbe,
+    Breakdown,
     Crashed,
     Failure,
     InputSpec,
     ModelFacts,
     OutOfMemory,
     StepFailed,
+    StepTrace,
     TimedOut,
     from_data,
 )
@@ -32,7 +32,7 @@ _EXIT_CODES = range(1, 7)
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
     """The answer to a job in a line of JSON.  Raises anything where that cannot be."""
-    reply = printable_data(reply_in(line))
+    reply = reply_in(line, job.most_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
         failure = from_data(kind, reply)
@@ -40,19 +40,58 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
             raise ValueError(failure.exit_code)
         return failure
     found = from_data(answer_of(type(job)), reply["answer"])
+    _check_amounts(found)
     match found:
         case Measured(measurement=measurement):
-            _check_times(measurement.step_times_s)
-        case BatchProbe(step_s=step_s):
-            _check_times((step_s,))
+            _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
+        case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
+            _require(step_s > 0 and batch > 0 and replicas > 0)
+        case Traced(trace=trace):
+            _check_trace(trace)
         case ModelFacts(spec=InputSpec() as spec) if isinstance(job, DescribeJob):
             return replace(found, spec=_with_named_inputs(spec, job.spec))
     return found
 
 
-def _check_times(times_s: tuple[float, ...]) -> None:
-    if not (times_s and all(0 < t < math.inf for t in times_s)):
-        raise ValueError(times_s)
+def _check_amounts(value: Any, name: str = "") -> None:
+    """Bytes and seconds, which names tell, are such as there can be: others are added to them, and divided by them."""
+    if is_dataclass(value):
+        for f in fields(value):
+            _check_amounts(getattr(value, f.name), f.name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_amounts(item, name)
+    elif isinstance(value, int | float):
+        most = next((most for unit, most in _MOST.items() if name.endswith(unit)), None)
+        _require(most is None or 0 <= value <= most)
+
+
+_MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9}
+"""Unit at the end of a field's name, the longer ones first -> the most of it."""
+
+
+def _check_trace(trace: StepTrace) -> None:
+    """What it says of operators and storages is of some that there are: whoever reads it goes by these numbers."""
+    count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
+    places, instants = range(count), range(-1, count + 1)
+    spans, storages = list[tuple[int, ...]](), list[int]()
+    for op in trace.ops:
+        storages += (*op.reads, *op.makes, *op.mutates)
+    for call in trace.calls:
+        storages += (*call.inputs, *call.outputs)
+        spans += [(call.start, call.end), (call.backward_start, call.backward_end)]
+    for storage in trace.storages:
+        spans += [(storage.born, end) for end in (storage.died, storage.freed) if end is not None]
+        _require(storage.kind in kinds and storage.born in range(-1, count))
+        _require(all(place in places for place in storage.saved_by))
+    _require(all(start <= end and start in instants and end in instants for start, end in spans))
+    _require(all(storage in range(len(trace.storages)) for storage in storages))
+    _require(len({module.path for module in trace.modules}) == len(trace.modules))
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
 
 
 def _with_named_inputs(found: InputSpec, given: InputSpec | None) -> InputSpec:

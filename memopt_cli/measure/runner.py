@@ -14,9 +14,10 @@ from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject, name_of
 from memopt_cli.measure.replies import read
-from memopt_cli.measure.wire import MOST_FILE_BYTES, SIZE
-from memopt_cli.records import Crashed, Failure, ModelSource, to_data
-from memopt_cli.spec_text import is_factory
+from memopt_cli.measure.sizes import is_confined, most_saved_bytes
+from memopt_cli.measure.wire import SIZE
+from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
+from memopt_cli.units import format_bytes
 
 Answer = TypeVar("Answer")
 
@@ -35,7 +36,7 @@ class Session:
         self._channel: Channel | None = None
 
     def __enter__(self) -> Self:
-        self._folder = Folder() if _is_confined(self._subject.source) else None
+        self._folder = Folder() if is_confined(self._subject.source) else None
         device = self._subject.settings.device
         self._channel = Channel(device, self._timeout_s)
         self._channel.send(
@@ -75,11 +76,14 @@ class Session:
         return self._answer(job, channel) if channel is not None else _ENDED
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
-        """The same, of a file that is written into ``file``.  Raises :class:`OSError` where that takes no more."""
+        """The same, of a file that is written into ``file``, unless it is larger than what the model can need.
+
+        Raises :class:`OSError` where ``file`` takes no more.
+        """
         channel = self._send(job)
         if channel is None:
             return _ENDED
-        received_bytes = 0
+        received_bytes, most_bytes = 0, most_saved_bytes(self._subject.source)
         while True:
             failure = channel.wait_for(SIZE.size)
             if failure is not None:
@@ -90,8 +94,13 @@ class Session:
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
                 return saved if is_whole else channel.nonsense()
             received_bytes += left
-            if received_bytes > MOST_FILE_BYTES:
-                return channel.nonsense()
+            if received_bytes > most_bytes:
+                channel.end()
+                return StepFailed(
+                    message=f"the model is not saved: it would take more than {format_bytes(most_bytes)}, and what it "
+                    "was loaded from holds far less",
+                    hint="With --plan-only no model is written.",
+                )
             while left:
                 failure = channel.wait_for(1)
                 if failure is not None:
@@ -109,7 +118,7 @@ class Session:
         return self._channel
 
     def _answer(self, job: Job[Answer], channel: Channel) -> Answer | Failure:
-        line = channel.line()
+        line = channel.line(job.most_bytes)
         if not isinstance(line, bytes):
             return line
         try:
@@ -119,11 +128,6 @@ class Session:
         if isinstance(found, FileChanged):
             raise ChangedFileError(found.message, hint=found.hint)
         return found
-
-
-def _is_confined(source: ModelSource) -> bool:
-    """What a file says is run behind a second wall; code that the user names is trusted."""
-    return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
 
 
 def _import_path(source: ModelSource) -> list[str]:

@@ -23,9 +23,10 @@ from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.kernels import guard_kernels
-from memopt_cli.measure.wire import Pieces
+from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
 from memopt_cli.step import is_out_of_memory
+from memopt_cli.units import format_bytes
 
 Answer = TypeVar("Answer")
 
@@ -83,8 +84,20 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             reply = {"kind": type(changed).__name__, **to_data(changed)}
         except Exception as error:  # the user's code runs here: every failure is an answer
             reply = to_data(failure_of(error))
-        replies.write(json.dumps(reply) + "\n")
+        replies.write(_line(reply, job.most_bytes) + "\n")
         replies.flush()
+
+
+def _line(reply: Any, most_bytes: int) -> str:
+    """A reply that is read, and does not look made up because of its size."""
+    line = json.dumps(reply)
+    if memory_of(line) <= most_bytes:
+        return line
+    too_long = StepFailed(
+        message=f"the profiling subprocess has more to tell than {format_bytes(most_bytes)} of memory hold",
+        hint="Give it fewer time steps, or a part of the model.",
+    )
+    return json.dumps(to_data(too_long))
 
 
 def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:

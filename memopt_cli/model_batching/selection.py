@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,10 +113,14 @@ def select(
         torch.random.fork_rng(devices=_cuda_devices(args, kwargs)),
     ):
         warnings.simplefilter("ignore")  # vmap says where it is slow; that is measured
-        compare = _Reference(tree, models, args, kwargs).trial_of if check else _unchecked(tree, models, args, kwargs)
-        tried = _tried(candidates(tree, wanted), compare, most_s=_COMPARING_S if check and wanted == "auto" else 0.0)
-        if check and wanted == "auto":
-            tried = _timed(tried, tree, models, args, kwargs)
+        whole = _Given(tree, models, args, kwargs)
+        found = candidates(tree, wanted)
+        if not check:
+            tried = _tried(found, _unchecked(_few(whole)), most_s=0.0)
+        else:
+            reference = _Reference(whole)
+            tried = _tried(found, reference.trial_of, most_s=_COMPARING_S if wanted == "auto" else 0.0)
+            tried = _timed(tried, [reference.given, whole]) if wanted == "auto" else tried
     usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
     if not usable:
         reasons = "; ".join(dict.fromkeys(trial.refused for _, trial in tried))
@@ -149,16 +153,14 @@ def _tried(
 _NOT_TRIED = "it was not tried: another one can be used"
 
 
-def _unchecked(
-    tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Candidate], RouteTrial]:
+def _unchecked(few: _Given) -> Callable[[Candidate], RouteTrial]:
     """Says of a candidate whether a step of it runs, and no more."""
 
     def trial_of(candidate: Candidate) -> RouteTrial:
         refused = ""
         try:
             if candidate.name != "loop":  # it runs anything
-                _timer(candidate, *_few(tree, models, args, kwargs))()
+                _timer(candidate, few)()
         except Exception as error:
             refused = first_line(error)
         return RouteTrial(name=candidate.name, variant=candidate.variant, refused=refused, difference=math.nan)
@@ -166,13 +168,22 @@ def _unchecked(
     return trial_of
 
 
-def _few(
-    tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[nn.Module, int, tuple[Any, ...], dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a route is tried on: stacked models, their number, and their inputs (models, samples, …)."""
+
+    tree: nn.Module
+    models: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _few(whole: _Given) -> _Given:
     """The first few models, all where a registered module knows their number, and the first few samples of each."""
-    count = models if any(isinstance(m, AbstractBatchModule) for m in tree.modules()) else min(models, _FEW_MODELS)
-    few_args, few_kwargs = _few_samples(args, kwargs)
-    return first_models(tree, count), count, *map_leaves(lambda leaf: _first(leaf, count), (few_args, few_kwargs))
+    knows_number = any(isinstance(m, AbstractBatchModule) for m in whole.tree.modules())
+    count = whole.models if knows_number else min(whole.models, _FEW_MODELS)
+    args, kwargs = map_leaves(lambda leaf: _first(leaf, count), _few_samples(whole.args, whole.kwargs))
+    return _Given(first_models(whole.tree, count), count, args, kwargs)
 
 
 def _first(leaf: Any, count: int) -> Any:
@@ -208,26 +219,27 @@ class _Trial(nn.Module):
 class _Reference:
     """What the loop computes, in float64 if the model can be run in it."""
 
-    def __init__(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._models = models
+    def __init__(self, whole: _Given) -> None:
         self._draws = False
-        for given in (_few(tree, models, args, kwargs), (tree, models, args, kwargs)):
-            self._run(*given)
-            if self._effects is not None:  # not so for samples of which a few are no input
-                break
+        self.given = _few(whole)
+        """What it runs on: a few models and samples, or the whole where a few samples are no input."""
+        self._run()
+        if self._effects is None:
+            self.given = whole
+            self._run()
 
-    def _run(self, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._models = models
+    def _run(self) -> None:
         loop = Candidate("loop", "", LoopRoute)
         self._effects: dict[str, Tensor] | None = None
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]]
         self._tree: nn.Module
         self._precision: str
         for precision in ("fp64", "stored"):
-            self._precision, self._tree, self._inputs = precision, copy.deepcopy(tree), (args, kwargs)
+            self._precision, self._tree = precision, copy.deepcopy(self.given.tree)
+            self._inputs = (self.given.args, self.given.kwargs)
             if precision == "fp64":
                 self._tree.double()
-                self._inputs = in_double((args, kwargs))
+                self._inputs = in_double(self._inputs)
             _make_different(self._tree)
             try:
                 self._effects = self._effects_of(loop)
@@ -266,7 +278,7 @@ class _Reference:
         return {name: tensor for name, tensor in found.items() if _RANDOM not in name}
 
     def _steps_of(self, candidate: Candidate) -> dict[str, Tensor]:
-        trial = _Trial(candidate, copy.deepcopy(self._tree), self._models)
+        trial = _Trial(candidate, copy.deepcopy(self._tree), self.given.models)
         args, kwargs = self._inputs
         step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs), loss=_loss)
         found = {f"{name} of step 1": tensor for name, tensor in effects(step).items()}
@@ -341,27 +353,24 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # ---------------------------------------------------------------------------------------------- timing
 
 
-def _timed(
-    tried: list[tuple[Candidate, RouteTrial]],
-    tree: nn.Module,
-    models: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[tuple[Candidate, RouteTrial]]:
-    """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused."""
-    for given in (_few_samples(args, kwargs), (args, kwargs)):
+def _timed(tried: list[tuple[Candidate, RouteTrial]], sizes: Sequence[_Given]) -> list[tuple[Candidate, RouteTrial]]:
+    """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused.
+
+    ``sizes``: what steps may be taken on, the least first; the last is taken if steps on it are short.
+    """
+    for given in sizes:
         steps: dict[int, Callable[[], float]] = {}
         first: dict[int, float] = {}
         for index in [index for index, (_, trial) in enumerate(tried) if not trial.refused]:
             candidate, trial = tried[index]
             try:
-                steps[index] = _timer(candidate, tree, models, *given)
+                steps[index] = _timer(candidate, given)
                 first[index] = steps[index]()
             except Exception as error:
                 steps.pop(index, None)
                 if candidate.name != "loop":
                     tried[index] = candidate, replace(trial, refused=first_line(error))
-        if sum(first.values()) * _size((args, kwargs)) / _size(given) > _TIMING_S:
+        if sum(first.values()) * _size(sizes[-1]) / _size(given) > _TIMING_S:
             break
     taken = [first[index] for index in steps]
     seconds = _median_seconds(list(steps.values()), taken) if len(steps) > 1 else [math.nan] * len(steps)
@@ -371,8 +380,8 @@ def _timed(
     return tried
 
 
-def _size(inputs: Any) -> int:
-    return max(1, sum(tensor.numel() for tensor in tensors_of(inputs)))
+def _size(given: _Given) -> int:
+    return max(1, sum(tensor.numel() for tensor in tensors_of((given.args, given.kwargs))))
 
 
 def _median_seconds(steps: list[Callable[[], float]], first_s: list[float]) -> list[float]:
@@ -395,15 +404,12 @@ def _median_seconds(steps: list[Callable[[], float]], first_s: list[float]) -> l
     return list(map(statistics.median, taken))
 
 
-def _timer(
-    candidate: Candidate, tree: nn.Module, models: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], float]:
+def _timer(candidate: Candidate, given: _Given) -> Callable[[], float]:
     """Takes one forward and backward on a copy of the model, and says how many seconds they took."""
-    settings = _settings(args, kwargs)
-    given, named = map_leaves(_own_leaf, (args, kwargs))
-    step = Step(
-        model=_Trial(candidate, copy.deepcopy(tree), models), args=given, kwargs=named, settings=settings, loss=_loss
-    )
+    settings = _settings(given.args, given.kwargs)
+    args, kwargs = map_leaves(_own_leaf, (given.args, given.kwargs))
+    trial = _Trial(candidate, copy.deepcopy(given.tree), given.models)
+    step = Step(model=trial, args=args, kwargs=kwargs, settings=settings, loss=_loss)
 
     def run() -> float:
         step.model.zero_grad()

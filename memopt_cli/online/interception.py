@@ -19,7 +19,8 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.traces import Gate, Held, Use
-from memopt_cli.runtime.private_torch import tree_flatten, tree_unflatten
+from memopt_cli.runtime.objects import version_of
+from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unflatten, without_transform
 
 
 class Interception:
@@ -38,8 +39,8 @@ class Interception:
         """Further modules whose calls are counted."""
         self.most_calls: Mapping[str, int] | None = None
         """How often each module is called in a step at most; ``None``: that is being found out."""
-        self._seen: dict[str, list[Tensor]] = {}
-        """Values of a cell's states, as the step has found or left them."""
+        self._seen: dict[str, list[tuple[Tensor, int]]] = {}
+        """Values of a cell's states, as the step has found or left them, and how often each had been written."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         """A traced weight is used; returns what the model gets for its output."""
@@ -64,7 +65,7 @@ class Interception:
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """One time step of the model; its states are left as the step left them."""
         self._calls.clear()
-        self._seen = {cell: _values(states) for cell, states in self.states.items()}
+        self._seen = {cell: _as_they_are(states) for cell, states in self.states.items()}
         with self._installed():
             output = model(*inputs)
         for cell in self.cells:
@@ -130,7 +131,11 @@ class Interception:
     def _overwritten(self, cell: str) -> list[State]:
         """States that hold something else than the step has found or left in them."""
         return [
-            state for state, seen in zip(self.states[cell], self._seen[cell], strict=True) if state.value is not seen
+            state
+            for state, (seen, version), (now, written) in zip(
+                self.states[cell], self._seen[cell], _as_they_are(self.states[cell]), strict=True
+            )
+            if now is not seen or written != version
         ]
 
     def _count(self, path: str) -> int:
@@ -158,8 +163,8 @@ class Interception:
         seen = self.lift(partial(self.on_leave, path, call), *values, *outputs.values())
         replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
         for state, value in zip(states, seen, strict=False):
-            state.value = value
-        self._seen[path] = _values(states)
+            state.value = value.clone()  # what leaves a cell may not be written in place, a state may
+        self._seen[path] = _as_they_are(states)
         return tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -184,3 +189,8 @@ def _name(cell: str, state: State) -> str:
 
 def _values(states: Sequence[State]) -> list[Tensor]:
     return [state.value for state in states]
+
+
+def _as_they_are(states: Sequence[State]) -> list[tuple[Tensor, int]]:
+    """The values, and how often each was written in place."""
+    return [(v, version_of(without_transform(v) if is_of_vmap(v) else v)) for v in _values(states)]

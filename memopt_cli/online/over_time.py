@@ -12,7 +12,7 @@ from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.operations import trace_kind, traced
 from memopt_cli.online.states import declare_state, init_all_states, states_of
 from memopt_cli.runtime.private_torch import buffers_of, tree_leaves, tree_map
-from memopt_cli.runtime.running import running_chunk
+from memopt_cli.runtime.running import SequenceChunk, running_chunk
 from memopt_cli.runtime.state import StartingState, detach_state, reset_hidden_state
 
 
@@ -22,7 +22,8 @@ class OverTime(nn.Module):
     To back-propagation through time, and to every command of memopt, it is a model like any other; online learning
     takes :attr:`model` out of it and runs that step by step.  States may be declared ones or those that neurons keep
     to themselves, as snnTorch's do (``init_hidden=True``).  As a segment in chunks along time (axis 0) it hands them
-    from one chunk to the next; along any other axis each chunk starts afresh.
+    from one chunk to the next; along the batch (axis 1) each chunk starts afresh, and the last one leaves the states of
+    all.
     """
 
     resumes_in_chunks = True
@@ -30,17 +31,43 @@ class OverTime(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._left: list[list[Tensor]] = []
+        """By the chunks of a batch so far: the values of all states."""
 
     def forward(self, *inputs: Tensor) -> Any:
         """All outputs, stacked; the states are left as constants."""
         chunk = running_chunk()
-        part = chunk if chunk is not None and chunk.axis % inputs[0].dim() == 0 else None
+        axis = None if chunk is None else chunk.axis % inputs[0].dim()
+        part = chunk if axis == 0 else None
+        before = {id(value) for _, _, value in _tensors(self.model)}
         if part is None or part.is_first:
             start_sequence(self.model, inputs[0].shape[1])
         outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
         if part is None or part.is_last:
             detach_state(self.model)
+        if chunk is not None and axis == 1:
+            states = [place for place in _tensors(self.model) if id(place[2]) not in before]
+            self._join([p for p in states if p[2].shape[:1] == inputs[0].shape[1:2]], chunk)
         return tree_map(lambda *steps: torch.stack(steps), *outputs)
+
+    def _join(self, states: Sequence[tuple[nn.Module, str, Tensor]], chunk: SequenceChunk) -> None:
+        """After the last of a batch's chunks, leave the states that the whole batch would have left."""
+        left = [] if chunk.is_first else self._left
+        self._left = [*left, [value for _, _, value in states]]
+        if chunk.is_last:
+            for (module, name, _), *values in zip(states, *self._left, strict=True):
+                _put(module, name, torch.cat(values))
+            self._left = []
+
+
+def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Module, name and value of every buffer, and of every attribute that is a tensor."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in (*buffers_of(module).items(), *vars(module).items())
+        if isinstance(value, Tensor)
+    ]
 
 
 def start_sequence(model: nn.Module, batch_size: int) -> None:
@@ -116,9 +143,8 @@ def _held(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Mod
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     return [
         ((module, name), value)
-        for module in model.modules()
-        for name, value in (*buffers_of(module).items(), *vars(module).items())
-        if isinstance(value, Tensor) and value.is_floating_point() and (id(module), name) not in declared
+        for module, name, value in _tensors(model)
+        if value.is_floating_point() and (id(module), name) not in declared
         if value.shape[:1] == inputs[0].shape[:1]
     ]
 

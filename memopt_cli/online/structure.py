@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.interception import Interception, cell_states
@@ -84,7 +84,10 @@ class Structure:
     unread: frozenset[Held | Use]
     """States, and outputs of traced weights, that no gradient reaches but from the cells that are tied to them."""
     entering: frozenset[Held]
-    """States that, as the last step left them, enter weights and are read by nothing else outside their cells."""
+    """States that, as the last step left them, are read outside their cells by weights and by their own cells alone."""
+    weighted: dict[Left | Held, frozenset[Source]]
+    """Tensor that leaves a cell, or state that is not followed -> what carries traces, and was found to reach it past
+    weights without tags alone."""
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
@@ -99,7 +102,7 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
             refuse_undeclared(model, inputs)
             start.enter()
-            graph = _Graph(model, trainable, weights)
+            graph = Graph(model, trainable, weights)
             probes = [_Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
             for probe in probes:
                 with probe.lanes_of(inputs[0]):
@@ -159,7 +162,7 @@ class _Probe(Interception):
         self,
         weights: Mapping[str, nn.Module],
         cells: Mapping[str, nn.Module],
-        graph: _Graph,
+        graph: Graph,
         *,
         batched: bool,
         spread: float,
@@ -176,8 +179,13 @@ class _Probe(Interception):
         """States that their cells find changed."""
         self.forgotten: set[Held] = set()
         """States that the step leaves as constants."""
+        self.read_outside: set[Held] = set()
+        """States that their own cell is given by what calls it, besides finding them."""
         self._graph = graph
         self.leaves: dict[Source, Tensor] = {}
+        self._shown: dict[Node, int] = {}
+        """Nodes of what is shown of states outside their cells, numbered as ``_shown_states``."""
+        self._shown_states: list[Held] = []
         self._random = torch.Generator().manual_seed(0)
         self._spread = spread
 
@@ -210,9 +218,14 @@ class _Probe(Interception):
         return {path: self._calls.get(path, 0) for path in (*self.weights, *self.cells)}
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        return states
+        names = [Held(cell, state.name) for state in self.states[cell]]
+        return tuple(
+            value if call or held in self.overwritten else self.leaves[held].clone()
+            for held, value in zip(names, states, strict=True)
+        )
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self._note_outside(cell, tensors)
         count, lefts = len(self.states[cell]), [Left(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
         for left, q in zip(lefts, tensors, strict=True):
@@ -226,10 +239,22 @@ class _Probe(Interception):
 
     def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Away from rest, where surrogates and gates have slopes.
-        named = zip(self.states[cell], values, strict=True)
-        return tuple(
-            self._cut(Held(cell, state.name), value + self._spread * self._noise(value)) for state, value in named
+        names = [Held(cell, state.name) for state in self.states[cell]]
+        shown = tuple(
+            self._cut(held, value + self._spread * self._noise(value)).clone()
+            for held, value in zip(names, values, strict=True)
         )
+        for held, value in zip(names, shown, strict=True):
+            assert value.grad_fn is not None
+            self._shown[value.grad_fn] = len(self._shown_states)
+            self._shown_states.append(held)
+        return shown
+
+    def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
+        reached: set[int] = set()
+        for tensor in tensors:
+            list(_leaves_behind(tensor, self._shown, reached))
+        self.read_outside |= {held for number in reached if (held := self._shown_states[number]).cell == cell}
 
     def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
         self.of_output = [self._graph.reads(result, self.leaves) for result in results]
@@ -255,11 +280,20 @@ class _Probe(Interception):
         return torch.randn(like.shape, generator=self._random, dtype=torch.float64).to(like)
 
 
-class _Graph:
+_Edge = tuple[Node, int]
+
+
+def _edge_of(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class Graph:
     """Walks autograd's graph from a tensor to the leaves that it was computed from."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
+        self._has_frozen = any(not p.requires_grad for p in model.parameters())
         self._trainable = trainable
         self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
 
@@ -294,6 +328,22 @@ class _Graph:
             weighted = weighted or self._is_weight(node)
             pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
 
+    def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
+        """Those of the sources that ``tensor`` was computed from by a path past weights and other sources."""
+        ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
+        pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        while pending:
+            edge = pending.pop()
+            if edge in seen:
+                continue
+            seen.add(edge)
+            node = edge[0]
+            if edge in ends:
+                found.add(ends[edge])
+            elif not hasattr(node, "variable") and not self._is_weight(node):
+                pending += [(before, number) for before, number in node.next_functions if before is not None]
+        return found
+
     def _is_weight(self, node: Node) -> bool:
         """Whether the node is a product, one factor of which comes from parameters alone."""
         if not node.name().startswith(_PRODUCTS):
@@ -303,7 +353,8 @@ class _Graph:
             for node, _ in node.next_functions
             if node is not None
         ]
-        return any(factor and factor <= self._parameters for factor in factors)
+        is_fixed = self._has_frozen and any(before is None for before, _ in node.next_functions)
+        return is_fixed or any(factor and factor <= self._parameters for factor in factors)
 
 
 def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
@@ -473,7 +524,8 @@ class _Reach:
             known={left: self._known(left) for left in lefts},
             not_followed=self._not_followed(),
             unread=unread,
-            entering=frozenset(self.held) - unread - exposed - self._read_by_cells(),
+            entering=frozenset(self.held) - unread - exposed,
+            weighted=self._weighted(),
         )
 
     def _known(self, left: Left) -> frozenset[Source]:
@@ -492,7 +544,7 @@ class _Reach:
     ) -> frozenset[Held | Use]:
         inputs = [self.reads[use] for use in self.uses if use not in constant]
         others = [self.reads[left] for left in self.lefts if left not in self.followed]
-        read = set[Source](self.probe.overwritten).union(
+        read = set[Source](self.probe.overwritten | self.probe.read_outside).union(
             *(self._behind_it(r)[1] for r in (*inputs, *others, *self.probe.of_output))
         )
         for left in self.followed:
@@ -501,11 +553,13 @@ class _Reach:
         uses = self.reached.keys() - connected - read_by_attached
         return frozenset((self.new.keys() | uses) - read)
 
-    def _read_by_cells(self) -> set[Held]:
-        """States that cells which are followed read through weights that are not."""
-        reads = [self.reads[left] for left in self.followed]
-        found = set[Source]().union(*(r.weighted | (self._behind_it(r)[1] - r.direct) for r in reads))
-        return {source for source in found if isinstance(source, Held)}
+    def _weighted(self) -> dict[Left | Held, frozenset[Source]]:
+        found: list[tuple[Left | Held, frozenset[Source]]] = [
+            (left, self._known(left) - self.reads[left].direct) for left in self.lefts if left in self.followed
+        ]
+        found += self._not_followed().items()  # by no path past weights: else they would be
+        carrying = {key: frozenset(filter(self._carries, sources)) for key, sources in found}
+        return {key: sources for key, sources in carrying.items() if sources}
 
     def _states_reached(self, use: Use) -> set[Held]:
         """In the step of the use, and from there in later ones."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from memopt_cli.online.interception import Interception, changed
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.structure import Source, Structure, jacobian_row, leaves_before, only
+from memopt_cli.online.structure import Graph, Source, Structure, jacobian_row, leaves_before, only
 from memopt_cli.online.traces import Channel, Held, Left, Row, Ties, Trace, Use
 from memopt_cli.runtime.private_torch import tree_leaves
 
@@ -48,10 +48,9 @@ class TracedStep(Interception):
         self._left: dict[Left, Tensor] = {}
         self._rows: dict[Left, Row] = {}
         self._new: dict[Held, Row] = {}
-        self._entering: dict[Held, Tensor] = {}
-        """States that may do no more than enter weights."""
-        self._entered: set[Node] = set()
-        """Inputs of traced weights: what they were computed from is none of the output's business."""
+        self._graph: Graph | None = None
+        self._followed: set[Node] = set()
+        """Inputs of traced weights, and what leaves a cell: what they were computed from is looked at there."""
 
     @property
     def states_held(self) -> list[State]:
@@ -94,17 +93,13 @@ class TracedStep(Interception):
     def step(self, model: nn.Module, inputs: Sequence[Tensor], scale: float | Tensor) -> Any:
         """The model's output.  ``scale``: what this step's gradients are divided by."""
         self._set_scale(scale)
+        self._graph = Graph(model, set(), {}) if self.structure.weighted else None
         for cell, states in self.states.items():
-            exposed = [state for state in states if Held(cell, state.name) in self.structure.exposed]
-            self.act_on(exposed, partial(self._expose, [Held(cell, state.name) for state in exposed]))
-            unread = [] if self._window else [s for s in states if Held(cell, s.name) in self.structure.unread]
-            self.act_on(unread, partial(self._guard, [Held(cell, state.name) for state in unread]))
-            entering = [] if self._window else [s for s in states if Held(cell, s.name) in self.structure.entering]
-            self.act_on(entering, partial(self._mark, [Held(cell, state.name) for state in entering]))
+            self.act_on(states, partial(self._find, [Held(cell, state.name) for state in states]))
         output = self.run(model, inputs)
-        if self._entering:
+        if self.structure.entering and not self._window:
             results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-            self.lift(self._check_entering, *results)
+            self.lift(self._check_results, *results)
         others = {held: state.value for held, state in self._not_followed.items() if state.value.requires_grad}
         self.lift(partial(self._advance, list(others)), *others.values())
         return output
@@ -117,9 +112,8 @@ class TracedStep(Interception):
         self._new[held] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        if self._entering:
-            z = tuple(tensor.view_as(tensor) for tensor in z)
-            self._entered.update(tensor.grad_fn for tensor in z if tensor.grad_fn is not None)
+        z = tuple(tensor.view_as(tensor) for tensor in z)
+        self._followed.update(tensor.grad_fn for tensor in z if tensor.grad_fn is not None)
         if use not in self.traces:  # an earlier call of a traced weight that reaches a cell past a later one alone
             operation = operation_of(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch, operation.weight, operation.bias),)
@@ -132,22 +126,17 @@ class TracedStep(Interception):
         uncut = (self._window or use in self.structure.connected) and y.requires_grad
         if uncut:
             (self._outputs[use],) = self.gate.tie([y], [[]])
-        elif use in self.structure.unread:
-            self._outputs[use] = self._refusing(y, name_of(use))
         else:
             self._outputs[use] = y.detach().requires_grad_()
+            if use in self.structure.unread:
+                self._refuse_gradient(self._outputs[use], name_of(use))
         return (self._outputs[use],)
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        if call:
-            return states  # what left the cell before in this step
         names = [Held(cell, state.name) for state in self.states[cell]]
-        for held, value in zip(names, states, strict=True):
-            if held not in self.structure.exposed:
-                uncut = self._window and value.requires_grad
-                self._found[held] = value.view_as(value) if uncut else value.detach().requires_grad_()
+        is_guarded = not call and not self._window
         return tuple(
-            value if held in self.structure.exposed else self._found[held]
+            self._found[held].clone() if is_guarded and held in self.structure.unread else value
             for held, value in zip(names, states, strict=True)
         )
 
@@ -160,6 +149,7 @@ class TracedStep(Interception):
             is_state = left.number < len(names)
             if left not in self.structure.edges or (self._window and not is_state and left not in self._read):
                 continue  # its own graph tells all there is
+            self._check_weighted(left, q)
             row = self._row(left, q, tensors[: len(names)])
             self._rows[left] = row.total(self._rows)
             if is_state:
@@ -170,6 +160,7 @@ class TracedStep(Interception):
                 values[left.number] = q if attached else q.detach()
         leaving = self.gate.tie(values, ties)
         self._left |= zip(lefts, leaving, strict=True)
+        self._followed.update(tensor.grad_fn for tensor in leaving if tensor.grad_fn is not None)
         return leaving
 
     def _row(self, left: Left, q: Tensor, new: Sequence[Tensor]) -> Row:
@@ -190,6 +181,12 @@ class TracedStep(Interception):
         _refuse_further(left.cell, _entries(others, row))
         return found
 
+    def _check_weighted(self, key: Left | Held, q: Tensor) -> None:
+        """Raises :class:`MemoptError` for what used to enter weights alone, and reaches ``q`` past them as well."""
+        if self._graph is not None and key in self.structure.weighted:
+            for source in self._graph.read_directly(q, self._others(frozenset())) & self.structure.weighted[key]:
+                raise changed(key.cell, f"reads {name_of(source)} past the weight that it entered")
+
     def _others(self, known: frozenset[Source]) -> dict[Source, Tensor]:
         """All that there is in this step so far, but for what is ``known``."""
         parts: tuple[Mapping[Any, Tensor], ...] = (self._found, self._outputs, self._left)
@@ -198,6 +195,7 @@ class TracedStep(Interception):
     def _check_not_followed(self, cells: Sequence[Held], values: Sequence[Tensor]) -> None:
         """Raises :class:`MemoptError` if a state that carried nothing of a traced weight has come to do so."""
         for held, value in zip(cells, values, strict=True):
+            self._check_weighted(held, value)
             others = self._others(self.structure.not_followed[held])
             row = jacobian_row(self.gate, value, list(others.values()))
             _refuse_further(held.cell, _entries(others, iter(row)))
@@ -234,38 +232,35 @@ class TracedStep(Interception):
 
     def _forget(self) -> None:
         self._outputs, self._found, self._left, self._rows, self._new = {}, {}, {}, {}, {}
-        self._entering, self._entered = {}, set()
+        self._followed, self._graph = set(), None
 
-    def _expose(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
-        seen = tuple(v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for v in values)
-        self._found |= zip(names, seen, strict=True)
-        return seen
+    def _find(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
+        """States as the last step left them, for Jacobians; the model gets copies, which it may write in place."""
+        shown: list[Tensor] = []
+        for held, value in zip(names, values, strict=True):
+            is_tied = value.requires_grad and (self._window or held in self.structure.exposed)
+            self._found[held] = value.view_as(value) if is_tied else value.detach().requires_grad_()
+            shown.append(self._found[held].clone())
+            if held in self.structure.unread and not self._window:
+                self._refuse_gradient(shown[-1], name_of(held))
+        return tuple(shown)
 
-    def _guard(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
-        """Constants that no gradient should reach: no more than their cell is known to read them."""
-        return tuple(self._refusing(value, name_of(held)) for held, value in zip(names, values, strict=True))
-
-    def _mark(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
-        marked = tuple(value.detach().requires_grad_() for value in values)
-        self._entering |= zip(names, marked, strict=True)
-        return marked
-
-    def _check_entering(self, *results: Tensor) -> tuple[Tensor, ...]:
-        """Raises :class:`MemoptError` if a state that only entered weights is read by what the step returns."""
-        read = {id(leaf) for leaf in leaves_before(results, self._entered)}
-        for held, value in self._entering.items():
-            if id(value) in read:
+    def _check_results(self, *results: Tensor) -> tuple[Tensor, ...]:
+        """Raises :class:`MemoptError` if what the step returns reads a state that is followed in its cell alone."""
+        read = {id(leaf) for leaf in leaves_before(results, self._followed)}
+        for held in self.structure.entering:
+            if id(self._found[held]) in read:
                 raise changed(name_of(held), "is read outside its cell")
         return ()
 
-    def _refusing(self, tensor: Tensor, name: str) -> Tensor:
+    def _refuse_gradient(self, tensor: Tensor, name: str) -> None:
+        """Of a loss: no more than cells are known to read the tensor."""
+
         def refuse(gradient: Tensor) -> None:
             if not self.gate.closed and gradient.any():
                 raise changed(name, "is read outside its cell")
 
-        guarded = tensor.detach().requires_grad_()
-        guarded.register_hook(refuse)  # type: ignore[no-untyped-call]
-        return guarded
+        tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def _tie_to_past(self, names: Sequence[Held], *values: Tensor) -> tuple[Tensor, ...]:
         traces = self.traces.values()

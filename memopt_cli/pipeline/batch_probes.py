@@ -34,14 +34,18 @@ def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
     """Why no other batch than the one described is to be recommended, in words; empty if nothing speaks against it.
 
     A model that holds the edges of one graph takes more rows than the graph has nodes, and means nothing by them; it
-    fails on fewer.
+    fails on fewer: on so many that the row which it points at last is missing.
     """
-    refusal = search.refusal_of_half() if prepared.facts.indices else ""
+    pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
+    if not pointing:
+        return ""
+    name = max(pointing, key=lambda name: pointing[name])
+    refusal = search.refusal_of_fewer(pointing[name])
     if not refusal:
         return ""
     return (
-        f"'{prepared.facts.indices[0]}' of the model seems to point at rows of the inputs, so that dimension 0 is no "
-        f"batch: with half of the {search.batch} described, {refusal}"
+        f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
+        f"{pointing[name]} of the {search.batch} described, {refusal}"
     )
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import skipped_step
 from memopt_cli.plan.questions import Priced
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, Span
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, SearchOptions
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import format_bytes
 
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
@@ -35,11 +35,15 @@ class Climb:
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
     measure_all: bool
+    search_left: Callable[[], Span | None] = lambda: None
+    """How long the search may go on; ``None``: as long as it takes."""
     applied: LevelRow | None = None
     """The highest level's that could be measured, once there are rows."""
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Levels that left the plan as it was, by the names of the summary."""
+    _asked: float = math.inf
+    """The slowdown that a plan may be predicted to have, by what was measured."""
 
     def rows(self) -> list[LevelRow]:
         """A row for every level, without the original's; the last is measured, or another that could be run."""
@@ -49,9 +53,19 @@ class Climb:
             if isinstance(rows[at].outcome, Measurement):
                 self.applied = rows[at]
                 break
-        if self.measure_all:
-            rows = [row if row.outcome is not None else self.measured(row) for row in rows]
-        return rows[1:]
+        look = self.measured if self.measure_all else self._believed
+        return [row if row.outcome is not None else look(row) for row in rows[1:]]
+
+    def _believed(self, row: LevelRow) -> LevelRow:
+        """The row, or that of a faster plan where measurements have shown that its own is too slow.
+
+        So no level ends above the one below it.
+        """
+        if (row.predicted_slowdown or 1.0) <= self._asked:
+            return row
+        found = self.planner.dry_runs.smallest(row.level, self._asked)
+        believed = found_row(row.level, found, row.dry_runs, time.monotonic(), dry_run=self.dry_run)
+        return replace(believed, search_s=row.search_s)
 
     def _applicable(self, row: LevelRow) -> LevelRow:
         """The row, measured, as long as its plan is worth its time and fast enough; or that of another plan."""
@@ -71,17 +85,17 @@ class Climb:
         """The row with the measurement of its plan."""
         if row.outcome is not None:
             return row
-        self.progress.stage(f"level {row.level}: measuring its plan{self._expected(row)}")
+        self.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
         return replace(row, outcome=self.original.outcome if row.plan.is_empty else self.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
         below = self.original.plan
         for level in range(1, self.options.level + 1):
-            self.progress.stage(f"level {level} of {self.options.level}: searching")
-            started, tried = time.monotonic(), self.planner.tried
+            self.progress.stage(f"level {level} of {self.options.level}: searching", self.search_left())
+            started, tried = time.monotonic(), len(self.planner.dry_runs)
             ask = self.planner.best if level == self.options.level else self.planner.least
             found = ask(level, self._limit)
-            row = found_row(level, found, self.planner.tried - tried, started, dry_run=self.dry_run)
+            row = found_row(level, found, len(self.planner.dry_runs) - tried, started, dry_run=self.dry_run)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
                 self.skipped.append(
@@ -104,7 +118,7 @@ class Climb:
         return saved >= _LEAST_SAVING or (row.predicted_slowdown or 1.0) <= _HARDLY_SLOWER
 
     def _peak_bytes(self, row: LevelRow) -> int:
-        known = self.planner.known(row.plan)
+        known = self.planner.dry_runs.known(row.plan)
         return known.peak_bytes if known is not None else self.original_bytes
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
@@ -117,23 +131,25 @@ class Climb:
             self.notes.append(f"A plan of {_peak(row)} is not applied: its step takes {slowdown:.2f} times as long.")
             predicted = row.predicted_slowdown or self._limit
             asked = 1 + (predicted - 1) * (self._limit - 1) / (slowdown - 1)
-            started, tried = time.monotonic(), self.planner.tried
+            started, tried = time.monotonic(), len(self.planner.dry_runs)
             found = self.planner.best(row.level, asked)
             if found.plan.is_empty:  # none of those that time was left for: the next faster, slow as it may be
-                found = self.planner.best(row.level, math.nextafter(predicted, 0))
+                asked = math.nextafter(predicted, 0)
+                found = self.planner.best(row.level, asked)
+            self._asked = asked
             if found.slowdown >= predicted:
                 break
-            tried = row.dry_runs + self.planner.tried - tried
+            tried = row.dry_runs + len(self.planner.dry_runs) - tried
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
 
-    def _expected(self, row: LevelRow) -> str:
-        """What measuring takes, about."""
+    def _expected(self, row: LevelRow) -> Span | None:
+        """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""
         original = self.original.outcome
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
-            return ""
-        return f", about {format_seconds(original.spent_s * row.predicted_slowdown)}"
+            return None
+        return Span(original.spent_s * row.predicted_slowdown)
 
     def _slowdown(self, row: LevelRow) -> float:
         """As measured and shown; 1 where there is nothing to compare."""

@@ -22,6 +22,11 @@ _LESS_WHERE_MEMORY_RAN_OUT = 4
 """By this part of itself what is asked for becomes less; how much there was is not known."""
 _DOUBT = 0.02
 """A dry run may be so far above the measurement: where nothing fits by dry runs, a plan so close is measured."""
+FRONTIER_SLOWDOWN = 10.0
+"""The longest step of a plan on the frontier, over that of the original, if it is not said: nobody trains with a longer
+one, and to measure it takes that much longer, too."""
+_APART = 0.02
+"""Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -38,8 +43,13 @@ class GoalSearch:
     """The planner's peaks come from dry runs, so they are predictions."""
     original_s: float = math.inf
     """Step time of the original, as measured."""
-    most_slowdown: float = math.inf
-    """No plan may be predicted to be slower."""
+    most_slowdown: float | None = None
+    """No plan may be predicted to be slower; ``None``: within a budget any may, see :data:`FRONTIER_SLOWDOWN`."""
+
+    @property
+    def _most(self) -> float:
+        """The limit within a budget."""
+        return math.inf if self.most_slowdown is None else self.most_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:
         """The fastest plan found whose measured peak is within the budget.
@@ -53,7 +63,7 @@ class GoalSearch:
         for _ in range(_MEASURED):
             found = self._fast_enough(self.planner.within(self.level, target))
             if found is None and least is None:
-                least = self.planner.least(self.level, self.most_slowdown)
+                least = self.planner.least(self.level, self._most)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
             if found is None:
@@ -85,7 +95,7 @@ class GoalSearch:
         best = found, outcome
         while outcome.step_s > _FAR * found.slowdown * self.original_s:
             other = self.planner.within(self.level, found.peak_bytes - 1)
-            if other is None or other.slowdown > min(self.most_slowdown, best[1].step_s / self.original_s):
+            if other is None or other.slowdown > min(self._most, best[1].step_s / self.original_s):
                 break
             self._measuring(other)
             answer = self.measure(other.plan)
@@ -96,7 +106,7 @@ class GoalSearch:
         return best
 
     def _fast_enough(self, found: Priced | None) -> Priced | None:
-        if found is not None and found.slowdown > self.most_slowdown:
+        if found is not None and found.slowdown > self._most:
             raise NothingFitsError(
                 f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, makes the step "
                 f"{found.slowdown:.2f} times as long",
@@ -104,9 +114,10 @@ class GoalSearch:
             )
         return found
 
-    def thinned(self, found: Sequence[Priced]) -> list[Priced]:
-        """As many of the frontier, from the original to the least peak, as may be run; none is too slow."""
-        return _spread([p for p in found if p.slowdown <= self.most_slowdown], _MEASURED + 1)
+    def worth_showing(self) -> list[Priced]:
+        """As many plans of the frontier, from the original to the least peak, as may be run; none is too slow."""
+        limit = FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
+        return _spread(_apart(self.planner.frontier(self.level, limit)), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
         """The plans, measured; numbered as they were predicted, whatever their measurements say."""
@@ -129,13 +140,13 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        found = self.planner.known(point.plan)
+        found = self.planner.dry_runs.known(point.plan)
         assert found is not None, "it is of the frontier"
         return self._row((found, point.outcome), started)
 
     def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured
-        row = found_row(self.level, found, self.planner.tried, started, dry_run=self.dry_run)
+        row = found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
         return replace(row, outcome=outcome)
 
     @staticmethod
@@ -161,6 +172,15 @@ def check_pick(number: int, plans: int) -> None:
             f"--pick {number}: plans on the frontier: {plans}",
             hint=f"Pick one from 1 to {plans}; --frontier alone shows them.",
         )
+
+
+def _apart(found: Sequence[Priced]) -> list[Priced]:
+    """From the fastest on, those that are smaller by a share that tells; the first is the fastest."""
+    kept: list[Priced] = []
+    for priced in found:
+        if not kept or priced.peak_bytes <= (1 - _APART) * kept[-1].peak_bytes:
+            kept.append(priced)
+    return kept
 
 
 def _spread(found: Sequence[Priced], most: int) -> list[Priced]:

@@ -6,8 +6,10 @@ import ast
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,45 +20,60 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import remove_plan
-from memopt_cli.errors import MemoptError, OptionError, StepError, first_line
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import InputSpec, LoadedModel, ModelSource, ModuleTrace, StepSettings, Trust
-from memopt_cli.runtime import refusal, reset_hidden_state
+from memopt_cli.progress import Progress, Span
+from memopt_cli.records import (
+    InputSpec,
+    LoadedModel,
+    ModelSource,
+    ModuleTrace,
+    StepSettings,
+    TensorSpec,
+    Trust,
+    Verification,
+)
+from memopt_cli.runtime import named_parts, refusal, reset_hidden_state, segment_of
 from memopt_cli.runtime.state import copy_of
 from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
 
 FORMAT = "live"
 """As in :attr:`memopt_cli.records.LoadedModel.format`."""
+_LOG = logging.getLogger("memopt_cli")
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def prepared_model(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec, settings: StepSettings
 ) -> Iterator[Prepared]:
-    """A model in memory, ready to be profiled; it is not changed, nor are the inputs.
+    """A model in memory, ready to be profiled; it is not changed, nor are the inputs, which may be described alone.
 
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    refuse_within_subprocess()
     build = functools.partial(detached_copy, model)
-    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
-        save_inputs(inputs, input_file)
+        if isinstance(inputs, InputSpec):
+            spec = inputs
+        else:
+            save_inputs(inputs, input_file)
+            spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
         notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
-        spec = InputSpec(data_file=str(input_file), source="dummy_input")
         yield Prepared(
             subject=Subject(source=source, spec=spec, settings=settings),
             facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(spec)),
@@ -123,27 +140,62 @@ def detached_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def refuse_within_subprocess(caller: str = "memory_optimization") -> None:
-    """A module that optimizes its model when it is imported would do so in every subprocess, without end."""
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """A module that optimizes its model when it is imported would do so again wherever a step of it is run.
+
+    That is in every subprocess, or in this process for the loss that it holds; without end.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and spec.name == "memopt_cli.measure.server":
+    is_subprocess = spec is not None and spec.name == "memopt_cli.measure.server"
+    if is_subprocess or getattr(_thread, "prepares", False):
         raise StepError(
-            f"{caller} is called by a module as it is imported",
+            "memopt is called by a module as it is imported",
             hint='Call it from a function, or under if __name__ == "__main__".',
         )
+    _thread.prepares = True
+    try:
+        yield
+    finally:
+        _thread.prepares = False
 
 
-def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path, name: str = "dummy_input") -> None:
-    """To a file that a subprocess reads.  Raises :class:`OptionError`, which names the argument, for what it cannot."""
+def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+    """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)
     try:
         load_tensors(path.read_bytes(), str(path))
     except MemoptError as err:
         raise OptionError(
-            f"{name} cannot be handed to a profiling subprocess: {err.message}",
+            f"the inputs cannot be handed to a profiling subprocess: {err.message}",
             hint="Give a tuple of tensors, numbers, strings and plain containers of them.",
         ) from err
+
+
+def described(inputs: tuple[Any, ...] | Mapping[str, Any]) -> InputSpec:
+    """Inputs as they could be written on the command line: the first dimension of the first tensor is the batch.
+
+    Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
+    no tensor.
+    """
+    named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
+    return InputSpec(tensors=tuple(_described(name, value) for name, value in named), source="inputs")
+
+
+def _described(name: str | None, value: Any) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise OptionError(
+            f"an input is a {type(value).__name__}, and batches of another size cannot be made of it",
+            hint='Describe the inputs by text, as for -i: "Bx3x64x64", with dims={"B": 8}.',
+        )
+    values = "normal"
+    if not value.is_floating_point() and not value.is_complex():
+        low, high = (int(value.min()), int(value.max()) + 1) if value.numel() else (0, 1)
+        values = f"{low}..{high}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
+    return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
 
 
 def _detached(leaf: Any) -> Any:
@@ -289,3 +341,53 @@ def _defined(body: list[ast.stmt]) -> set[str]:
     """Names of the classes and functions that a script defines before its main part, in branches and so on too."""
     nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
     return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+# ---------------------------------------------------------------------------------------------- what is told, and where
+
+
+def take_off(net: nn.Module) -> list[str]:
+    """Remove a plan that the model carries, and say so."""
+    if all(segment_of(module) is None for _, module in named_parts(net)):
+        return []
+    remove_plan(net)
+    return ["The model carried a plan already; it was taken off first."]
+
+
+def difference_error(found: Verification) -> VerificationError:
+    """What is raised where a plan does not compute the same."""
+    return VerificationError(
+        f"the optimized model differs from the original: {found.difference}, at batch {found.batch}",
+        hint="The model is as it was; a lower level may pass. Please report it.",
+    )
+
+
+class _Logged(Progress):
+    """Writes every line to the log."""
+
+    def stage(self, text: str, takes: Span | None = None) -> None:
+        _LOG.info("%s", text)
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        _LOG.info("  %s", text)
+
+    def note(self, text: str) -> None:
+        _LOG.info("%s", text)
+
+
+@contextlib.contextmanager
+def logged(verbose: bool) -> Iterator[Progress]:
+    """Progress that is seen if asked for, with or without logging set up."""
+    if not verbose:
+        yield Progress()
+        return
+    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        _LOG.addHandler(handler)
+    _LOG.setLevel(logging.INFO)
+    try:
+        yield _Logged()
+    finally:
+        _LOG.setLevel(level)
+        if handler is not None:
+            _LOG.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""A step in memory in place of a file: the function that makes it is named to profiling subprocesses, or called here."""
+"""A step in memory in place of a file: what makes it is named to profiling subprocesses, or called here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
-from memopt_cli.pipeline.live_model import main_script, refuse_within_subprocess, save_inputs, unreachable
+from memopt_cli.pipeline.live_model import main_script, once, save_inputs, unreachable
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, InputSpec, LoadedModel, ModelSource, StepSettings, Trust
 from memopt_cli.user_step import Step, StepModels
@@ -30,13 +30,12 @@ def prepared_step(
     A function that a subprocess could not import is called in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
     """
-    refuse_within_subprocess("optimize_step")
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
     build = functools.partial(_models, functools.partial(step_made, make, name))
-    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
-        save_inputs(inputs, input_file, "inputs")
+        save_inputs(inputs, input_file)
         source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():

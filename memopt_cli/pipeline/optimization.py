@@ -254,11 +254,11 @@ class _Job:
             level=level,
             dry_run=search.traced.has_dry_runs,
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
-            most_slowdown=self.request.search.get("max_slowdown") or math.inf,
+            most_slowdown=self.request.search.get("max_slowdown"),
         )
         rows: list[LevelRow] = []
         self.progress.stage("searching the frontier" if goal.frontier else "searching within the budget")
-        found = planned.thinned(planner.frontier(level)) if goal.frontier else []
+        found = planned.worth_showing() if goal.frontier else []
         if goal.pick is not None:
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
@@ -284,6 +284,7 @@ class _Job:
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
+            search_left=search.probes.left,
         )
         rows = climb.rows()
         self.notes += climb.notes
@@ -322,8 +323,9 @@ class _Job:
         found = chosen(candidates, segments, self.options, by_goal=by_goal)
         self.selection = replace(found, asked=tuple(asked or ()))
         self.notes += left_out(tree, self.options)
-        for failed, failure in [*search.planner.failures.items()][:1]:
-            more = f", and {len(search.planner.failures) - 1} more" if len(search.planner.failures) > 1 else ""
+        failures = search.planner.dry_runs.failures
+        for failed, failure in [*failures.items()][:1]:
+            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
             self.notes.append(f"A plan of {len(failed.segments)} segments could not run{more}: {describe(failure)}.")
         self.faster, self.smaller = search.planner.neighbours(plan)
 

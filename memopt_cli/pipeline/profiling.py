@@ -46,13 +46,20 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     without_parameters = request.fake and is_factory(request.source.location)
     data: Data = "none" if without_parameters else "small batch" if request.fake else "full size"
     prepared = prepare(opening_of(request, request.settings, data=data), progress=progress, ask=ask)
+    return profile_prepared(prepared, plan, data=data, timeout_s=request.timeout_s, progress=progress)
+
+
+def profile_prepared(
+    prepared: Prepared, plan: Plan, *, data: Data, timeout_s: float, progress: Progress
+) -> StepProfile:
+    """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured."""
     notes = list(prepared.notes)
     with contextlib.ExitStack() as sessions:
-        session = sessions.enter_context(prepared.session(request.timeout_s, data))
-        measured = None if request.fake else _measure(session, plan, progress)
+        session = sessions.enter_context(prepared.session(timeout_s, data))
+        measured = _measure(session, plan, progress) if data == "full size" else None
 
         def smaller() -> Session:
-            return sessions.enter_context(prepared.session(request.timeout_s, "small batch"))
+            return sessions.enter_context(prepared.session(timeout_s, "small batch"))
 
         if isinstance(measured, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")

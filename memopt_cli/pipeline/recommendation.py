@@ -38,6 +38,7 @@ from memopt_cli.records import (
     LengthBatching,
     NoBatchFits,
     Plan,
+    StepSettings,
     to_data,
 )
 from memopt_cli.units import format_bytes, format_copies
@@ -49,17 +50,31 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if not even the smallest batch fits.
     """
-    started = time.monotonic()
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force)
     check_replicas(request)
-    settings = request.settings
-    if request.global_batch is not None and settings.micro_batches == 1:
-        settings = replace(settings, micro_batches=2)  # how many there are is what is asked; any takes the same
+    settings = accumulating(request.settings, request.global_batch)
     opening = opening_of(request, settings, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare(opening, progress=progress, ask=ask)  # a plan that does not fit is told before anything runs
+    return recommend_prepared(request, prepared, plan, lengths, progress)
+
+
+def accumulating(settings: StepSettings, global_batch: int | None) -> StepSettings:
+    """The step of which as many as are needed make up a global batch: it finds the gradients of others.
+
+    How many there are is what is asked; any number of them takes the same.
+    """
+    is_asked = global_batch is not None and settings.micro_batches == 1
+    return replace(settings, micro_batches=2) if is_asked else settings
+
+
+def recommend_prepared(
+    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int], progress: Progress
+) -> BatchRecommendation:
+    """The same of a model that is ready, under a plan beside the original, and of sequences of these lengths."""
+    started = time.monotonic()
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}

@@ -40,14 +40,19 @@ from memopt_cli.write import baseline_json, check_targets, content, read_measure
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
+    check_targets([Path(request.output)], force=request.force)
+    prepared = prepare_with_plan(opening_of(request, request.settings), progress=progress, ask=ask)
+    return record_prepared(request, prepared, progress)
+
+
+def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
+    """The same of a model that is ready."""
     target = Path(request.output)
     check_targets([target], force=request.force)
-    prepared = prepare_with_plan(opening_of(request, request.settings), progress=progress, ask=ask)
-    plan = _plan(request.plan_path, prepared)
     measured = Baseline(
-        header=file_header(prepared),
-        conditions=_conditions(prepared),
-        memory=_measure(prepared, plan, request.timeout_s, progress),
+        header=replace(file_header(prepared), model=request.source.location),
+        conditions=conditions_of(prepared.subject.settings),
+        memory=_measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress),
     )
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
     return BaselineResult(baseline=measured, file=file)
@@ -59,17 +64,27 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     Raises :class:`BaselineError` before anything is measured if the baseline is missing or was recorded under other
     conditions, and :class:`MemoptError` if the step cannot be measured.
     """
+    before, settings = step_of_baseline(request)
+    opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
+    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    return check_prepared(request, before, prepared, progress)
+
+
+def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
+    """The baseline, and how its step is run again.  Raises :class:`BaselineError` and :class:`UnsafeFileError`."""
     before = read_measured(request.baseline_path)
     if before.conditions is None:
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
     _refuse_reach(request, before)
-    settings = _settings(request, before.conditions.settings)
-    opening = replace(opening_of(request, settings), spec=_spec(request.spec, before.header.spec))
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    return before, _settings(request, before.conditions.settings)
+
+
+def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, progress: Progress) -> Comparison:
+    """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
-    now = replace(before, header=file_header(prepared), conditions=_conditions(prepared))
+    now = replace(before, header=file_header(prepared), conditions=conditions_of(prepared.subject.settings))
     _require_alike(request, before, now)
     memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
     return compare(before, replace(now, memory=memory), request.limits)
@@ -243,8 +258,8 @@ def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
 # ---------------------------------------------------------------------------------------------- conditions
 
 
-def _conditions(prepared: Prepared) -> Conditions:
-    settings = prepared.subject.settings
+def conditions_of(settings: StepSettings) -> Conditions:
+    """Where a step is run, here and now, and how."""
     return Conditions(
         settings=settings,
         backend=_backend(settings.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, Span
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.units import counted, format_bytes
 
@@ -23,7 +24,7 @@ class SearchProbes:
         self._session = session
         self._original = original
         self._limit_s = limit_s
-        self._started = time.monotonic()
+        self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self._over = ""
         self._ended = False
         self._answers: dict[Job[object], object] = {}
@@ -35,10 +36,13 @@ class SearchProbes:
             self._over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
         return self._over
 
+    def left(self) -> Span | None:
+        """How long the search may go on; ``None``: as long as it takes."""
+        return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
+
     def late(self) -> bool:
         """Whether the search is over: by its time limit, or because it was ended."""
-        timed_out = self._limit_s is not None and time.monotonic() - self._started >= self._limit_s
-        return bool(self._over) or timed_out
+        return bool(self._over) or time.monotonic() >= self._ends
 
     def end(self, reason: str) -> None:
         """Nothing more is tried."""

@@ -159,7 +159,8 @@ class CostModel:
             block.keeps_graph = self._left_by(call) > block.state_bytes > 0
             block.stop = recomputed_until(self._ends, call)
             block.first_saver = _first_saver(self._ends, call)
-            share = longest_share(segment.chunks, self._length(segment))
+            block.length = self._length(segment)
+            share = longest_share(segment.chunks, block.length)
             block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
             block.shares = (block.parent.shares if block.parent else 1.0) / share
             blocks.append(block)

@@ -134,7 +134,7 @@ class Grounds:
         if asked is None and options.gc_target_budget_ratio is not None:
             self.plain.proposals.allow(allowed_at(1, options, self._tree, Limits()))
             with contextlib.suppress(TimeIsUp):
-                plan = self.plain.proposals.least(2 * self.plain.proposals.model.peak_bytes)
+                plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
         candidates = len(asked) if asked is not None else len(plan.segments) if plan else 0
         most = most_segments(options, candidates)
         is_all = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from memopt_cli.plan.at_level import WORTH_LOWERING, LevelChunks, LevelRuns
 from memopt_cli.plan.grounds import Ground, Grounds
 from memopt_cli.plan.interface import CountedPlan, Probes
-from memopt_cli.plan.level_search import DOUBT, WORTH_LOWERING, LevelSearch
+from memopt_cli.plan.level_search import DOUBT, LevelSearch
 from memopt_cli.plan.questions import DryRuns, Priced, TimeIsUp
-from memopt_cli.records import Failure, Outlook, Plan, SearchOptions, StepTrace
+from memopt_cli.records import Outlook, Plan, SearchOptions, StepTrace
 from memopt_cli.units import format_bytes
 
 _FRONTIER_POINTS = 8
@@ -31,36 +32,23 @@ class Planner:
     def __init__(self, trace: StepTrace, original: CountedPlan, probes: Probes, options: SearchOptions) -> None:
         self._probes = probes
         self._options = options
-        self._dry_runs = DryRuns(probes, original)
-        self._grounds = Grounds(trace, probes, self._dry_runs, options)
+        self.dry_runs = DryRuns(probes, original)
+        """The plans that were counted while it looked."""
+        self._grounds = Grounds(trace, probes, self.dry_runs, options)
         self._descended: set[tuple[int, float]] = set()
         """Levels whose least peak was looked for, at most so slow."""
 
     @property
-    def tried(self) -> int:
-        """Plans that were dry-run."""
-        return len(self._dry_runs)
-
-    @property
     def frontier_so_far(self) -> list[Priced]:
         """Of all plans that were dry-run, those of which no other is both smaller and faster, fastest first."""
-        return list(nondominated(self._dry_runs.up_to(self._options.level)))
-
-    def known(self, plan: Plan) -> Priced | None:
-        """A plan as it was dry-run, if it was."""
-        return self._dry_runs.known(plan)
-
-    @property
-    def failures(self) -> Mapping[Plan, Failure]:
-        """Plans that could not be dry-run, and why."""
-        return self._dry_runs.failures
+        return list(nondominated(self.dry_runs.up_to(self._options.level)))
 
     def neighbours(self, plan: Plan) -> tuple[Outlook | None, Outlook | None]:
         """What the next faster plan on the frontier so far would give, and the next smaller, by a percent at least.
 
         Where none so far is smaller, that of the least peak by the sums alone.  The original is no plan.
         """
-        own = self._dry_runs.known(plan)
+        own = self.dry_runs.known(plan)
         if own is None:
             return None, None
         frontier = [found for found in self.frontier_so_far if not found.plan.is_empty]
@@ -78,74 +66,75 @@ class Planner:
                 if (lower, most_slowdown) not in self._descended:
                     self._at(lower).descend(0, most_slowdown)
                     self._descended.add((lower, most_slowdown))
-        return self._dry_runs.smallest(level, most_slowdown)
+        return self.dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
         """The fastest plan whose peak is nearly the least, and no higher than that of the level below."""
         least = self.least(level, most_slowdown)
-        below = self._dry_runs.smallest(level - 1, most_slowdown)
+        below = self.dry_runs.smallest(level - 1, most_slowdown)
         return self.within(level, min(int((1 + _NEARLY) * least.peak_bytes), below.peak_bytes)) or least
 
     def within(self, level: int, budget_bytes: int) -> Priced | None:
         """The fastest plan found whose dry run stays within the budget; ``None`` if none does."""
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
-            if self._dry_runs.fastest(level, budget_bytes) is None:
+            if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= (1 + DOUBT) * budget_bytes:
                     self._descended.clear()  # what was learned on the way down may lead lower
                     for lower in range(1, level + 1):  # sums are a little off: just above the least may be less
                         self.best(lower)
                 self._relax(level, budget_bytes)
-        return self._dry_runs.fastest(level, budget_bytes)
+        return self.dry_runs.fastest(level, budget_bytes)
 
-    def frontier(self, level: int) -> list[Priced]:
-        """From the original to the lowest peak: plans of which no other is both smaller and faster."""
-        low, high = self.best(level).peak_bytes, self._dry_runs.smallest(0).peak_bytes
+    def frontier(self, level: int, most_slowdown: float = math.inf) -> list[Priced]:
+        """From the original to the lowest peak, none slower: plans of which no other is both smaller and faster."""
+        low, high = self.best(level, most_slowdown).peak_bytes, self.dry_runs.smallest(0).peak_bytes
         with contextlib.suppress(TimeIsUp):
             for step in range(_FRONTIER_POINTS):
                 budget = low + (high - low) * step // _FRONTIER_POINTS
                 self._probes.report(f"looking for the fastest plan within {format_bytes(budget)}")
                 self._search(level, budget)
-        return self.frontier_so_far
+        return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Modules may run in chunks that were not asked whether they can."""
         with contextlib.suppress(TimeIsUp):
             proposals = self._grounds.highest.proposals
-            plan = proposals.least(peak_bytes)
-            predicted = proposals.predict(plan).allocated_peak_bytes if plan is not None else peak_bytes
-            if plan is not None and predicted < (1 - WORTH_LOWERING) * peak_bytes:
+            plan = proposals.solvers.least(peak_bytes)
+            predicted = proposals.peak_of(plan) if plan is not None else peak_bytes
+            is_news = plan is not None and self.dry_runs.known(plan) is None
+            if plan is not None and is_news and predicted < (1 - WORTH_LOWERING) * peak_bytes:
                 return Outlook(peak_bytes=predicted, slowdown=proposals.slowdown(plan))
         return None
 
     def _at(self, level: int) -> LevelSearch:
+        ground = self._grounds.at(level)
         return LevelSearch(
-            level=level,
-            ground=self._grounds.at(level),
-            grounds=self._grounds,
-            dry_runs=self._dry_runs,
+            ground=ground,
+            runs=LevelRuns(level, ground, self._grounds, self.dry_runs),
+            chunks=LevelChunks(level, ground, self._grounds),
             options=self._options,
         )
 
     def _search(self, level: int, budget_bytes: int) -> None:
         """Count plans within the budget, and what can be left out of the fastest of them."""
-        if self._dry_runs.smallest(0).peak_bytes <= budget_bytes:
+        if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
         self._at(level).approach(budget_bytes)
         self._relax(level, budget_bytes)
 
     def _relax(self, level: int, budget_bytes: int) -> None:
         """Count the fastest plan so far without what the cost model finds needless, as long as a dry run agrees."""
-        while best := self._dry_runs.fastest(level, budget_bytes):
+        while best := self.dry_runs.fastest(level, budget_bytes):
             ground = self._grounds.of(best.plan)
-            bias = best.peak_bytes - ground.proposals.predict(best.plan).allocated_peak_bytes
+            bias = best.peak_bytes - ground.proposals.peak_of(best.plan)
             less = ground.improvements.relaxed(best.plan, functools.partial(self._fits, ground, budget_bytes - bias))
-            found = self._dry_runs.count(less, ground.proposals) if less != best.plan else None
-            if found is None or self._dry_runs.fastest(level, budget_bytes) is best:
+            found = self.dry_runs.count(less, ground.proposals) if less != best.plan else None
+            if found is None or self.dry_runs.fastest(level, budget_bytes) is best:
                 break
 
     def _fits(self, ground: Ground, most_bytes: int, plan: Plan) -> bool:
-        return self._grounds.admits(plan) and ground.proposals.predict(plan).allocated_peak_bytes <= most_bytes
+        return self._grounds.admits(plan) and ground.proposals.peak_of(plan) <= most_bytes
 
 
 def _outlook(found: Sequence[Priced]) -> Outlook | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.plan.block_tree import block_tree
@@ -20,8 +20,58 @@ _CORRECTIONS = 4
 """How often time is taken off what the solver may add, because the cost model finds its plan slower than it does."""
 
 
+class Solvers:
+    """Of one recorded step, for one set of means: with packing and without."""
+
+    def __init__(
+        self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], ground_slowdown: float
+    ) -> None:
+        """``solvers`` by whether they pack; ``heads`` are in every plan, and take ``ground_slowdown`` by themselves."""
+        self._model = model
+        self._solvers = solvers
+        self._heads = heads
+        self._ground_slowdown = ground_slowdown
+
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        """Without packing, and with it where that may be and saves anything."""
+        return tuple(self._solvers)
+
+    def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
+        """The fastest within a budget."""
+        way = self._solvers[packed].fastest(budget_bytes)
+        return self._plan(way, packed) if way is not None else None
+
+    def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
+        """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
+        plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in self._solvers.items())
+        return min((plan for plan in plans if plan is not None), key=self._peak_bytes, default=None)
+
+    def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
+        """By one solver, whose time is corrected by what the cost model says."""
+        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self._model.step_s
+        for _ in range(_CORRECTIONS):
+            low = solver.least_peak_bytes(high_bytes, seconds)
+            way = solver.fastest(low) if low is not None else None
+            if way is None:
+                return None
+            plan = self._plan(way, packed)
+            over_s = self._model.predict(plan).step_s - self._model.step_s - most_s
+            if over_s <= 0:
+                return plan
+            seconds -= _OVERSHOOT * over_s
+        return None
+
+    def _peak_bytes(self, plan: Plan) -> int:
+        return self._model.predict(plan).allocated_peak_bytes
+
+    def _plan(self, way: Way, packed: bool) -> Plan:
+        segments = {segment.path: segment for segment in way.segments()}
+        return Plan(segments=(*segments.values(), *self._heads), packed=packed)
+
+
 class Proposals:
-    """Solvers for one recorded step, with packing and without, and the cost model that prices what they find."""
+    """What may be done to one recorded step, what solvers make of it, and the cost model that prices what they find."""
 
     def __init__(
         self,
@@ -44,13 +94,8 @@ class Proposals:
         self.allowed = Allowed()
         self._ground_slowdown = slowdown
         self._tick = tick
-        self._solvers: dict[bool, Solver] = {}
         self._solved = SolvedBlocks()
-
-    @property
-    def packings(self) -> tuple[bool, ...]:
-        """Without packing, and with it where that may be and saves anything."""
-        return tuple(self._solvers)
+        self.solvers = self._solvers(Allowed(), ())
 
     @property
     def least_slowdown(self) -> float:
@@ -61,71 +106,35 @@ class Proposals:
         """What plans may do from now on."""
         self.allowed = allowed
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
-        choices = (False, True) if may_pack else (False,)
-        self._solvers = {packed: self._solver(replace(allowed, packed=packed)) for packed in choices}
+        self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
     def allow_chunks(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:
         """The modules that may run in chunks from now on: how, and the length of the axis."""
         self.allow(replace(self.allowed, chunks=chunks))
 
-    def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
-        """The fastest within a budget."""
-        way = self._solvers[packed].fastest(budget_bytes)
-        return self._plan(way, packed) if way is not None else None
-
-    def fastest_with(self, chunks: Mapping[str, tuple[ChunkRule, int]], budget_bytes: int) -> Plan | None:
-        """The same without packing, as it would be if these modules could run in chunks."""
-        way = self._solver(replace(self.allowed, chunks=chunks)).fastest(budget_bytes)
-        return self._plan(way, packed=False) if way is not None else None
-
-    def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
-        """The plan of the least peak that is no slower; ``None`` if none has less than ``high_bytes``."""
-        return self._least_of(self._solvers, high_bytes, most_slowdown)
-
-    def least_with(self, chunks: Mapping[str, tuple[ChunkRule, int]], most_slowdown: float) -> Plan | None:
-        """The same, as it would be if these modules could run in chunks."""
-        allowed = replace(self.allowed, chunks=chunks)
-        solvers = {packed: self._solver(replace(allowed, packed=packed)) for packed in self._solvers}
-        return self._least_of(solvers, 2 * self.model.peak_bytes, most_slowdown)
-
-    def _least_of(self, solvers: Mapping[bool, Solver], high_bytes: int, most_slowdown: float) -> Plan | None:
-        plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in solvers.items())
-        return min((plan for plan in plans if plan is not None), key=self._peak_bytes, default=None)
+    def supposing(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
+        """Solvers as they would be if these modules could run in chunks."""
+        return self._solvers(replace(self.allowed, chunks=chunks), packings)
 
     def predict(self, plan: Plan) -> Prediction:
         """By the cost model."""
         self._tick()
         return self.model.predict(plan)
 
+    def peak_of(self, plan: Plan) -> int:
+        """The allocated peak, by the cost model."""
+        return self.predict(plan).allocated_peak_bytes
+
     def slowdown(self, plan: Plan) -> float:
         """Step time over that of the original, by the cost model."""
         ground = self._ground_slowdown if plan.segments else 1.0
         return ground * self.model.predict(plan).step_s / self.model.step_s
 
-    def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
-        """By one solver, whose time is corrected by what the cost model says."""
-        seconds = most_s = (most_slowdown / self._ground_slowdown - 1) * self.model.step_s
-        for _ in range(_CORRECTIONS):
-            low = solver.least_peak_bytes(high_bytes, seconds)
-            way = solver.fastest(low) if low is not None else None
-            if way is None:
-                return None
-            plan = self._plan(way, packed)
-            over_s = self.model.predict(plan).step_s - self.model.step_s - most_s
-            if over_s <= 0:
-                return plan
-            seconds -= _OVERSHOOT * over_s
-        return None
+    def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
+        def solver(packed: bool) -> Solver:
+            return Solver(self.root, replace(allowed, packed=packed), self._tick, self._solved)
 
-    def _solver(self, allowed: Allowed) -> Solver:
-        return Solver(self.root, allowed, self._tick, self._solved)
-
-    def _peak_bytes(self, plan: Plan) -> int:
-        return self.model.predict(plan).allocated_peak_bytes
-
-    def _plan(self, way: Way, packed: bool) -> Plan:
-        segments = {segment.path: segment for segment in way.segments()}
-        return Plan(segments=(*segments.values(), *self.heads), packed=packed)
+        return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._ground_slowdown)
 
 
 def _norms_within(trace: StepTrace) -> Counter[str]:

@@ -44,6 +44,8 @@ class ReplayedSegment:
     """Instant at which chunks join the pieces of the input's gradient."""
     first_saver: int | None = None
     """The first operator within that autograd saves something for: backward comes to it last."""
+    length: int = 0
+    """Of the axis along which it is cut; 0: not known."""
     shares: float = 1.0
     """The whole over the longest chunk, that of the blocks around it multiplied in."""
     longest_adds_in_place: bool = False
@@ -80,6 +82,16 @@ class Original:
         """Of every storage, the operators of forward that autograd keeps it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
         """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
+        self._needed: dict[tuple[int, int], frozenset[int]] = {}
+
+    def needed_by(self, call: ModuleCall) -> frozenset[int]:
+        """The storages from before a call that it reads: its inputs, and state that an earlier call has left behind."""
+        key = call.start, call.end
+        if key not in self._needed:
+            read = {index for op in self.trace.ops[call.start : call.end] for index in op.reads}
+            state = (index for index in read if 0 <= self.trace.storages[index].born < call.start)
+            self._needed[key] = frozenset((*call.inputs, *state))
+        return self._needed[key]
 
 
 class _Order:
@@ -170,7 +182,7 @@ class _Lives:
         self._order = order
         self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
-            for index in block.call.inputs:
+            for index in original.needed_by(block.call):
                 self._by_input[index].append(block)
 
     def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
@@ -285,8 +297,8 @@ class Replay:
                 last = max(last, end)
                 continue
             inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
-            shares = inside[0].shares if inside else block.shares if block else 1
-            self._ledger.live(self._order.at(block, storage.born), end, int(storage.nbytes / shares))
+            within = inside[0] if inside else block
+            self._ledger.live(self._order.at(block, storage.born), end, _share_of(storage, within))
         if keeps:
             self._ledger.live(start, last, storage.nbytes)
 
@@ -367,12 +379,32 @@ class Replay:
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        self._ledger.extra[block.joined] += gradients // share
+        self._ledger.extra[block.joined] += max(gradients // share, self._statistics_bytes(block))
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         pieces = gradients - gradients // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
+
+    def _statistics_bytes(self, block: ReplayedSegment) -> int:
+        """What the first pass over its chunks, which comes last in backward, holds beside the gradients of the other.
+
+        Of the longest chunk of what is normalized: its gradient by the variance, that by the mean, and their sum.
+        """
+        if not block.segment.batch_statistics:
+            return 0
+        call, storages = block.call, self._trace.storages
+        norms = (op for op in self._trace.ops[call.backward_start : call.backward_end] if op.name == _NORM_BACKWARD)
+        return max((3 * _share_of(storages[index], block) for op in norms for index in op.makes), default=0)
+
+    def _product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
+        """Of the derivative of a norm in chunks, which get the statistics of all: its kernel holds none of this.
+
+        That by the scale is a sum over the product of input and gradient, which takes as much as the input's gradient.
+        """
+        if not any(around is not None and around.segment.batch_statistics for around in block.outwards):
+            return 0
+        return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """The operator that runs at every instant."""
@@ -387,6 +419,8 @@ class Replay:
         for index, op in enumerate(ops):
             inner = self._inner[index]
             run(self._order.place[index], op, inner.shares if inner else 1)
+            if inner is not None and op.name == _NORM_BACKWARD:
+                self._ledger.extra[self._order.place[index]] += self._product_bytes(inner, op)
         for block in self.blocks:
             if block.segment.chunks > 1:
                 running[block.joined] = ops[block.call.backward_end - 1]
@@ -397,6 +431,18 @@ class Replay:
                 inner = self._inner[index]
                 run(self._order.at(block, index), ops[index], inner.shares if inner else 1)
         return running
+
+
+_NORM_BACKWARD = "aten::native_batch_norm_backward"
+
+
+def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
+    """The bytes of a storage that is made in each chunk of a block."""
+    if block is None:
+        return storage.nbytes
+    lengths = {around.length for around in block.outwards if around is not None and around.segment.chunks > 1}
+    fixed = max((nbytes for length, nbytes in storage.fixed_bytes if length in lengths), default=0)
+    return fixed + int((storage.nbytes - fixed) / block.shares)
 
 
 def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:

@@ -79,6 +79,7 @@ from memopt_cli.records.search import (
     SearchOverrides,
     SelectionPolicy,
 )
+from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
 from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
 from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace
@@ -171,6 +172,8 @@ __all__ = [
     "SearchOverrides",
     "SegmentPlan",
     "SelectionPolicy",
+    "SelftestReport",
+    "SelftestRow",
     "StepFailed",
     "StepMemory",
     "StepProfile",

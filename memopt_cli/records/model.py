@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,9 @@ class ModelFacts:
     """Paths of the modules that name a codec, other than none, for their inputs (``x_compressor``)."""
     fixed_sizes: bool
     """The file was made for inputs of one size (``torch.export`` without ``dynamic_shapes``)."""
-    indices: tuple[str, ...]
-    """Its buffers and attributes that hold integers: they may point at samples, as the edges of a graph do."""
+    indices: Mapping[str, int]
+    """Its buffers and attributes that hold integers -> the largest in each: they may point at samples, as the edges of
+    a graph do."""
     batch_norms: bool
     """A layer of it normalizes by statistics of the batch."""
     trainable_bytes: int

@@ -96,6 +96,8 @@ class StorageTrace:
     """The smallest codec that held its contents exactly; ``null`` where they were not looked into."""
     packed_bytes: int = 0
     """Bytes in that codec; ``nbytes`` for ``null``."""
+    fixed_bytes: tuple[tuple[int, int], ...] = ()
+    """Pairs: the length of an axis, and the bytes that it would hold however short that was; none of most tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

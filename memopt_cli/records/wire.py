@@ -63,7 +63,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
         if not isinstance(data, list | tuple):
             raise UsageError(f"{where} must be a list, not {shortened(data)}")
         return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(data, Mapping):
             raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
         return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_named(k)}") for k, v in data.items()}

@@ -12,6 +12,7 @@ from memopt_cli.records import (
     Comparison,
     Inspection,
     OptimizeResult,
+    SelftestReport,
     StepProfile,
     StrategyComparison,
 )
@@ -40,6 +41,9 @@ class Report(Protocol):
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         """``memopt apply`` is done."""
+
+    def tested(self, found: SelftestReport, stream: TextIO) -> None:
+        """``memopt selftest`` is done."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Reports to look at are on the disk, at these paths."""

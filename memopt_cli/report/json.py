@@ -13,6 +13,7 @@ from memopt_cli.records import (
     Comparison,
     Inspection,
     OptimizeResult,
+    SelftestReport,
     StepProfile,
     StrategyComparison,
     to_data,
@@ -50,6 +51,9 @@ class JsonReport:
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         stream.write(json_text(to_data(result)))
+
+    def tested(self, found: SelftestReport, stream: TextIO) -> None:
+        stream.write(json_text({"holds": not found.failed, **to_data(found)}))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Nothing: there is one document, and the paths are those that were asked for."""

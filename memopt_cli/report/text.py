@@ -24,6 +24,7 @@ from memopt_cli.records import (
     OptimizeResult,
     ParetoPoint,
     Plan,
+    SelftestReport,
     StepProfile,
     StrategyComparison,
     Verification,
@@ -157,6 +158,21 @@ class TextReport:
         if result.verification is not None:
             _print(console, _verification(result.verification))
         _written(console, result.files)
+
+    def tested(self, found: SelftestReport, stream: TextIO) -> None:
+        console, failed = _console(stream), len(found.failed)
+        said = f"{failed} of {len(found.rows)} promises do not hold here" if failed else "every promise holds here"
+        _print(console, said, style="bold")
+        _print(console, f"{found.conditions.device_name}, PyTorch {found.torch}, memopt {found.memopt}")
+        _print(console)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading in ("what was run", "", "promise", "seen"):
+            table.add_column(heading)
+        for row in found.rows:
+            table.add_row(*map(escape, (row.name, "yes" if row.holds else "NO", row.promise, printable(row.seen))))
+        console.print(table)
+        _print(console)
+        _print(console, f"total time {format_seconds(found.spent_s)}")
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         for file in files:

@@ -42,12 +42,15 @@ class Moves:
 
         One trial does not settle it: a power iteration may have come to rest, a batch consist of equal samples.
         """
-        seen, nothing = _seen.setdefault(self._module, {}), _place(None)
-        present = _state(self._module)
-        moved = [name for name, value in present.items() if not self._places.get(name, nothing).is_of(value)]
+        seen, moved = _seen.setdefault(self._module, {}), self.now()
         for name in moved:
             seen[name] = seen.get(name, 0) + 1
         return {name for name in moved if seen[name].bit_count() == 1}
+
+    def now(self) -> set[str]:
+        """Names of all that has moved since."""
+        nothing = _place(None)
+        return {n for n, value in _state(self._module).items() if not self._places.get(n, nothing).is_of(value)}
 
 
 def difference(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.runtime import chunk_rows
 from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
@@ -54,7 +55,7 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
         if config.batch_statistics:
             return _run_passes(module, forward, pieces, states, kwargs)
         return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
-    except _MovesOnceACall as moves:
+    except _NotInChunks as moves:
         run_whole(module, str(moves))
         moves.undo()
     return _run_one_chunk(module, forward, args, kwargs)
@@ -113,13 +114,13 @@ def _one_by_one(
     """Every output that is cut, as its chunks, and the last chunk's whole output.
 
     ``own``: the module's forward; ``forwards``: what runs in its place on each chunk.  Raises
-    :class:`_MovesOnceACall` where chunks would leave other state behind than the whole.
+    :class:`_NotInChunks` where chunks would give something else than the whole, or leave other state behind.
     """
     config: SegmentConfig = vars(module)[SEGMENT_KEY]
     codec = codec_of(module, config)
     remade = config.recompute_states and not is_nested() and not torch.compiler.is_compiling()
     starts = ChunkStarts(module) if remade else None
-    resumes = any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
+    resumes = _resumes(module)
     collected: list[tuple[Any, ...]] = []
     output: Any = None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
@@ -142,8 +143,14 @@ def _one_by_one(
     return list(zip(*collected, strict=True)), output
 
 
-class _MovesOnceACall(Exception):
-    """A module moves state in each chunk that the whole would move once: a sentence without its subject."""
+def _resumes(module: nn.Module) -> bool:
+    return any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
+
+
+class _NotInChunks(Exception):
+    """A module computes something else in chunks, or moves state in each of them that the whole would move once: a
+    sentence without its subject.
+    """
 
     def __init__(self, reason: str, undo: Callable[[], None]) -> None:
         super().__init__(reason)
@@ -151,7 +158,7 @@ class _MovesOnceACall(Exception):
 
 
 class _FirstChunk:
-    """The first of a segment's chunks, which shows what state they move."""
+    """The first of a segment's chunks, which shows what state they move and whether they are independent."""
 
     def __init__(
         self,
@@ -172,33 +179,56 @@ class _FirstChunk:
         self._start, self._lent = start, lent
 
     def check(self) -> None:
-        """It has ended.  Raises :class:`_MovesOnceACall`."""
-        moved = self._moves.found()
-        if moved and self._start is not None and not runs_plainly(self._module):
-            starting = functools.partial(self._start.replay, self._lent)
+        """It has ended.  Raises :class:`_NotInChunks`."""
+        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        moved, tells = self._moves.found(), not (config.batch_statistics or config.inexact)
+        if self._start is None or runs_plainly(self._module):
+            return
+        starting = functools.partial(self._start.replay, self._lent)
+        reason = ""
+        if moved:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
-            if reason:
-                raise _MovesOnceACall(reason, functools.partial(self._start.enter, self._lent))
+        if not reason and tells and chunk_rows.is_due(self._module):
+            reason = chunk_rows.mixing(self._piece(starting))
+        if reason:
+            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
+
+    def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
+        config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
+        return chunk_rows.Piece(
+            module=self._module,
+            starting=starting,
+            whole=self._run,
+            halves=self._run_halves,
+            sequences=self._sequences(),
+            axis=config.axis,
+            outputs=config.seq_outputs,
+            resumes=_resumes(self._module),
+        )
 
     def _run_whole(self) -> None:
-        with recomputing(self._module):
-            self._forward(*self._sequences(), *self._states, **self._kwargs)
+        self._run(self._sequences())
 
-    def _run_halves(self) -> None:
+    def _run(self, sequences: Sequence[Tensor]) -> Any:
+        with recomputing(self._module):
+            return self._forward(*sequences, *self._states, **self._kwargs)
+
+    def _run_halves(self) -> list[Any]:
         config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
-        states = self._states
+        states, outputs = self._states, list[Any]()
         for index, half in enumerate(zip(*(_pieces(s, 2, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             with recomputing(self._module):
-                output = within_chunk(chunk, self._forward, *half, *states, **self._kwargs)
-            parts = output if isinstance(output, tuple) else (output,)
+                outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
+            parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
             states = parts[config.seq_outputs :] or states
+        return outputs
 
     def _sequences(self) -> list[Tensor]:
         """What the first chunk is of, and the second too if that is of length one."""
         axis = vars(self._module)[SEGMENT_KEY].axis
         if self._first[0].shape[axis] > 1:
-            return [t.detach() for t in self._first]
+            return [t.detach().clone() for t in self._first]  # forward may write its input in place
         return [torch.cat(pair, dim=axis).detach() for pair in zip(self._first, self._second, strict=True)]
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunked import run_chunks
+from memopt_cli.runtime.compiled import run_compiled, uncompiled
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     declared_compressor,
@@ -158,11 +159,16 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
 @functools.cache
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
-    run = _RUNS[mixin]
+    run, recomputes = _RUNS[mixin], issubclass(mixin, GCContainer)
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, functools.partial(original.forward, self), args, kwargs)
+        call = functools.partial(original.forward, self)
+        if not recomputes or not torch.is_grad_enabled():
+            return run(self, call, args, kwargs)
+        if torch.compiler.is_compiling():
+            return run_compiled(run, self, call, args, kwargs)
+        return uncompiled(run, self, call, args, kwargs)
 
     def construct(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt_cli.runtime.batch_statistics import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.compressor import same_bits
-from memopt_cli.runtime.private_torch import TorchDispatchMode, unseen
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_compiled, not_compiled, unseen
 from memopt_cli.runtime.selective import uncounted
 
 _thread = threading.local()
@@ -114,7 +114,8 @@ class FoundStatistics:
 
     def __init__(self, module: nn.Module, keep: Sequence[str]) -> None:
         """``keep``: the operators whose outputs are kept; if norms are among them, there is nothing to repeat."""
-        self._has_norms = bool(batch_norms(module)) and not any(isinstance(m, _FAST) for m in module.modules())
+        others = any(isinstance(m, _FAST) or is_compiled(m) for m in module.modules())
+        self._has_norms = bool(batch_norms(module)) and not others
         self._are_kept = any(name.partition("#")[0] == _NAME for name in keep)
         self._calls: list[_Call] = []
 
@@ -142,6 +143,7 @@ class _InnermostNorms(TorchFunctionMode):
         super().__init__()
         self._mode = mode
 
+    @not_compiled  # what it is around would be compiled in one run and not in the next
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in BATCH_NORMS or getattr(_thread, "in_norm", False):
             return func(*args, **(kwargs or {}))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.objects import version_of
-from memopt_cli.runtime.private_torch import hooks_on_saving, next_node
+from memopt_cli.runtime.private_torch import hooks_on_saving, next_node, not_compiled
 from memopt_cli.runtime.samples import sample
 
 
@@ -20,14 +21,15 @@ class Held:
     """The tensors that one forward saves, beside what the checkpoint around it keeps of each.
 
     They are all alive at once again when the forward is recomputed, so holding them until it ends does not raise a
-    step's peak.  A forward may compute gradients of its own: it finds them here.
+    step's peak; those of a node that ends in forward go with it.  A forward may compute gradients of its own: it finds
+    them here.
     """
 
     def __init__(self, note_save: Callable[[], None], *, is_sampled: bool) -> None:
         """``note_save`` is called whenever one is saved; ``is_sampled``: a few elements of each are noted."""
         self._note_save, self._is_sampled = note_save, is_sampled
         self._pack, self._unpack = hooks_on_saving()
-        self._saved: list[_Saved] = []
+        self._saved: list[_Place] = []
         self._first = next_node()
         self._made = self._first, self._first
 
@@ -49,13 +51,11 @@ class Held:
         ``outputs``: of the forward.
         """
         noise = noise_since(self._first, outputs)
-        samples = (saved.sample if saved.is_as_sampled() else None for saved in self._saved)
-        pairs = zip(self._saved, samples, strict=True)
-        return [None if noise.intersection(saved.nodes) else sample for saved, sample in pairs]
+        return [None if noise.intersection(place.nodes) else place.lasting_sample() for place in self._saved]
 
     def drop(self) -> None:
         """Forward can run again: leave them to the checkpoint."""
-        for saved in self._saved:
+        for saved in self._there():
             saved.tensor = None
         self._saved.clear()
 
@@ -66,23 +66,27 @@ class Held:
         """
         if hooks is not None:
             pack, self._unpack = hooks
-            for saved in self._saved:
+            for saved in self._there():
                 if saved.tensor is not None and not saved.is_input and version_of(saved.tensor) == saved.version:
                     with torch.no_grad():
                         saved.remade = pack(saved.tensor)
                     saved.tensor = None
         self._saved.clear()
 
+    @not_compiled
     def _hold(self, tensor: Tensor) -> _Saved:
         self._note_save()
         if next_node() != self._made[1]:
             self._made = self._made[1], next_node()
-        saved = _Saved(tensor, version_of(tensor), self._pack(tensor), self.last_nodes)
-        if self._is_sampled:
-            saved.sample = sample(tensor)
-        self._saved.append(saved)
+        saved = _Saved(tensor, version_of(tensor), self._pack(tensor))
+        self._saved.append(_Place(ref(saved), self.last_nodes, sample(tensor) if self._is_sampled else None))
         return saved
 
+    def _there(self) -> Iterator[_Saved]:
+        """Those that a node of autograd still has."""
+        return (saved for place in self._saved if (saved := place.saved()) is not None)
+
+    @not_compiled
     def _give(self, saved: _Saved) -> Tensor:
         if saved.tensor is None:
             made: Tensor = self._unpack(saved.remade)
@@ -111,18 +115,28 @@ def held_as_inputs() -> saved_tensors_hooks:
     return saved_tensors_hooks(mark, unpack)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One in the order in which they were saved."""
+
+    saved: ref[_Saved]
+    nodes: range
+    """Numbers of autograd's nodes, among them that of the one that saved it."""
+    sample: list[Any] | None
+
+    def lasting_sample(self) -> list[Any] | None:
+        """The sample, if there is one, and the tensor was not written since."""
+        saved = self.saved()
+        if self.sample is None or saved is None or saved.tensor is None or sample(saved.tensor) != self.sample:
+            return None
+        return self.sample
+
+
+@dataclass(slots=True, weakref_slot=True)
 class _Saved:
     tensor: Tensor | None
     version: int
     remade: Any
     """Of what the checkpoint around, or others around the segment, give the tensor again."""
-    nodes: range
-    """Numbers of autograd's nodes, among them that of the one that saved it."""
-    sample: list[Any] | None = None
     is_input: bool = False
     """Of a segment within."""
-
-    def is_as_sampled(self) -> bool:
-        """Whether it was sampled, and has not been written since."""
-        return self.sample is not None and self.tensor is not None and sample(self.tensor) == self.sample

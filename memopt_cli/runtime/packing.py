@@ -26,6 +26,7 @@ from memopt_cli.runtime.private_torch import (
     is_of_transform,
     memory_of,
     next_node,
+    not_compiled,
     running_node,
     stands_for_zeros,
     storage_key,
@@ -185,6 +186,7 @@ class PackedSaves:
         finally:
             self.settle()
 
+    @not_compiled
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of ``tensor``."""
         self._pack_late(next_node())
@@ -213,6 +215,7 @@ class PackedSaves:
             if tensor is not None and (saved := self._known(tensor) or self._new(tensor)):
                 late.stored = saved, tensor.shape, tensor.stride()
 
+    @not_compiled
     def unpack(self, stored: Any) -> Tensor:
         """The tensor as it was saved."""
         if isinstance(stored, _Late):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -490,9 +490,70 @@ not_compiled: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch.
 """A function that ``torch.compile`` does not look into; ``torch.compiler.disable`` would import all of it at once."""
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def asked_while_compiling(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``torch.compile`` calls it where it comes upon it and takes what it returns for a constant, strings given alone.
+
+    As ``torch.compiler.assume_constant_result``, which would import the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_AHEAD: Final = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner")
+
+
+@asked_while_compiling
+def differentiates_ahead() -> bool:
+    """Whether the backend for which this is compiled is one of PyTorch's that derive backward ahead of time.
+
+    They take a checkpoint apart, so that what is in it draws and counts once.  Others run the graph as it is, in which
+    a checkpoint runs its part twice, with other random numbers and on the same buffers.
+    """
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+    known = (AotAutograd, torch._TorchCompileInductorWrapper)
+    ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AHEAD]
+    asked: Any = _compiling().output.compiler_fn
+    while asked is not None:
+        if isinstance(asked, known) or any(asked is one for one in ahead):
+            return True
+        asked = _wrapped_backend(asked)
+    return False
+
+
+def _wrapped_backend(backend: Any) -> Any:
+    """What one of the wrappings calls that PyTorch puts around a backend, DDP's among them."""
+    of_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+    return of_ddp or getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+
+
+@asked_while_compiling
+def wants_one_graph() -> bool:
+    """Whether this is compiled by a compiler that is to fail rather than to leave something out (``fullgraph``)."""
+    compiling = _compiling()
+    return bool(compiling.one_graph or getattr(compiling, "error_on_graph_break", False))
+
+
+def _compiling() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()
+
+
 def import_compiler() -> None:
     """What steps without data want of ``torch.compile``, which takes as long to import as PyTorch itself."""
     import torch._dynamo  # noqa: F401
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of it, or of its forward, goes to ``torch.compile``."""
+    by_itself = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 def original_of(module: Any) -> Any:

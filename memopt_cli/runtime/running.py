@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -49,6 +51,44 @@ def recomputing_module() -> nn.Module | None:
     """The segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
     stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
     return stack[-1] if stack else None
+
+
+_turns: MutableMapping[nn.Module, Any] = WeakKeyDictionary()
+_making_turns = threading.Lock()
+
+
+@contextlib.contextmanager
+def taking_turns(module: nn.Module) -> Iterator[None]:
+    """Around a run of a segment: other threads' runs of it wait, for each begins and ends with the state it finds.
+
+    Not in a thread of autograd's engine, which may run for a thread that is in the segment and waits for it.
+    """
+    outer = getattr(_thread, "turn", None)
+    with _turn_of(module):
+        _thread.turn = outer or module
+        try:
+            yield
+        finally:
+            _thread.turn = outer
+
+
+def outermost_turn() -> nn.Module | None:
+    """The segment around all that runs now, whose state holds that of those within; ``None`` outside."""
+    return getattr(_thread, "turn", None)
+
+
+def _turn_of(module: nn.Module) -> AbstractContextManager[object]:
+    if not _is_of_python():
+        return contextlib.nullcontext()
+    with _making_turns:
+        turn: AbstractContextManager[object] = _turns.setdefault(module, threading.RLock())
+    return turn
+
+
+def _is_of_python() -> bool:
+    """Whether Python started this thread: one that it only came upon is called a dummy, if it is known at all."""
+    me = threading.get_ident()
+    return any(thread.ident == me and not thread.name.startswith("Dummy-") for thread in threading.enumerate())
 
 
 @dataclass(frozen=True, slots=True)

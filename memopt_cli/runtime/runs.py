@@ -146,11 +146,12 @@ def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _part(parent: nn.Module, name: str) -> nn.Module:
-    known = _runs_of(parent).get(name)
-    if known is not None:
-        return known
-    run = _spelled(parent, name) if name not in children_of(parent) else None
-    return parent.get_submodule(name) if run is None else run
+    """Not by ``get_submodule``, which takes a name of nothing for the module itself, and asks properties."""
+    known = {**children_of(parent), **_runs_of(parent)}
+    part = known[name] if name in known else _spelled(parent, name)
+    if part is None:
+        raise AttributeError(f"{type(parent).__name__} has no module {name!r}")
+    return part
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.private_torch import hooks_on_saving, stands_for_zeros, unseen
+from memopt_cli.runtime.private_torch import hooks_on_saving, not_compiled, stands_for_zeros, unseen
 
 _ELEMENTS: Final = 64
 """Of a tensor, about so many."""
@@ -86,6 +86,7 @@ class _Again:
         self._suspects.clear()
         return shape
 
+    @not_compiled
     def _look(self, tensor: Tensor) -> Any:
         before = next(self._samples, None)
         if before is not None and not _agrees(before, tensor):

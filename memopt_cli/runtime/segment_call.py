@@ -22,6 +22,7 @@ from memopt_cli.runtime.compressor import (
 from memopt_cli.runtime.held import held_as_inputs
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
+    not_compiled,
 )
 from memopt_cli.runtime.running import (
     is_nested,
@@ -195,10 +196,12 @@ class PackedInputs:
         """The tensors that were saved last, whole again."""
         return [self._unpack(stored) for stored in self._stored[len(self._stored) - count :]]
 
+    @not_compiled
     def _pack(self, tensor: Tensor) -> Any:
         codec = COMPRESSORS["null"] if id(tensor) in self._raw else self._codec
         self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor))
         return self._stored[-1]
 
+    @not_compiled
     def _unpack(self, stored: Any) -> Tensor:
         return stored if isinstance(stored, Tensor) else self._codec.decompress(stored)

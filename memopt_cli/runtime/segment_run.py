@@ -26,7 +26,9 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.running import (
     holding_inputs,
     note_inputs,
+    outermost_turn,
     recomputing,
+    taking_turns,
     within_segment,
 )
 from memopt_cli.runtime.samples import compared, is_sampled
@@ -68,6 +70,7 @@ class SegmentRun:
         self._kept = KeptOutputs(keep) if keep else NothingKept()
         self._statistics = FoundStatistics(module, keep)
         self._began = this_moment()
+        self._outermost = outermost_turn() or module
         self._ends_in_noise = False
         self._samples: list[list[Any] | None] = []
         self.hooks: Any = None
@@ -80,7 +83,8 @@ class SegmentRun:
     @not_compiled  # it only comes here where the compiler has given up
     def __call__(self, *given: Tensor) -> Any:
         """The first run, or a later one."""
-        return self._recompute(given) if self._first is None else self._run(given, self._first)
+        with taking_turns(self._outermost), taking_turns(self._module):
+            return self._recompute(given) if self._first is None else self._run(given, self._first)
 
     def _run(self, given: Sequence[Tensor], first: functools.partial[Any]) -> Any:
         self._first, handed = None, (first.args, first.keywords)

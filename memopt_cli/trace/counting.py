@@ -24,12 +24,12 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     return Counted(
-        tensor_peak_bytes=log.peak_bytes,
-        allocated_peak_bytes=log.allocated_peak_bytes,
+        tensor_peak_bytes=log.peaks.tensor_bytes,
+        allocated_peak_bytes=log.peaks.allocated_bytes,
         resident_bytes=resident,
-        breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peak_tick)),
-        holders=_holders(log.alive_at(log.allocated_peak_tick)),
-        phases=tuple(log.phase_peaks.values()),
+        breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peaks.tensor_tick)),
+        holders=_holders(log.alive_at(log.peaks.allocated_tick)),
+        phases=tuple(log.peaks.phases.values()),
     )
 
 

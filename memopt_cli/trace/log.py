@@ -63,23 +63,48 @@ class Storage:
     died: int | None = None
 
 
+@dataclass(slots=True)
+class Peaks:
+    """The most bytes alive at any instant so far, and when."""
+
+    tensor_bytes: int = 0
+    tensor_tick: int = 0
+    allocated_bytes: int = 0
+    """Of the bytes alive and the workspace of the operator running."""
+    allocated_tick: int = 0
+    phases: dict[Phase, PhasePeak] = field(default_factory=dict)
+    phase: Phase | None = None
+    """The one that goes on."""
+
+    def enter(self, phase: Phase, live_bytes: int) -> None:
+        """A phase begins with so many bytes alive."""
+        self.phase = phase
+        start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
+        self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
+
+    def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
+        """To what is alive now, if that is more."""
+        with_workspace = live_bytes + workspace_bytes
+        if self.phase is not None:
+            self.phases[self.phase] = self.phases[self.phase].raised(live_bytes, with_workspace)
+        if live_bytes > self.tensor_bytes:
+            self.tensor_bytes, self.tensor_tick = live_bytes, tick
+        if with_workspace > self.allocated_bytes:
+            self.allocated_bytes, self.allocated_tick = with_workspace, tick
+
+
 class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every storage alive while it is active."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.workspaces = workspaces
-        self.allocated_peak_bytes = 0
-        """The peak of the bytes alive and the workspace of the operator running."""
-        self.allocated_peak_tick = 0
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
         self.is_own = False
         """The step is one of the user's own, which may read numbers outside of its modules."""
         self.live_bytes = 0
-        self.peak_bytes = 0
-        self.peak_tick = 0
-        self.phase_peaks: dict[Phase, PhasePeak] = {}
+        self.peaks = Peaks()
         self._tick = 0
         self.module_running = module_running
         self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
@@ -113,11 +138,11 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace = self._workspace_bytes(func, args) if share else 0
         if in_formulas and (self._is_written(func, args) or self._is_sum(func, args)):
             self._first, self._with_first_bytes = self.known(args[0]), self.live_bytes
-            self._raise_peaks(self.live_bytes - (self._first.nbytes if self._first else 0), workspace)
+            self.peaks.rise(self._tick, self.live_bytes - (self._first.nbytes if self._first else 0), workspace)
             combines = self._formula is not None and self._formula.combines(name_of(func))
             self._written = self.known(output) if combines else None
         else:
-            self._raise_peaks(self.live_bytes, workspace)
+            self.peaks.rise(self._tick, self.live_bytes, workspace)
         if counts:
             self.ran(func, args, kwargs or {}, output, workspace)
         return output
@@ -175,7 +200,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self._first is not None and self._first.died is None:
             if self._written is None:
-                self._raise_peaks(self._with_first_bytes, 0)
+                self.peaks.rise(self._tick, self._with_first_bytes, 0)
             else:
                 self._drop(self._written)
         self._first = self._written = None
@@ -189,17 +214,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The step goes on to its next phase."""
         self.settle()
         self.phase = phase
-        start = PhasePeak(phase=phase, tensor_peak_bytes=self.live_bytes, allocated_peak_bytes=self.live_bytes)
-        self.phase_peaks[phase] = self.phase_peaks.get(phase, start).raised(self.live_bytes, self.live_bytes)
-
-    def _raise_peaks(self, live_bytes: int, workspace_bytes: int) -> None:
-        in_phase = self.phase_peaks.get(self.phase)
-        if in_phase is not None:
-            self.phase_peaks[self.phase] = in_phase.raised(live_bytes, live_bytes + workspace_bytes)
-        if live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_tick = live_bytes, self._tick
-        if live_bytes + workspace_bytes > self.allocated_peak_bytes:
-            self.allocated_peak_bytes, self.allocated_peak_tick = live_bytes + workspace_bytes, self._tick
+        self.peaks.enter(phase, self.live_bytes)
 
     def known(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has been seen."""

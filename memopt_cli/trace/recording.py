@@ -77,8 +77,8 @@ def record(
                 for order, (path, note) in enumerate(notes.items(), own)
             ),
         ),
-        tensor_peak_bytes=log.peak_bytes,
-        allocated_peak_bytes=max(log.peak_bytes, log.allocated_peak_bytes),
+        tensor_peak_bytes=log.peaks.tensor_bytes,
+        allocated_peak_bytes=max(log.peaks.tensor_bytes, log.peaks.allocated_bytes),
         resident_bytes=resident,
         batch=batch,
         ops=records.op_records(),
@@ -196,6 +196,7 @@ class _Records:
             saved_by=tuple(sorted({op for op in savers if op is not None})),
             compressor=compressor,
             packed_bytes=packed,
+            fixed_bytes=self._log.fixed_bytes.get(s.index, ()),
         )
 
     def _end_of(self, tick: int | None) -> int | None:

@@ -23,8 +23,32 @@ def with_workspace(args: Any, output: Any) -> Any:
     if not is_fake(output[3]):
         return output
     steps, batch, _ = args[0].shape
-    layer = tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
-    return (*output[:3], output[3].new_empty(_workspace_bytes(steps, batch, layer, args[0].dtype)))
+    nbytes = _workspace_bytes(steps, batch, _with_shapes(args), args[0].dtype)
+    return (*output[:3], output[3].new_empty(nbytes))
+
+
+def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
+    """Of the workspace, what does not shrink with the time steps, and what not with the batch: (length, bytes) of each.
+
+    The workspace holds the first states beside those of every step, and each of its parts fills whole pages.
+    """
+    steps, batch, _ = args[0].shape
+    layer, dtype = _with_shapes(args), args[0].dtype
+    whole = _workspace_bytes(steps, batch, layer, dtype)
+    shorter = _workspace_bytes(max(1, steps // 2), batch, layer, dtype)
+    smaller = _workspace_bytes(steps, max(1, batch // 2), layer, dtype)
+    return (steps, _at_zero(steps, whole, shorter)), (batch, _at_zero(batch, whole, smaller))
+
+
+def _at_zero(length: int, whole: int, of_half: int) -> int:
+    """The value at length zero of the line through both; all of it if there is no half."""
+    half = max(1, length // 2)
+    return whole if half == length else max(0, whole - (whole - of_half) * length // (length - half))
+
+
+def _with_shapes(args: Any) -> tuple[Any, ...]:
+    """The operator's arguments, shapes in place of tensors."""
+    return tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
 
 
 def with_two_biases(args: Any, output: Any) -> Any:

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -20,7 +21,10 @@ from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import Storage, StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
+from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.workspace import Workspaces
+
+_RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 @dataclass(slots=True)
@@ -71,12 +75,15 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         self.packed: dict[int, tuple[CompressorName, int]] = {}
         self._forward_ends: list[int] = []
         """Where forward ended, in operators; a step of one's own has several."""
+        self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._whence()
         module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
+        if self.phase == "forward" and func is _RECURRENT:
+            self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         self.ops.append(
             RanOp(
                 name=name_of(func),

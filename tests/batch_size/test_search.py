@@ -191,6 +191,39 @@ def test_a_batch_described_whose_step_takes_too_long() -> None:
     assert slow.limited_by == "the time of a step (10 s; batch 1 takes 31.00 s)"
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_step_longer_than_allowed_is_never_passed_over(most: int) -> None:
+    """By a clock of its own: where no run is in time, or none is left for a smaller batch, the answer says so."""
+    machine = Machine(peak=lambda batch: 100 * batch, seconds=lambda batch: 21.5, fails=lambda batch: batch > 16)
+    advice = machine.advise(16, longest_step_s=10.0, probes=most)
+    assert all(machine.seconds(batch) > 11 for batch in machine.asked)
+    taken = f"batch {advice.recommended_batch} takes 21.50 s"
+    assert advice.limited_by == f"the time of a step (10 s; {taken})"
+
+
+@given(
+    batch=st.integers(1, 64),
+    fixed=st.floats(0, 20),
+    each=st.floats(1e-3, 2),
+    power=st.floats(0.5, 2),
+    noise=st.floats(0.8, 1.25),
+    fits=st.integers(1, 400),
+    most=st.integers(1, MOST_PROBES),
+)
+def test_what_is_recommended_is_in_time_or_says_how_long_it_takes(
+    batch: int, fixed: float, each: float, power: float, noise: float, fits: int, most: int
+) -> None:
+    def seconds(size: int) -> float:
+        return (fixed + each * size**power) * (noise if size % 2 else 1)
+
+    machine = Machine(peak=lambda size: 8 * size, seconds=seconds, fails=lambda size: size > fits)
+    found = machine.search(batch, longest_step_s=10.0, probes=most).largest()
+    if isinstance(found, BatchAdvice):
+        took = seconds(found.recommended_batch)
+        assert took <= 11 or "takes" in found.limited_by
+        assert took <= 11 or not any(seconds(size) <= 11 for size in machine.asked if size <= fits)
+
+
 def test_a_model_of_one_batch_says_why() -> None:
     refused = StepFailed(message="shape [8, 4] is invalid", hint="")
 
@@ -206,14 +239,25 @@ def test_a_model_of_one_batch_says_why() -> None:
     assert search.refusal() == ""
 
 
-@pytest.mark.parametrize(("batch", "reason"), [(8, "index 7 is out of bounds"), (2, ""), (32, "")])
-def test_half_the_batch_described_is_refused_by_what_points_at_its_rows(batch: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("batch", "fewer", "reason", "runs"),
+    [
+        (8, 7, "index 7 is out of bounds", 1),
+        (32, 7, "index 7 is out of bounds", 1),
+        (32, 9, "", 1),
+        (2, 1, "", 0),
+        (8, 8, "", 0),
+    ],
+)
+def test_what_points_at_rows_refuses_a_batch_without_the_last_of_them(
+    batch: int, fewer: int, reason: str, runs: int
+) -> None:
     machine = Machine(peak=line, predict=line)
     search = machine.search(batch)
     run, refused = search.probe, StepFailed(message="index 7 is out of bounds", hint="")
     search.probe = lambda size: refused if size < 8 else run(size)
-    assert search.refusal_of_half() == reason
-    assert len(search.runs) == (batch > 2)  # half of two is a single sample
+    assert search.refusal_of_fewer(fewer) == reason
+    assert len(search.runs) == runs  # not of a single sample, nor of the batch described
 
 
 def test_a_smaller_batch_that_fails_says_nothing_of_larger_ones() -> None:

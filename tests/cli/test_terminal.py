@@ -13,7 +13,7 @@ from rich.console import Console
 
 from memopt_cli.cli import terminal
 from memopt_cli.cli.app import main
-from memopt_cli.progress import Progress
+from memopt_cli.progress import Progress, Span
 
 
 def work(progress: Progress) -> None:
@@ -105,3 +105,29 @@ def test_the_question_on_a_terminal(typed: str, answer: str) -> None:
 def test_only_yes_is_yes(stdin: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     assert terminal._asker(Progress())([Wanted("a.X", "a")]) is asked
+
+
+def test_a_bar_fills_by_time_where_nobody_knows_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    column = terminal._StageBar(bar_width=20)
+    shown = terminal.BarProgress(Console(file=io.StringIO(), force_terminal=True, width=120))
+    (task,) = shown._bar.tasks
+    assert column.render(task).total is None
+    shown.stage("measuring", Span(10.0))
+    now += 4.0
+    assert (column.render(task).completed, column.render(task).total) == (4.0, 10.0)
+    assert task.description == "measuring, about 10.00 s"
+    now += 60.0
+    assert column.render(task).completed < 10.0
+    shown.update(1, 2, "the first")
+    assert (column.render(task).completed, column.render(task).total) == (1, 2)
+    shown.close()
+
+
+@pytest.mark.parametrize(("is_limit", "text"), [(False, "level 2, about 3.00 s"), (True, "level 2, at most 3.00 s")])
+def test_a_log_says_how_long_a_stage_takes(is_limit: bool, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = terminal.LogProgress()
+    progress.stage("level 2", Span(3.0, is_limit=is_limit))
+    progress.update(1, None, "a plan")
+    assert capsys.readouterr().err.splitlines() == [text, "level 2 · a plan · 1"]

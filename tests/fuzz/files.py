@@ -40,7 +40,6 @@ from torch import nn
 import memopt_cli
 from memopt_cli import pipeline
 from memopt_cli.cli.app import app
-from memopt_cli.cli.app import main as memopt
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.description import describe
@@ -241,12 +240,18 @@ def _read_plan(path: str) -> None:
 
 
 def _read_config(path: str) -> None:
-    group: Any = typer.main.get_command(app)
-    with contextlib.suppress(SystemExit):
-        memopt(["compare", "--config", path, "a.json", "b.json"])
-    context = group.make_context("memopt", ["optimize"], resilient_parsing=True)
-    with contextlib.suppress(typer.Exit, typer.BadParameter):
-        group.commands["optimize"].make_context("optimize", ["model.pt", "--config", path], parent=context)
+    group = _commands()
+    Path("model.pt").touch()
+    for command in ("optimize", "check", "recommend-batch"):
+        context = group.make_context("memopt", [command], resilient_parsing=True)
+        with contextlib.suppress(typer.Exit, typer.BadParameter):
+            group.commands[command].make_context(command, ["model.pt", "--config", path], parent=context)
+
+
+@functools.cache
+def _commands() -> Any:
+    """Typer makes them anew each time, which takes longer than all that is read."""
+    return typer.main.get_command(app)
 
 
 def _read_measured(path: str) -> None:

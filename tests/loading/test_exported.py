@@ -147,7 +147,7 @@ def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path
     def peak(run: nn.Module) -> int:
         with StorageLog(lambda: "") as log:
             step(run, *arguments)
-        return log.peak_bytes
+        return log.peaks.tensor_bytes
 
     assert peak(load(tmp_path / "model.pt2")) <= 1.03 * peak(CORPUS[name].make())
 

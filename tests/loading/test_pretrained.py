@@ -218,7 +218,9 @@ def test_an_adapter_that_repeats_layers_is_refused(adapter: Path) -> None:
 
 
 HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "a rank": ({"r": 10**8}, "far more bytes than its weights"),
+    "a rank": ({"r": 10**8}, "its r, 100000000, is far beyond"),
+    "a rank of some": ({"rank_pattern": {"c_attn": 10**8}}, "its rank_pattern, 100000000, is far beyond"),
+    "rounds of a start": ({"init_lora_weights": "pissa_niter_99999999"}, "its init_lora_weights, .* is far beyond"),
     "nested repeats": ({"target_modules": "((a*)*)*b"}, "regular expressions that may take forever"),
     "many repeats": ({"target_modules": ".*a" * 9}, "regular expressions that may take forever"),
     "alternatives": ({"target_modules": "(a|a)" * 30 + "b"}, "regular expressions that may take forever"),

@@ -140,7 +140,7 @@ def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path
     def peak(model: nn.Module) -> int:
         with StorageLog(lambda: "") as log:
             run(model, arguments)
-        return log.peak_bytes
+        return log.peaks.tensor_bytes
 
     assert peak(lifted(archive(name), tmp_path).module) <= 1.03 * peak(CORPUS[name].make())
 
@@ -375,3 +375,19 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
     (tmp_path / "script.pt").write_bytes(data)
     with pytest.raises((FileFormatError, UnsafeFileError)):  # what the flipped byte turns into is either
         load_model(ModelSource(location=str(tmp_path / "script.pt")))
+
+
+class _NamedAsBuiltins(nn.Module):
+    """Of a script, whose methods have names of Python's functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.len([1.0]) + len([1, 2, 3])
+
+    @torch.jit.export
+    def len(self, numbers: list[float]) -> float:
+        return numbers[0] * 100
+
+
+def test_a_method_may_be_called_as_a_function_of_pythons_is(tmp_path: Path) -> None:
+    module = lifted(torch.jit.script(_NamedAsBuiltins()), tmp_path).module
+    assert module(torch.ones(1)) == 104

@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memopt_cli.measure import channel, processes, runner, wire
-from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, ProbeJob, SaveJob, Subject
+from memopt_cli.documents import printable_data
+from memopt_cli.measure import processes, replies, sizes, wire
+from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, MeasureJob, ProbeJob, SaveJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
@@ -62,7 +65,7 @@ class Made:
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
     made, threads, timers = Made(), [], []
 
-    def session(pieces: Iterator[bytes], timeout_s: float = 60.0) -> Session:
+    def session(pieces: Iterator[bytes], timeout_s: float = 60.0, location: str = "a:b") -> Session:
         def start(jobs: int, replies: int, output: int, *, device: str) -> Made:
             ends = os.dup(jobs), os.dup(replies)
             threads.append(threading.Thread(target=made.answer, args=(*ends, pieces)))
@@ -72,7 +75,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
             return made
 
         monkeypatch.setattr(processes, "start", start)
-        return Session(Subject(source=ModelSource(location="a:b")), timeout_s)
+        return Session(Subject(source=ModelSource(location=location)), timeout_s)
 
     yield session
     made.end()
@@ -113,15 +116,65 @@ def test_nonsense_is_a_crash(line: bytes, answering: Answering) -> None:
         assert session.ended
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['"\x7f"', '"é"', f"[{'[],' * 99}[]]", '"' + r"\u001b" * 199 + '"'],
-    ids=["control", "é", "values", "escapes"],
-)
-def test_what_takes_far_more_memory_than_its_length_is_not_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_VALUES", 150)
+@pytest.mark.parametrize("line", ['"\x7f"', '"é"'])
+def test_what_is_no_printable_ascii_is_not_read(line: str) -> None:
     with pytest.raises(ValueError, match=r"memory|ascii"):
-        wire.reply_in(line.encode() + b"\n")
+        wire.reply_in(line.encode() + b"\n", 1 << 20)
+
+
+_MANY = 5000
+_LINES = {
+    "lists": "[],",
+    "lists of one": "[1],",
+    "objects": "{},",
+    "objects of one": '{"a":1},',
+    "objects of keys of their own": '{"%d":1.5,"a%d":1.5,"b%d":2.5,"c%d":3.5,"d%d":4.5,"e%d":5.5},',
+    "numbers": "1%d.5,",
+    "texts": '"%d",',
+    "escapes": r'"\u001b%d",',
+    "wide texts": r'"\ud83d\ude00%d",',
+    "one text": None,
+    "one wide text": None,
+    "one of escapes": None,
+    "one object": None,
+}
+
+
+def _line(form: str) -> str:
+    match form:
+        case "one text":
+            return json.dumps("x" * 100 * _MANY)
+        case "one wide text":
+            return json.dumps("x" * 100 * _MANY + "\U0001f600")
+        case "one of escapes":
+            return json.dumps("\x1b\n\u202e" * 10 * _MANY)
+        case "one object":
+            return json.dumps({str(i): float(i) for i in range(_MANY)})
+    piece = _LINES[form] or ""
+    return f"[{''.join(piece.replace('%d', str(i)) for i in range(_MANY))}0]"
+
+
+@pytest.mark.parametrize("form", _LINES)
+def test_memory_is_counted_before_it_is_taken(form: str) -> None:
+    line = _line(form).encode() + b"\n"
+    most_bytes = wire.memory_of(line.decode().rstrip("\n"))
+    with pytest.raises(ValueError, match="memory"):
+        wire.reply_in(line, most_bytes - 1)
+    tracemalloc.start()
+    found = wire.reply_in(line, most_bytes)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == printable_data(json.loads(line))
+    assert peak_bytes <= most_bytes
+
+
+def test_an_answer_is_as_long_as_its_kind_is(answering: Answering) -> None:
+    """That of a probe is one line, and no list of millions."""
+    assert ProbeJob.most_bytes < DescribeJob.most_bytes < TraceJob.most_bytes
+    line = json.dumps({"kind": "answer", "answer": {**PROBE, "more": [0] * 400_000}}).encode()
+    assert len(line) < ProbeJob.most_bytes < wire.memory_of(line.decode())
+    with answering(iter([line + b"\n"])) as session:
+        assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
 
 def test_a_failure_is_believed(answering: Answering) -> None:
@@ -130,7 +183,7 @@ def test_a_failure_is_believed(answering: Answering) -> None:
 
 
 def test_a_line_without_an_end(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(ProbeJob, "most_bytes", 1 << 20)
     with answering(repeat(b"x" * 4096)) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
@@ -150,20 +203,99 @@ def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None
 @pytest.mark.parametrize(
     "pieces",
     [
-        [SIZE.pack(1 << 63)],
-        chain.from_iterable(repeat([SIZE.pack(4096), b"x" * 4096])),
         [SIZE.pack(1), b"x", SIZE.pack(0), b'{"kind": "answer", "answer": {"size_bytes": 2}}\n'],
         [SIZE.pack(0), b"[]\n"],
     ],
-    ids=["larger than any", "without an end", "of another size", "and no answer"],
+    ids=["of another size", "and no answer"],
 )
-def test_a_file(pieces: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MOST_FILE_BYTES", 1 << 20)
+def test_a_file(pieces: Any, answering: Answering) -> None:
     with open(os.devnull, "wb") as file, answering(iter(pieces)) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == NONSENSE
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[SIZE.pack(1 << 63)], chain.from_iterable(repeat([SIZE.pack(4096), b"x" * 4096]))],
+    ids=["larger than any", "without an end"],
+)
+def test_a_file_larger_than_the_model_can_be(
+    pieces: Any, answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "_MARGIN_BYTES", 1000)
+    model = tmp_path / "model.pt"
+    model.write_bytes(bytes(5000))
+    with open(tmp_path / "made", "wb") as file, answering(iter(pieces), location=str(model)) as session:
+        found = session.save(SaveJob(plan=ORIGINAL), file)
+        assert isinstance(found, StepFailed)
+        assert "it would take more than 20.5 KiB" in found.message
+        assert file.tell() < 21_000
+        assert session.ended
 
 
 def test_a_file_that_comes_in_drops_runs_out_of_time(answering: Answering) -> None:
     """Each of them in time."""
     with open(os.devnull, "wb") as file, answering(repeat(SIZE.pack(1) + b"x"), timeout_s=0.1) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == TimedOut(limit_s=0.1)
+
+
+_TRACE: dict[str, Any] = {
+    "modules": [],
+    "tensor_peak_bytes": 8,
+    "resident_bytes": 8,
+    "batch": 1,
+    "ops": [{"name": "aten::relu", "module": "", "phase": "forward", "reads": [0], "makes": [1], "seconds": 1.0}],
+    "storages": [
+        {"nbytes": 8, "kind": "inputs", "module": "", "born": -1, "died": None, "freed": None},
+        {"nbytes": 8, "kind": "activations", "module": "", "born": 0, "died": 1, "freed": 1, "saved_by": [0]},
+    ],
+    "calls": [
+        {"path": "", "start": 0, "end": 1, "backward_start": 1, "backward_end": 1, "inputs": [0], "outputs": [1]},
+    ],
+}
+
+
+def _traced(*changes: tuple[str, str, Any]) -> bytes:
+    trace = json.loads(json.dumps(_TRACE))
+    for part, field, value in changes:
+        trace[part][-1][field] = value
+    answer = {"trace": trace, "fake": True, "dry_run_bytes": 8}
+    return json.dumps({"kind": "answer", "answer": answer}).encode()
+
+
+def test_a_trace_is_read() -> None:
+    found = replies.read(_traced(), TraceJob(fake=True))
+    assert isinstance(found, Traced)
+    assert found.trace.ops[0].name == "aten::relu"
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("ops", "reads", [2]),
+        ("ops", "makes", [-1]),
+        ("ops", "seconds", -1.0),
+        ("ops", "seconds", float("nan")),
+        ("ops", "workspace_bytes", -1),
+        ("storages", "nbytes", -1),
+        ("storages", "kind", "others"),
+        ("storages", "born", 1),
+        ("storages", "died", -1),
+        ("storages", "freed", 3),
+        ("storages", "saved_by", [1]),
+        ("calls", "end", 2),
+        ("calls", "backward_start", 2),
+        ("calls", "inputs", [5]),
+    ],
+)
+def test_a_trace_that_names_what_there_is_not_makes_no_sense(part: str, field: str, value: Any) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  of any kind: all are nonsense
+        replies.read(_traced((part, field, value)), TraceJob(fake=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("step_s", 1e300), ("allocated_peak_bytes", -1), ("batch", 0), ("replicas", -1)]
+)
+def test_amounts_are_such_as_there_can_be(field: str, value: Any) -> None:
+    line = json.dumps({"kind": "answer", "answer": {**PROBE, field: value}}).encode()
+    with pytest.raises(ValueError):  # noqa: PT011
+        replies.read(line, ProbeJob(plan=ORIGINAL, batch=1))

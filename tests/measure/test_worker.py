@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 import time
@@ -18,22 +19,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.chunking import capture_call
 from memopt_cli.errors import FileFormatError, PlanError, StepError
-from memopt_cli.measure import sandbox
+from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
     CountJob,
     Data,
+    DescribeJob,
     MeasureJob,
     ProbeJob,
+    SizesJob,
     Subject,
     Traced,
     TraceJob,
     VerifyJob,
 )
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.worker import Worker, failure_of
+from memopt_cli.measure.worker import Worker, _line, failure_of
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
@@ -45,6 +48,7 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
     Trust,
+    from_data,
     to_data,
 )
 
@@ -118,6 +122,15 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
         one.do(MeasureJob(plan=plan("0", "nowhere"), steps=1))
     after = everything(one)
     assert after["classes"] == before["classes"]
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Worker]) -> None:
+    one = worker(optimizer=optimizer)
+    for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
+        answer = one.do(job)
+        line = _line({"kind": "answer", "answer": to_data(answer)}, job.most_bytes)
+        assert replies.read(line.encode(), job) == answer
 
 
 PACKED = Plan(packed=True, segments=(SegmentPlan(path="0", compressor="bit"),))
@@ -435,3 +448,13 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
     other = StepError("forward failed", hint="Give other inputs.")
     other.__cause__ = PermissionError(13, "Permission denied")
     assert sandbox.HINT in failure_of(other).hint
+
+
+def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
+    """What is read only as far as its kind may be long would look made up."""
+    reply = {"kind": "answer", "answer": ["x" * 50]}
+    line = _line(reply, 10_000)
+    assert json.loads(line) == reply
+    said = from_data(StepFailed, json.loads(_line(reply, 100)))
+    assert "more to tell than 100 B" in said.message
+    assert said.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,13 @@ def test_routes_are_compared_on_few_samples_if_these_are_an_input(least: int, si
     assert [t.used for t in batched.trials] == [True]
 
 
+def test_routes_are_timed_on_the_whole_if_a_few_samples_are_no_input() -> None:
+    Seen.shapes.clear()
+    batched = BatchModule(Seen(10), G, example_inputs=(torch.randn(G, 50, 5),))
+    assert {t.name: t.refused for t in batched.trials if t.name != "fused"} == {"vmap": "", "loop": ""}
+    assert all(not math.isnan(t.step_s) for t in batched.trials if t.name != "fused")
+
+
 def test_a_named_route_is_compared_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(selection, "_timer")
     batched = BatchModule(convolutional(), G, route="fused", example_inputs=(images(1, 5, 5),))
@@ -340,15 +348,17 @@ def test_without_a_check_the_first_route_that_runs_is_used(monkeypatch: pytest.M
         recurrent(images(4, 5))
 
 
-def test_steps_that_take_long_are_timed_on_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[int] = []
+def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[int, int]] = []
 
-    def timer(candidate: Any, tree: nn.Module, models: int, args: Any, kwargs: Any) -> Callable[[], float]:
-        timed.append(args[0].shape[1])
-        return lambda: args[0].shape[1] * seconds
+    def timer(candidate: Any, given: selection._Given) -> Callable[[], float]:
+        size = (given.models, given.args[0].shape[1])
+        assert size[0] == given.args[0].shape[0] == given.tree[0].weight.shape[0]  # type: ignore[index, union-attr]
+        timed.append(size)
+        return lambda: math.prod(size) * seconds
 
     monkeypatch.setattr(selection, "_timer", timer)
-    for seconds, sizes in ((0.1, {3}), (1e-6, {3, 50})):  # noqa: B007
+    for seconds, sizes in ((0.1, {(2, 3)}), (1e-6, {(2, 3), (G, 50)})):  # noqa: B007
         timed.clear()
         BatchModule(small(), G, example_inputs=(torch.randn(G, 50, 5),))
         assert set(timed) == sizes

@@ -27,12 +27,13 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.past: Callable[[Tensor], Tensor] = _same
+        self.past: Callable[[Tensor], Tensor] = uncut
         self.w = weight(INPUTS, HIDDEN)
         self.out = nn.Linear(HIDDEN, CLASSES)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def uncut(tensor: Tensor) -> Tensor:
+    """What the last step left is not constant where it enters a weight."""
     return tensor
 
 
@@ -463,6 +464,90 @@ class MaskedFromOutside(Network):
         return self.out(torch.tanh(self.syn(self.w(x))))
 
 
+class GivenItsState(Network):
+    """The cell's input is made of the state that it is about to replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syn, self.neu = Synapse(), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neu(self.syn(self.w(x) - 0.3 * torch.tanh(self.syn.g)) - 0.2 * self.neu.v))
+
+
+class InPlace(Network):
+    """States are written in place: by the cell, by the model, and after the cell has returned them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Accumulating(), Accumulating()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.g.mul_((x[..., :1] > 1).to(x))
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(self.w(x))))))
+
+
+class Accumulating(nn.Module):
+    g: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        declare_state(self, "g", HIDDEN)
+
+    def forward(self, y: Tensor) -> Tensor:
+        self.g.mul_(0.7).add_(y)
+        return self.g
+
+
+class ThroughUntagged(Network):
+    """A state enters a weight without a tag on the way to a cell that is followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.back = LIF(HIDDEN), LIF(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = 3 * self.back(self.past(self.above.v))
+        return self.out(self.above(2 * self.below(self.w(x) + back) + self.w(x.flip(-1))))
+
+
+class OneWeightTwoCells(Network):
+    """Two calls of a weight, each for a cell of its own, beside which its output and a state go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neu, self.syn, self.last = LIF(HIDDEN), Synapse(0.8), Synapse(0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w(x)
+        g = self.syn(self.w(x.flip(-1)))
+        return self.out(torch.tanh(self.last(self.neu(y) + g + y)) + g + torch.sigmoid(y))
+
+
+class ReadBeforeItIsUpdated(Network):
+    """Each of two cells reads the other's state, one as the last step left it and one as this step has made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Synapse(0.6), Synapse(0.8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(torch.tanh(self.a.g))
+        return self.out(torch.tanh(self.a(self.w(x) + 0.2 * b)) * b)
+
+
+class Normalized(Network):
+    """A batch norm with fixed statistics between weight and neuron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.neu = nn.BatchNorm1d(HIDDEN).eval(), LIF(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w(x)
+        return self.out(self.neu(self.norm(y.reshape(-1, HIDDEN)).reshape(y.shape)))
+
+
 COMPOSITIONS: dict[str, Composition] = {
     "synapse and neuron": SynapseAndNeuron,
     "two synapses and recurrence": RecurrentSynapse,
@@ -489,14 +574,23 @@ COMPOSITIONS: dict[str, Composition] = {
     "shared synapse and weight": Shared,
     "one state of another": Intertwined,
     "masked from outside": MaskedFromOutside,
+    "given its state": GivenItsState,
+    "in place": InPlace,
+    "through an untagged weight": ThroughUntagged,
+    "one weight for two cells": OneWeightTwoCells,
+    "read before it is updated": ReadBeforeItIsUpdated,
+    "normalized": Normalized,
 }
 
 
-def cut_graph_gradients(net: Network, inputs: Tensor, labels: Tensor, window: int = 1) -> dict[str, Tensor]:
+def cut_graph_gradients(
+    net: Network, inputs: Tensor, labels: Tensor, window: int = 1, *, within: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Tensor]:
     """Gradients on the cut graph, one window's loss at a time.
 
     Before the window, what enters a weight is constant, and so are parameters that carry no trace and states that no
-    traced weight reaches.  In a window of one step, what the step before left and enters a weight is constant.
+    traced weight reaches.  ``within`` a window, by default a single step, what the step before left and enters a weight
+    is constant; in those of several steps (:func:`uncut`) it is not.
     """
     for start in range(0, len(inputs), window):
         init_all_states(net, inputs.shape[1])
@@ -506,10 +600,10 @@ def cut_graph_gradients(net: Network, inputs: Tensor, labels: Tensor, window: in
         for state in states_of(net).values():
             if isinstance(state.module, LeakyRateReadout):
                 state.value = state.value.detach()
-        net.past = Tensor.detach if window == 1 else _same
+        net.past = within
         losses = [F.cross_entropy(net(x), labels) for x in inputs[start : start + window]]
         torch.stack(losses).sum().backward()
-        net.past = _same
+        net.past = uncut
     return gradients(net)
 
 

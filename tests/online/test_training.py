@@ -63,7 +63,7 @@ def test_two_generations_of_a_trace_are_held_at_most() -> None:
     log = StorageLog(lambda: "")
     with log:
         accumulate_online(algorithm, (torch.rand(32, 64) for _ in range(4)), None, lambda out, _: out.sum())
-    assert 2 * trace_bytes < log.peak_bytes < 2.9 * trace_bytes
+    assert 2 * trace_bytes < log.peaks.tensor_bytes < 2.9 * trace_bytes
 
 
 def counted_peak(steps: int, *, online: bool) -> int:
@@ -83,7 +83,7 @@ def counted_peak(steps: int, *, online: bool) -> int:
             accumulate_online(algorithm, inputs(), labels, F.cross_entropy)
         else:
             accumulate_through_time(net, inputs(), labels, F.cross_entropy)
-    return log.peak_bytes
+    return log.peaks.tensor_bytes
 
 
 def test_online_memory_is_constant_in_time_and_that_of_back_propagation_through_time_grows() -> None:

@@ -36,14 +36,29 @@ def priced(peak: int, slowdown: float) -> Priced:
     return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=slowdown)
 
 
+class FakeDryRuns:
+    """None were needed."""
+
+    def __init__(self, planner: FakePlanner) -> None:
+        self._planner = planner
+
+    def __len__(self) -> int:
+        return 0
+
+    def smallest(self, level: int, most_slowdown: float) -> Priced:
+        return self._planner.best(level, most_slowdown)
+
+    def known(self, plan: Plan) -> Priced | None:
+        return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
+
+
 class FakePlanner:
     """Knows a few plans of each level."""
-
-    tried = 0
 
     def __init__(self, plans: Mapping[int, Mapping[int, float]]) -> None:
         """``plans``: level -> peak -> slowdown."""
         self._plans = plans
+        self.dry_runs = FakeDryRuns(self)
 
     def best(self, level: int, most_slowdown: float) -> Priced:
         usable = {
@@ -53,9 +68,6 @@ class FakePlanner:
             if at <= level and slowdown <= most_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
-
-    def known(self, plan: Plan) -> Priced | None:
-        return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
         return self.best(level, most_slowdown)
@@ -134,6 +146,15 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
     assert found.notes == ["A plan of 600 B is not applied: its step takes 1.70 times as long."]
+
+
+def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:
+    plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
+    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
+    rows = found.rows()
+    assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
+    assert [row.outcome is not None for row in rows] == [False, False, True]
+    assert asked == [590, 900]
 
 
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ def priced(peak: int) -> Priced:
 class FakePlanner:
     """Knows plans of 1000, 900 … 300 bytes."""
 
-    tried = 0
+    dry_runs: tuple[Plan, ...] = ()
     plans = tuple(priced(peak) for peak in range(1000, 200, -100))
 
     def within(self, level: int, budget: int) -> Priced | None:
@@ -49,8 +50,8 @@ class FakePlanner:
     def least(self, level: int, most_slowdown: float) -> Priced:
         return self.plans[-1]
 
-    def frontier(self, level: int) -> list[Priced]:
-        return list(self.plans)
+    def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
+        return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
 
 
 def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, list[int]]:
@@ -167,12 +168,26 @@ def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> Non
     search, asked = goal(measured)
     original = found_row(0, priced(1000), 0, 0.0, dry_run=True)
     original = replace(original, outcome=measured(1000))
-    points = search.frontier(search.thinned(search.planner.frontier(3)), original)
+    points = search.frontier(search.worth_showing(), original)
     assert points[0].outcome is original.outcome
     assert len(asked) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300
     peaks = [point.predicted_allocated_peak_bytes for point in points]
     assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said() -> None:
+    search, _ = goal(measured)
+    slow = {1000: 1.0, 900: 2.0, 890: 5.0, 700: 9.0, 400: 11.0}
+    search.planner.plans = tuple(replace(priced(peak), slowdown=slowdown) for peak, slowdown in slow.items())
+
+    def shown(most: float | None) -> list[int]:
+        return [found.peak_bytes for found in replace(search, most_slowdown=most).worth_showing()]
+
+    assert shown(None) == [1000, 900, 700]  # and 890 saves too little of 900
+    assert shown(math.inf) == [1000, 900, 700, 400]
+    assert shown(2.0) == [1000, 900]
+    assert search.within(400).predicted_allocated_peak_bytes == 400
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
@@ -188,7 +203,7 @@ def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
     with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
         search.within(650)
     original = replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000))
-    points = search.frontier(search.thinned(search.planner.frontier(3)), original)
+    points = search.frontier(search.worth_showing(), original)
     assert [point.predicted_slowdown for point in points] == [1.0, 1.1, 1.2, 1.3]
 
 

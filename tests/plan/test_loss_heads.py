@@ -92,7 +92,7 @@ def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) 
 def test_where_other_modules_or_no_chunks_are_asked_for_the_head_stays(asked: dict[str, Any]) -> None:
     plans = subject_of(alone).planner(**asked)
     plans.least(4)
-    assert not any(s.through_loss for found in plans._dry_runs.up_to(4) for s in found.plan.segments)
+    assert not any(s.through_loss for found in plans.dry_runs.up_to(4) for s in found.plan.segments)
 
 
 @pytest.mark.parametrize(("both", "kept"), [(0.5, ["one", "other"]), (1.0, [])])

@@ -19,10 +19,11 @@ from memopt_cli.plan.keeping import numbered
 from memopt_cli.plan.level_search import LevelSearch
 from memopt_cli.plan.levels import level_of
 from memopt_cli.plan.planner import Planner
+from memopt_cli.plan.proposals import Proposals, Solvers
 from memopt_cli.plan.questions import Priced
 from memopt_cli.plan.search import Solver
 from memopt_cli.plan.ways import Way, spent_by
-from memopt_cli.records import ChunkRule, Crashed, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from sample_models import gpt
 from tests.plan.subjects import (
     SUBJECTS,
@@ -43,7 +44,7 @@ NEARLY = 1.01
 
 def counted(plans: Planner) -> list[Priced]:
     """All plans that were dry-run, without the original."""
-    return [found for found in plans._dry_runs.up_to(4) if not found.plan.is_empty]
+    return [found for found in plans.dry_runs.up_to(4) if not found.plan.is_empty]
 
 
 @pytest.fixture(scope="module", params=["chain", "gpt", "steps"])
@@ -240,6 +241,21 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     assert plans.neighbours(segments("nowhere")) == (None, None)
 
 
+def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = subject.planner()
+    least = plans.least(4)
+    known, unknown = counted(plans)[0].plan, segments("nowhere")
+    monkeypatch.setattr(Proposals, "peak_of", lambda self, plan: 1)
+    monkeypatch.setattr(Proposals, "slowdown", lambda self, plan: 2.0)
+    told = []
+    for plan in (known, unknown):
+        monkeypatch.setattr(Solvers, "least", lambda self, high_bytes, plan=plan: plan)
+        told.append(plans.neighbours(least.plan)[1])
+    assert told == [None, Outlook(peak_bytes=1, slowdown=2.0)]
+
+
 SEARCHES: dict[str, Callable[[Planner, int], object]] = {
     "within": lambda plans, high: plans.within(4, high // 2),
     "least": lambda plans, high: plans.least(4),
@@ -267,7 +283,7 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
     monkeypatch.setattr(Solver, "fastest", solve)
     plans = subject.planner_asking(replace(subject.probes(), count=count, late=lambda: bool(refused)))
     SEARCHES[search](plans, subject.original.peak_bytes)
-    assert plans.tried == len(answered) == dry_runs
+    assert len(plans.dry_runs) == len(answered) == dry_runs
     assert len(refused) == 1
 
 
@@ -293,7 +309,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
     plans = subject.planner_asking(replace(subject.probes(), count=count, late=late))
     SEARCHES[search](plans, peaks[0])
     assert 0 < len(over) <= 20
-    assert plans.tried == len(peaks) - 1
+    assert len(plans.dry_runs) == len(peaks) - 1
     assert plans.least(4).peak_bytes == min(peaks)
     assert plans.frontier(4)[-1].peak_bytes == min(peaks)
 
@@ -371,7 +387,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.plan.level_search._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.plan.at_level._WORTH_ASKING", worth)
     subject = SUBJECTS["chain"]()
     asked: list[str] = []
 
@@ -380,7 +396,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
         return rule_along(0)
 
     plans = subject.planner(chunking, allow_inexact=True)
-    slow = plans._at(4)._count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
+    slow = plans._at(4).runs.count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
     assert slow is not None
     assert slow.peak_bytes < subject.planner().least(4).peak_bytes
     found = plans.within(4, slow.peak_bytes)
@@ -400,16 +416,18 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     def priced(*plans: Plan) -> tuple[LevelSearch, int]:
         """And the least budget, which the first of the plans is within."""
         planned = subject.planner(lambda path: rule_along(axis))._at(4)
-        first, *_ = (planned._count(plan) for plan in plans)
+        first, *_ = (planned.runs.count(plan) for plan in plans)
         assert first is not None
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans._is_worth_asking(budget, budget)  # fewer chunks, or of fewer, are faster
+    assert plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans.ground.questions, "_learned", 12)
-    assert not plans._is_worth_asking(budget, budget)
+    assert not plans.chunks.may_give_a_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans._is_worth_asking(budget, subject.original.peak_bytes)  # the original is within that
+    assert not plans.chunks.may_give_a_faster(
+        plans.runs.fastest(subject.original.peak_bytes), budget
+    )  # the original is within that
 
 
 @pytest.mark.parametrize(("most_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
@@ -426,11 +444,11 @@ def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, as
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     plans = SUBJECTS["chain"]().planner(lambda path: rule_along(0))
-    needed = plans._at(4)._count(segments("blocks.1"))
+    needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     assert needed is not None
-    plans._dry_runs._found.pop(needed.plan)
-    needless = plans._at(4)._count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
+    plans.dry_runs._found.pop(needed.plan)
+    needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     assert needless is not None
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
@@ -440,9 +458,9 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
 
 def relaxed_to(plans: Planner, start: Priced, budget: int) -> Priced:
     """What is left of a plan that is the only one to fit so far."""
-    assert plans._dry_runs.fastest(4, budget) is start
+    assert plans.dry_runs.fastest(4, budget) is start
     plans._relax(4, budget)
-    found = plans._dry_runs.fastest(4, budget)
+    found = plans.dry_runs.fastest(4, budget)
     assert found is not None
     assert found.peak_bytes <= budget
     return found
@@ -468,7 +486,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     enough = int(1.02 * three)  # the cost model need not be right to the byte
     assert four < three < enough < two
     plans = subject.planner(lambda path: rule_along(0))
-    found = plans._at(3)._count(in_chunks[2])
+    found = plans._at(3).runs.count(in_chunks[2])
     assert found is not None
     assert relaxed_to(plans, found, enough).plan == in_chunks[1]
 
@@ -536,8 +554,8 @@ def test_plans_that_cannot_run_are_no_answers() -> None:
     plans = subject.planner_asking(replace(subject.probes(lambda path: rule_along(0)), count=count))
     for priced in [*(plans.best(level) for level in LEVELS), *plans.frontier(4)]:
         assert "blocks.1" not in [s.path for s in priced.plan.segments]
-    assert plans.failures
-    assert all("blocks.1" in [s.path for s in plan.segments] for plan in plans.failures)
+    assert plans.dry_runs.failures
+    assert all("blocks.1" in [s.path for s in plan.segments] for plan in plans.dry_runs.failures)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
@@ -99,6 +100,124 @@ def test_dropout_keeps_its_mask() -> None:
     output = compiled(x)
     output.sum().backward()
     assert torch.equal(output == 0, x.grad == 0)
+
+
+class Drawing(nn.Module):
+    """A layer that draws between layers that save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sigmoid()
+
+
+def as_it_is(graph: Any, inputs: Any) -> Any:
+    """A backend that nobody knows, which runs what it is given."""
+    return graph.forward
+
+
+Place = Callable[[nn.Module, Any], nn.Module]
+
+
+def root(model: nn.Module, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def outer(model: nn.Module, backend: Any) -> nn.Module:
+    model[1].compile(backend=backend)
+    return model
+
+
+def inner(model: nn.Module, backend: Any) -> nn.Module:
+    model[1][1].compile(backend=backend)
+    return model
+
+
+def forward_of_inner(model: nn.Module, backend: Any) -> nn.Module:
+    model[1][1].forward = torch.compile(model[1][1].forward, backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is])
+@pytest.mark.parametrize("place", [root, outer, inner, forward_of_inner])
+@pytest.mark.parametrize("make", [Drawing, batch_norm, Counting])
+def test_segments_in_segments(make: Callable[[], nn.Module], place: Place, backend: Any) -> None:
+    """A compiler that does not differentiate ahead would draw and count again in backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), make(), nn.Sigmoid()))
+    x = torch.randn(6, 4)
+    torch.manual_seed(1)
+    expected = left_behind(copy.deepcopy(plain), x)
+    for paths in (("1",), ("1.1",), ("1", "1.1")):
+        optimized = copy.deepcopy(plain)
+        for path in paths if place is not forward_of_inner else paths[:1]:
+            install_segment(optimized.get_submodule(path), SegmentConfig())
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        torch.testing.assert_close(left_behind(place(optimized, backend), x), expected)
+
+
+def test_a_checkpoint_of_the_users_own_around() -> None:
+    """Which draws again itself where the compiler does not differentiate ahead, unless a segment is in it."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Drawing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+            return y
+
+    plain = nn.Sequential(nn.Linear(4, 4), Checkpointed())
+    optimized = copy.deepcopy(plain)
+    install_segment(optimized[1].block, SegmentConfig())
+    x = torch.randn(6, 4)
+    torch.manual_seed(1)
+    expected = left_behind(plain, x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(left_behind(torch.compile(optimized, backend="eager"), x), expected)
+
+
+def test_one_graph_without_differentiation_ahead() -> None:
+    """The plain model survives it, so the segment runs plainly, and says so."""
+    plain, optimized = pair(Drawing(), SegmentConfig(path="1"))
+    x = torch.randn(6, 4)
+    torch.manual_seed(1)
+    expected = left_behind(plain, x)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="Drawing at '1' runs without recomputation.*fullgraph"):
+        found = left_behind(torch.compile(optimized, backend="eager", fullgraph=True), x)
+    torch.testing.assert_close(found, expected)
+
+
+class CountingCalls(nn.Module):
+    """State that chunks would move once each, which compiled chunks have no way to notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.inner(x).tanh()
+
+
+def spectral_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+
+
+@pytest.mark.parametrize("make", [CountingCalls, spectral_norm])
+def test_state_that_moves_once_a_call(make: Callable[[], nn.Module]) -> None:
+    plain, optimized = pair(make(), SegmentConfig(chunks=3))
+    x = torch.randn(6, 4)
+    expected = left_behind(plain, x)
+    with pytest.warns(UserWarning, match="once a call.*runs whole"):
+        found = left_behind(torch.compile(optimized, backend="aot_eager"), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_segment_is_not_dropped() -> None:

@@ -124,6 +124,22 @@ def test_a_program_sets_no_module_that_it_was_given() -> None:
     assert module.kept["a"][1] is None
 
 
+def test_a_method_never_stands_for_a_check() -> None:
+    """Methods are found through the module, whatever is called as they are."""
+    module = restored(program_of(method("forward", [put("kept")]), method("checked_data")), library=Library())
+    with pytest.raises(ScriptError, match="which is no data"):
+        module(Library())
+    assert module.checked_data(1) == 1
+
+
+def test_only_further_calls_are_run_as_forward() -> None:
+    module = restored(program_of(method("forward"), method("forward_1"), method("other")))
+    assert module(3, forward_as="forward_1") == 3
+    for name in ("other", "load_state_dict", "__init__"):
+        with pytest.raises(KeyError):
+            module({}, forward_as=name)
+
+
 def test_what_an_operator_gives_is_set_unchecked() -> None:
     text, _ = generate(program((operator("aten::relu", 0), put("kept", value=1), put("given")), 1))
     assert text.splitlines()[2:4] == ["    self.kept = y", "    self.given = checked_data(x)"]
@@ -164,6 +180,9 @@ CLASHES = {
     "an argument and a tuple": program_of(
         method("forward", [("named", ("P", ("a",)), (0,), (1,), ())], parameters=((0, "PTuple", ()),))
     ),
+    "a function and a check that gives way to an argument": program_of(
+        method("forward", [put("kept")], parameters=((0, "checked_data", ()),)), functions=[method("checked_data_")]
+    ),
 }
 
 
@@ -171,6 +190,17 @@ CLASHES = {
 def test_what_is_called_has_a_name_of_its_own(clash: Any) -> None:
     with pytest.raises(BadProgram, match="is the name of two things"):
         lifted.lifted_class(clash)
+
+
+def test_a_loop_counts_in_no_argument() -> None:
+    body = (2, 3), (operator("aten::relu", 3, output=4),), ((True,), 4)
+    loop = ("loop", None, ((2,), (True,), 0), (5,), (body,))
+    module = restored(
+        program_of(
+            method("forward", [loop, operator("aten::mul.Tensor", 5, 1, output=6)], 6, 7, ((0, "x", ()), (1, "_", ())))
+        )
+    )
+    assert module(torch.tensor([3.0]), torch.tensor([5.0])) == 15
 
 
 def test_an_argument_never_stands_for_what_is_called() -> None:

@@ -528,6 +528,66 @@ def test_the_module_within_a_compiled_one() -> None:
     assert p.original_of(module) is module
 
 
+@pytest.mark.parametrize(
+    ("backend", "ahead"),
+    [("eager", False), ("aot_eager", True), ("aot_eager_decomp_partition", True), (lambda g, _: g.forward, False)],
+)
+def test_who_differentiates_ahead(backend: Any, ahead: bool) -> None:
+    """Asked while it compiles, once, in a function that itself is traced."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if p.differentiates_ahead() else x + 2
+
+    assert torch.compile(f, backend=backend)(torch.zeros(1)).item() == (1 if ahead else 2)
+
+
+def test_inductor_differentiates_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wrapper alone: it would need a C++ compiler."""
+
+    def compiled_to(self: Any, graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if p.differentiates_ahead() else x + 2
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", compiled_to)
+    assert torch.compile(f)(torch.zeros(1)).item() == 1
+
+
+def test_what_is_asked_while_compiling_is_a_constant() -> None:
+    asked: list[str] = []
+
+    @p.asked_while_compiling
+    def answer(question: str) -> int:
+        asked.append(question)
+        return 3
+
+    compiled = torch.compile(lambda x: x * answer("how much"), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item() for _ in range(2)] == [3, 3]
+    assert asked == ["how much"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_whether_one_graph_is_wanted(whole: bool) -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if p.wants_one_graph() else x + 2
+
+    torch._dynamo.reset()
+    assert torch.compile(f, backend="eager", fullgraph=whole)(torch.zeros(1)).item() == (1 if whole else 2)
+
+
+def test_what_goes_to_the_compiler() -> None:
+    module, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert not p.is_compiled(module)
+    assert p.is_compiled(torch.compile(module))
+    module.compile(backend="eager")
+    assert p.is_compiled(module)
+    other.forward = torch.compile(other.forward, backend="eager")  # type: ignore[method-assign]
+    assert p.is_compiled(other)
+
+
 def test_the_compiler_is_there_to_import() -> None:
     p.import_compiler()
     assert "torch._dynamo" in sys.modules

@@ -124,16 +124,19 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgram(f"Python cannot compile it ({err})") from err
-    used = names_in(code)
+    used, named, own = names_in(code), {**FUNCTIONS, **names}, {function[0] for function in functions}
     # Python would look for any other name among its builtins, too.
-    if unknown := (used.globals | used.modules) - {*FUNCTIONS, *names, *(function[0] for function in functions)}:
+    if unknown := (used.globals | used.modules) - {*named, *own}:
         raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
-    namespace = _namespace(number, {**FUNCTIONS, **names})
+    if double := own & named.keys():
+        raise BadProgram(f"{', '.join(sorted(double))} is the name of two things")
+    namespace = _namespace(number, named)
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
+    namespace.update(named)  # a method is no global: one called len, or checked_data, is not what its neighbours call
     if any(map(is_further_call, body)):
-        body["forward"] = _running_further_calls(body.get("forward", nn.Module.forward))
+        body["forward"] = _running_further_calls(body)
     return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})
 
 
@@ -149,12 +152,14 @@ def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
     return vars(module)
 
 
-def _running_further_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """A forward that runs another method in its place if it is told to (:data:`FURTHER_CALL`)."""
+    forward = methods.get("forward", nn.Module.forward)
+    further = {name: method for name, method in methods.items() if is_further_call(name)}
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, forward_as: str | None = None, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs) if forward_as is None else getattr(self, forward_as)(*args, **kwargs)
+        return (forward if forward_as is None else further[forward_as])(self, *args, **kwargs)
 
     return run
 

@@ -287,7 +287,7 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
         writer.line(f"{keep} = {first}")
         targets[keep] = results[0]
     counted = parameters[0] in writer.layout.uses(node[4][0])
-    index = writer.fresh(_variable(writer.hints[parameters[0]][0])) if counted else "_"
+    index = writer.fresh(_variable(writer.hints[parameters[0]][0])) if counted else writer.fresh("_")
     if counted:
         writer.variables.bind(index, parameters[0])
     inner = writer.inner(node[4][0], outer, parameters, targets)

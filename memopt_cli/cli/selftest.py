@@ -1,0 +1,39 @@
+"""``memopt selftest``: whether what memopt promises holds on this machine."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from memopt_cli.cli import options
+from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.errors import VerificationError
+from memopt_cli.measure import processes
+from memopt_cli.report.interface import Report
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.text import TextReport
+
+
+def selftest(
+    context: typer.Context,
+    *,
+    device: options.Device = "auto",
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Try on this machine what memopt promises.
+
+    Small models of each kind are planned, measured and verified, which takes a minute or two. Attach the output of
+    --json to a report. Exits with 1 if something does not hold.
+    """
+    context.with_resource(processes.kept(early=True))
+    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+
+    with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
+        found = pipeline.selftest(device, progress=progress)
+    report: Report = JsonReport() if json else TextReport()
+    report.tested(found, sys.stdout)
+    if found.failed:
+        raise typer.Exit(VerificationError.exit_code)

@@ -1,0 +1,89 @@
+"""A plan as plain PyTorch code, for who cannot depend on memopt."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+
+from memopt_cli import plain
+from memopt_cli.documents import printable
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.units import counted
+from memopt_cli.write import read_plan
+
+
+def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
+    """A Python file that does what the plan does by ``torch.utils.checkpoint`` and selective policies alone.
+
+    ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
+    out, and named at the head of the file.  Raises :class:`UsageError` for a file that is no plan.
+    """
+    plan = plan if isinstance(plan, Plan) else read_plan(plan)[1]
+    # Comments, not the docstring: a path may hold what would end that, but no line break once it is printable.
+    left_out = [f"# - {reason}" for reason in _left_out(plan)]
+    head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
+    source = inspect.getsource(plain)
+    source = source.replace(": dict[str, tuple[str, ...]] = {}", _table(dict(_segments(plan))), 1)
+    source = source.replace(": dict[str, tuple[tuple[str, str], ...]] = {}", _table(_runs(plan)), 1)
+    return "\n".join([*head, source])
+
+
+def _table(rows: object) -> str:
+    """Of constants, in the place of an empty one."""
+    assert isinstance(rows, dict)
+    lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
+    return " = {\n" + "".join(lines) + "}" if rows else " = {}"
+
+
+def _segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Paths of the modules, with what is kept."""
+    for segment in plan.segments:
+        if not _run_in(segment.path) and not segment.through_loss:
+            yield _own_path(segment.path), () if _keeps_around_others(segment, plan) else segment.keep
+
+
+def _runs(plan: Plan) -> dict[str, tuple[tuple[str, str], ...]]:
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for segment in plan.segments:
+        if run := _run_in(segment.path):
+            found[_own_path(segment.path.rpartition(".")[0])].append(run)
+    return {path: tuple(runs) for path, runs in found.items()}
+
+
+def _run_in(path: str) -> tuple[str, str] | None:
+    """The first and last layer of a run, ``features.0-2``; ``None`` for a module."""
+    first, dash, last = path.rpartition(".")[2].partition("-")
+    return (first, last) if dash else None
+
+
+def _own_path(path: str) -> str:
+    """As the model has it: without the runs that it lies in."""
+    return ".".join(name for name in path.split(".") if "-" not in name)
+
+
+def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
+    """Whether it keeps outputs, which are counted outside of the segments in it."""
+    within = f"{segment.path}." if segment.path else ""
+    return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    if plan.packed:
+        yield "what is saved for backward outside of segments is not packed"
+    if plan.in_backward:
+        yield "the optimizer does not run in backward"
+    for segment in plan.segments:
+        path = printable(segment.path) or "(root)"
+        if segment.through_loss:
+            yield f"{path}: no segment; the plan runs it in {segment.chunks} chunks through the loss"
+            continue
+        if segment.chunks > 1:
+            yield f"{path}: run at once, not in {counted(segment.chunks, 'chunk')}"
+        if segment.compressor != "null":
+            yield f"{path}: its input is stored as it is, not packed ({segment.compressor})"
+        if segment.spatial_split:
+            yield f"{path}: what __spatial_split__ returns is not split"
+        if segment.keep and (_keeps_around_others(segment, plan) or _run_in(segment.path)):
+            yield f"{path}: outputs are not kept ({', '.join(segment.keep)})"

@@ -1,0 +1,185 @@
+"""Rows that mix: along the axis that a segment is cut by, a row of its output needs other rows of its input.
+
+A cumulative sum, a loop over time steps that is written in forward, attention: in chunks each would start anew where
+it is cut, and compute something else without a word.  It is tried on a piece of the input, without gradients: other
+values in one half must leave the other half of the output as it is; and the row after a cut must come out as without
+one, which also finds what goes by a row's position.  Not tried is a segment whose plan says how its batch statistics
+are to be taken: by these, rows do depend on one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.chunk_state import Moves
+from memopt_cli.runtime.private_torch import unseen
+from memopt_cli.runtime.state import Generators
+
+_ROUNDINGS: Final = 8
+"""Steps of rounding, of the largest value, by which an output may differ between two runs of one shape."""
+_SHARE: Final = 1e-3
+"""Of the largest value, by which an element may differ between two shapes, where sums are taken in another order."""
+_FEW: Final = 0.02
+"""Share of a row's elements that may differ by more: a spike that rounding flips is one of many."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_tried: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+"""A segment -> forwards in chunks so far."""
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def rows_untried() -> Iterator[None]:
+    """Within, chunks run as they are told to: somebody compares them with the whole."""
+    outer, _thread.untried = getattr(_thread, "untried", False), True
+    try:
+        yield
+    finally:
+        _thread.untried = outer
+
+
+Starting = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is tried: a segment, and a piece of its input along the axis it is cut by."""
+
+    module: nn.Module
+    starting: Starting
+    """Within, the module stands where it started from."""
+    whole: Callable[[Sequence[Tensor]], Any]
+    """Runs it on a piece at once; gives what it returns."""
+    halves: Callable[[], Sequence[Any]]
+    """Runs it on two halves of the piece, one after the other."""
+    sequences: Sequence[Tensor]
+    axis: int
+    outputs: int
+    """How many of its outputs are cut; later ones are states."""
+    resumes: bool
+    """Whether it hands state on from chunk to chunk that it does not leave behind."""
+
+    @property
+    def halves_of(self) -> tuple[int, int]:
+        """Lengths of the halves, cut as chunks are."""
+        length = self.sequences[0].shape[self.axis]
+        return length - length // 2, length // 2
+
+
+def is_due(module: nn.Module) -> bool:
+    """In the first forward, the second, the fourth and so on: nothing is seen where all values are zero, say."""
+    if getattr(_thread, "untried", False):
+        return False
+    _tried[module] = _tried.get(module, 0) + 1
+    return _tried[module].bit_count() == 1
+
+
+def mixing(piece: Piece) -> str:
+    """Why a module cannot run in chunks, a sentence without its subject; empty if nothing was seen."""
+    try:
+        return _dependence(piece) or _restart(piece)
+    except Exception:  # the module's own code, on a length that it may not take: that tells nothing of its chunks
+        return ""
+
+
+def _dependence(piece: Piece) -> str:
+    """Whether either half of the output changes with the other half of the input."""
+    whole = _run(piece, lambda: [piece.whole(_copies(piece.sequences))])
+    if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
+        return ""
+    half, rest = piece.halves_of
+    for start, other, kept, size in ((0, half, half, rest), (half, 0, 0, half)):
+        inputs = [_exchanged(s, start, other, rest, piece.axis) for s in piece.sequences]
+        changed = _run(piece, functools.partial(_only, piece.whole, inputs))
+        if not all(map(_is_alike, whole.rows(piece.axis, kept, size), changed.rows(piece.axis, kept, size))):
+            return f"mixes what lies along axis {piece.axis}: part of its output depends on another part of its input"
+    return ""
+
+
+def _restart(piece: Piece) -> str:
+    """Whether the first row behind a cut is another than without the cut."""
+    if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
+        return ""  # no two shapes draw alike
+    whole, cut = _run(piece, lambda: [piece.whole(_copies(piece.sequences))]), _run(piece, piece.halves)
+    if whole.is_random or not whole.is_cut_at(piece) or not cut.is_cut_at(piece):
+        return ""
+    half, _ = piece.halves_of
+    if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), cut.rows(piece.axis, half, 1))):
+        return ""
+    return f"computes something else behind a cut along axis {piece.axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a run of a piece gave."""
+
+    tensors: list[Tensor]
+    """The outputs that are cut, joined."""
+    is_random: bool
+    hands_over: bool
+    """Whether it leaves state behind, or returns some: then later rows do depend on earlier ones."""
+
+    def is_cut_at(self, piece: Piece) -> bool:
+        """Whether it has a row for each of the input's."""
+        lengths = {t.shape[piece.axis] if -t.dim() <= piece.axis < t.dim() else 0 for t in self.tensors}
+        return lengths == {sum(piece.halves_of)}
+
+    def rows(self, axis: int, start: int, count: int) -> list[Tensor]:
+        return [tensor.narrow(axis, start, count) for tensor in self.tensors]
+
+
+def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
+    with torch.no_grad(), unseen(), piece.starting():
+        for module in (*batch_norms(piece.module), *(m for m in piece.module.modules() if isinstance(m, _DROPOUTS))):
+            module.eval()  # statistics of the batch are gathered elsewhere
+        generators, moves = Generators(), Moves(piece.module)
+        parts = [output if isinstance(output, tuple) else (output,) for output in run()]
+        columns = zip(*(part[: piece.outputs] for part in parts), strict=True)
+        joined = [torch.cat(column, dim=piece.axis) for column in columns]
+        return _Found(joined, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
+
+
+def _only(run: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor]) -> list[Any]:
+    return [run(inputs)]
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The module may write its input in place."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _exchanged(tensor: Tensor, start: int, other: int, count: int, axis: int) -> Tensor:
+    """A copy with ``count`` rows from ``start`` on replaced by those from ``other`` on."""
+    (copied,) = _copies([tensor])
+    copied.narrow(axis, start, count).copy_(tensor.detach().narrow(axis, other, count))
+    return copied
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return _largest(a - b) <= _ROUNDINGS * torch.finfo(a.dtype).eps * _largest(a)
+
+
+def _is_unlike(a: Tensor, b: Tensor) -> bool:
+    """Whether more of it differs than rounding explains."""
+    if not (a.is_floating_point() or a.is_complex()):
+        others = a != b
+    else:
+        others = (a - b).abs().nan_to_num(0.0) > _SHARE * _largest(a)
+    return others.numel() > 0 and others.float().mean().item() > _FEW
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().nan_to_num(0.0).max().item() if x.numel() else 0.0

@@ -1,0 +1,73 @@
+"""Segments under ``torch.compile``: which of them a compiler may trace, and what is done with the others.
+
+A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the part within twice, with
+other random numbers and on the same buffers.  And state that moves once a call is found by running chunks, not by
+tracing them.  What may not be traced runs as it does without a compiler, between two graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from memopt_cli.runtime.private_torch import (
+    asked_while_compiling,
+    differentiates_ahead,
+    has_hooks,
+    not_compiled,
+    wants_one_graph,
+)
+from memopt_cli.runtime.running import taking_turns
+from memopt_cli.runtime.segment_config import SegmentConfig
+from memopt_cli.runtime.state import SEGMENT_KEY, name_of
+
+Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_compiled(
+    run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
+    if differentiates_ahead() and _moves_nothing_in_chunks(module):
+        return run(module, forward, args, kwargs)
+    if wants_one_graph():
+        _tell_that_it_runs_plainly(name_of(module))
+        return forward(*args, **kwargs)
+    return uncompiled(run, module, forward, args, kwargs)
+
+
+@not_compiled
+def uncompiled(
+    run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same without a compiler, which would trace what ``run`` calls on its own where it gave up on the whole."""
+    with taking_turns(module):
+        return run(module, forward, args, kwargs)
+
+
+def _moves_nothing_in_chunks(module: nn.Module) -> bool:
+    """Whether it runs whole, or of PyTorch's own layers alone, whose state is that of norms."""
+    config: SegmentConfig = vars(module)[SEGMENT_KEY]
+    if config.chunks < 2:
+        return True
+    return all(_is_a_layer(part) and (part is module or _is_called_alone(part)) for part in module.modules())
+
+
+def _is_a_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("torch.nn.modules.", "memopt_cli.runtime.runs"))
+
+
+def _is_called_alone(module: nn.Module) -> bool:
+    """No hook, as old spectral norms have one, and no forward that somebody put there, is."""
+    return "forward" not in vars(module) and not has_hooks(module)
+
+
+@asked_while_compiling
+def _tell_that_it_runs_plainly(name: str) -> None:
+    warnings.warn(
+        f"{name} runs without recomputation: it cannot be part of the one graph that fullgraph=True asks for",
+        stacklevel=1,
+    )

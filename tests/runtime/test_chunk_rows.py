@@ -1,0 +1,221 @@
+"""Chunks along an axis on which rows depend on one another: a segment notices, and runs whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.runtime import SegmentConfig, install_segment
+
+Make = Callable[[], nn.Module]
+
+
+class CumulativeSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).cumsum(0)
+
+
+class TimeLoop(nn.Module):
+    """Leaky neurons over time steps, by a loop of its own."""
+
+    def __init__(self, leak: float = 0.5, rate: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.leak, self.dropout = nn.Linear(4, 4), leak, nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, potentials = torch.zeros(()), []
+        for current in self.dropout(self.linear(x)):
+            v = self.leak * v + current
+            potentials.append(v)
+        return torch.stack(potentials)
+
+
+class KeptBeside(TimeLoop):
+    """The same, which leaves its potential in an attribute and never reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        potentials = super().forward(x)
+        self.v = potentials[-1]
+        return potentials
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
+
+
+class Positions(CumulativeSum):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.arange(float(len(x))).view(-1, 1, 1)
+
+
+class Relative(CumulativeSum):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / x.abs().amax()
+
+
+MIXING: dict[str, Make] = {
+    "cumulative sum": CumulativeSum,
+    "time loop": TimeLoop,
+    "time loop that forgets soon": lambda: TimeLoop(0.05),
+    "time loop with dropout": lambda: TimeLoop(rate=0.5),
+    "time loop that keeps its potential": lambda: KeptBeside(0.9),
+    "attention with dropout": Attending,
+    "positions": Positions,
+    "scale of all": Relative,
+}
+
+
+def inputs(steps: int = 24) -> Tensor:
+    return torch.randn(steps, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+def in_chunks(net: nn.Module, chunks: int, **settings: Any) -> nn.Module:
+    install_segment(net, SegmentConfig(chunks=chunks, axis=0, **settings))
+    return net
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(7)
+    outputs = net(x)
+    found = torch.autograd.grad(outputs.square().sum(), [x, *net.parameters()])
+    return [outputs.detach(), *found]
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 24])
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_mix_are_noticed_in_the_first_forward(name: str, chunks: int) -> None:
+    torch.manual_seed(1)
+    net, x = MIXING[name](), inputs()
+    expected = gradients(net, x)
+    plan = Plan(segments=(SegmentPlan(path="", chunks=chunks, axis=0),))
+    memopt_cli.apply_plan(net, plan)
+    with pytest.warns(UserWarning, match=r"along axis 0.*: it runs whole from now on|moves its v once a call"):
+        found = gradients(net, x)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(net, x)
+
+
+class Leaky(nn.Module):
+    """Keeps its potential from call to call: chunks go on where the one before ended."""
+
+    v: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = []
+        for current in x:
+            self.v = 0.8 * self.v + current
+            spikes.append((self.v > 0.1).to(x) + torch.sigmoid(self.v))
+        return torch.stack(spikes)
+
+
+class Handed(nn.Module):
+    """Its state is an argument and an output."""
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for current in x:
+            v = 0.8 * v + current
+            outputs.append(v.tanh())
+        return torch.stack(outputs), v
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul(2).relu_() + torch.rand_like(x)
+
+
+INDEPENDENT: dict[str, tuple[Make, dict[str, Any]]] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(), nn.LayerNorm(4)), {}),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Flatten(1), nn.BatchNorm1d(12)),
+        {"batch_statistics": True},
+    ),
+    "batch norm of each chunk": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3)), {"inexact": True}),
+    "state kept": (Leaky, {}),
+    "noise": (Noisy, {}),
+    "attention along another axis": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), {}),
+    "LSTM along the batch": (lambda: _First(nn.LSTM(4, 4, batch_first=True)), {}),
+}
+
+
+class _First(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)[0]
+        return output
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 24])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_rows_that_are_independent_run_in_chunks(name: str, chunks: int) -> None:
+    torch.manual_seed(1)
+    make, settings = INDEPENDENT[name]
+    net = in_chunks(make(), chunks, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            net(inputs()).square().sum().backward()
+            if isinstance(net, Leaky):
+                net.v = net.v.detach()
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 24])
+def test_states_that_are_handed_over_run_in_chunks(chunks: int) -> None:
+    net = in_chunks(Handed(), chunks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs, _ = net(inputs(), torch.zeros(3, 4))
+        outputs.sum().backward()
+
+
+def test_what_shows_nothing_at_first_is_noticed_later() -> None:
+    net = CumulativeSum()
+    nn.init.zeros_(net.linear.bias)
+    in_chunks(net, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(torch.zeros(24, 3, 4, requires_grad=True))  # whatever is summed is zero
+    with pytest.warns(UserWarning, match="mixes what lies along axis 0"):
+        net(inputs())
+
+
+def test_the_trial_is_seen_by_nobody() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    seen: list[bool] = []
+    net[0].register_forward_hook(lambda *_: seen.append(memopt_cli.is_recomputing()))
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    memopt_cli.apply_plan(net, Plan(segments=(SegmentPlan(path="", chunks=3, axis=0),)))
+    x = inputs()
+    kept = x.detach().clone()
+    torch.manual_seed(3)
+    net(x)
+    drawn = torch.rand(1)
+    assert seen.count(False) == 3
+    assert torch.equal(x, kept)
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    torch.manual_seed(3)
+    [net[1](torch.ones(8, 3, 4)) for _ in range(3)]
+    assert torch.equal(drawn, torch.rand(1))

@@ -1,0 +1,155 @@
+"""A plan as plain PyTorch code: it does what the plan does, and says what it does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memopt_cli
+from memopt_cli.records import StepSettings
+from memopt_cli.step import Step
+from memopt_cli.trace import count
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(torch.tanh(self.norm(self.up(x))), 0.3, self.training))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.layers(x)
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def exported(plan: memopt_cli.Plan) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(memopt_cli.export_plan(plan), "segments.py", "exec"), names)
+    return names
+
+
+def effects(model: nn.Module) -> list[Tensor]:
+    """Of two steps: gradients and buffers."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    for _ in range(2):
+        (model(torch.randn(8, 16)) ** 2).mean().backward()
+    return [*(p.grad for p in model.parameters() if p.grad is not None), *(b.clone() for b in model.buffers())]
+
+
+def plan(*segments: Any, packed: bool = False) -> memopt_cli.Plan:
+    return memopt_cli.Plan(segments=tuple(memopt_cli.SegmentPlan(**s) for s in segments), packed=packed)
+
+
+PLANS = {
+    "modules": plan({"path": "blocks.0"}, {"path": "blocks.2"}),
+    "nested": plan({"path": "blocks.1"}, {"path": "blocks.1.up"}),
+    "root": plan({"path": ""}),
+    "kept": plan({"path": "blocks.0", "keep": ("aten::addmm#2",)}, {"path": "blocks.1", "keep": ("aten::addmm",)}),
+    "runs": plan({"path": "layers.0-3"}, {"path": "layers.4-7"}),
+    "in a run": plan({"path": "layers.0-3.2"}),
+    "none": plan(),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_computes_the_same_twice(name: str) -> None:
+    model = exported(PLANS[name])["checkpoint_segments"](made())
+    assert all(map(torch.equal, effects(model), effects(made())))
+    original = made()
+    effects(original)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(torch.ones(2, 16)), original.eval()(torch.ones(2, 16)))
+
+
+@pytest.mark.parametrize("name", ["modules", "root", "runs"])
+def test_its_peak_is_about_that_of_the_plan(name: str) -> None:
+    def peak(model: nn.Module) -> int:
+        step = Step(model=model, args=(torch.randn(4096, 16),), kwargs={}, settings=StepSettings())
+        return count(step).tensor_peak_bytes
+
+    plain, planned = exported(PLANS[name])["checkpoint_segments"](made()), memopt_cli.apply_plan(made(), PLANS[name])
+    assert peak(plain) <= 1.02 * peak(planned)
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("keep", "again"), [((), 1), (("aten::addmm#2",), 1), (("aten::addmm#1",), 0)])
+def test_what_is_kept_is_not_computed_again(keep: tuple[str, ...], again: int) -> None:
+    model = exported(plan({"path": "blocks.0", "keep": keep}))["checkpoint_segments"](made())
+    with Products() as products:
+        model(torch.randn(8, 16)).sum().backward()
+    assert products.count == 6 + 4 + again  # the second of the block is not needed again
+
+
+def test_what_has_no_plain_form_is_named() -> None:
+    given = plan(
+        {"path": "blocks.0", "chunks": 4, "compressor": "bit"},
+        {"path": "blocks.1", "keep": ("aten::addmm",)},
+        {"path": "blocks.1.up"},
+        {"path": "layers.0-3", "keep": ("aten::addmm",)},
+        {"path": "head", "chunks": 8, "through_loss": True},
+        packed=True,
+    )
+    head = memopt_cli.export_plan(given).partition('"""')[0]
+    assert [line.removeprefix("# ") for line in head.splitlines() if line.startswith("# - ")] == [
+        "- what is saved for backward outside of segments is not packed",
+        "- blocks.0: run at once, not in 4 chunks",
+        "- blocks.0: its input is stored as it is, not packed (bit)",
+        "- blocks.1: outputs are not kept (aten::addmm)",
+        "- layers.0-3: outputs are not kept (aten::addmm)",
+        "- head: no segment; the plan runs it in 8 chunks through the loss",
+    ]
+
+
+def test_names_are_data() -> None:
+    hostile = "a\"\"\"\nimport os; os.abort()\n'''\\"
+    names = exported(plan({"path": hostile, "chunks": 2}))
+    assert list(names["SEGMENTS"]) == [hostile]
+
+
+@pytest.mark.process
+def test_it_needs_no_memopt(tmp_path: Path) -> None:
+    (tmp_path / "segments.py").write_text(memopt_cli.export_plan(PLANS["kept"]))
+    code = "import json, sys, segments; print(json.dumps([n for n in sys.modules if n.startswith('memopt')]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout) == [], done.stderr
+
+
+def test_a_copy_of_the_model_stays_plain() -> None:
+    model = made()
+    exported(PLANS["modules"])["checkpoint_segments"](copy.deepcopy(model))
+    assert "forward" not in vars(model.blocks[0])

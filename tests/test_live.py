@@ -1,0 +1,218 @@
+"""The commands on a model in memory: the same answers as on its file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.cli.app import main
+from memopt_cli.errors import BaselineError, OptionError, UnsafeFileError, UsageError
+from memopt_cli.records import Measurement
+from tests.live_model import Block, mean_square
+
+pytestmark = pytest.mark.process
+
+WIDTH, BATCH = 32, 128
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH) for _ in range(6)))
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    mean_square(model(x)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def optimized(x: Tensor) -> tuple[nn.Module, Any]:
+    model = made()
+    return model, memopt_cli.optimize(model, x, budget=0.8, level=1, loss=mean_square)
+
+
+def test_a_budget_is_met_in_place_and_gradients_stay(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
+    model, found = optimized
+    original, applied = found.summary.levels
+    assert isinstance(applied.outcome, Measurement)
+    assert applied.outcome.allocated_peak_bytes <= 0.8 * original.outcome.allocated_peak_bytes
+    assert memopt_cli.plan_of(model) == found.plan != memopt_cli.Plan()
+    assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
+
+
+def test_the_answer_is_that_of_the_command_to_the_byte(
+    optimized: tuple[nn.Module, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = optimized
+    file = tmp_path / "net.pt"
+    torch.save(made(), file)
+    loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
+    flags = ["--level", "1", "--budget", "80%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
+    assert main(["optimize", str(file), "-i", f"{BATCH}x{WIDTH}", *flags, "--json", "-q"]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    peaks = [row.outcome.allocated_peak_bytes for row in found.summary.levels]
+    assert [row["outcome"]["allocated_peak_bytes"] for row in told["levels"]] == peaks
+    assert told["budget_bytes"] == found.summary.budget_bytes
+    assert [s["path"] for s in told["plan"]["segments"]] == [s.path for s in found.plan.segments]
+
+
+def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
+    _, found = optimized
+    assert " MiB (0." in repr(found) or " KiB (0." in repr(found)
+    assert "* level 1 is applied" in repr(found)
+    assert found._repr_html_().startswith("<pre>")
+    assert "→" in found._repr_html_()
+
+
+def test_a_frontier_is_measured_and_nothing_applied(x: Tensor) -> None:
+    model = made()
+    found = memopt_cli.frontier(model, x, level=1)
+    points = found.summary.frontier
+    assert len(points) > 1
+    assert all(isinstance(point.outcome, Measurement) for point in points)
+    assert memopt_cli.plan_of(model).is_empty
+    memopt_cli.apply_plan(model, points[-1].plan)
+    assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
+
+
+def test_a_profile_tells_the_peak_under_a_plan_too(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
+    _, found = optimized
+    model = made()
+    plain = memopt_cli.profile(model, x, loss=mean_square).result
+    planned = memopt_cli.profile(model, x, loss=mean_square, plan=found.plan).result
+    peaks = [row.outcome.tensor_peak_bytes for row in found.summary.levels]
+    assert [plain.tensor_peak_bytes, planned.tensor_peak_bytes] == peaks
+    assert memopt_cli.profile(model, x, loss=mean_square, fake=True).result.measurement is None
+
+
+@pytest.mark.parametrize("inputs", ["tensor", "text"])
+def test_a_batch_is_recommended_that_fits(inputs: str, x: Tensor) -> None:
+    given, dims = (f"Bx{WIDTH}", {"B": BATCH}) if inputs == "text" else (x, None)
+    found = memopt_cli.recommend_batch(made(), given, dims=dims, memory="3MiB", longest_step=5)
+    advice = found.result.rows[0].outcome
+    assert advice.budget_bytes == 3 * 2**20
+    assert any(probe.batch == found.batch for probe in advice.probes)
+    assert f"batch {found.batch}" in repr(found)
+
+
+def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor) -> None:
+    one, many = (
+        memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)
+        for asked in (None, 4096)
+    )
+    assert many.result.accumulation is not None
+    assert many.result.accumulation.batch * many.result.accumulation.steps == 4096
+    assert many.batch < one.batch
+
+
+def test_text_describes_inputs_and_a_batch_is_advised_with_the_plan() -> None:
+    found = memopt_cli.optimize(
+        made(), f"Bx{WIDTH}", dims={"B": BATCH}, level=1, max_slowdown=math.inf, recommend_batch=True
+    )
+    assert found.summary.advice is not None
+    assert not found.plan.is_empty
+
+
+def test_a_plan_that_goes_missing_fails_a_check(x: Tensor, tmp_path: Path) -> None:
+    file, model = tmp_path / "base.json", made()
+    memopt_cli.apply_plan(model, memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="2"),)))
+    recorded = memopt_cli.baseline(model, x, file, loss=mean_square)
+    assert f"wrote {file}" in repr(recorded)
+    same = memopt_cli.check(model, x, file, loss=mean_square)
+    assert same.passed
+    grown = memopt_cli.check(memopt_cli.remove_plan(model), x, file, loss=mean_square)
+    assert not grown.passed
+    assert "2" in grown.result.plan.dropped
+    assert "tensor peak" in repr(grown)
+    assert memopt_cli.check(model, x, file, loss=mean_square, fail_on=["peak:50%"]).passed
+
+
+def test_a_baseline_of_another_step_is_refused(x: Tensor, tmp_path: Path) -> None:
+    file = tmp_path / "base.json"
+    memopt_cli.baseline(made(), x, file, loss=mean_square)
+    with pytest.raises(BaselineError, match="is not comparable"):
+        memopt_cli.check(made(), x[:4], file, loss=mean_square)
+    with pytest.raises(UnsafeFileError, match="names code"):
+        memopt_cli.check(made(), x, file)
+    with pytest.raises(UsageError, match="exists"):
+        memopt_cli.baseline(made(), x, file)
+
+
+def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
+    model = memopt_cli.apply_plan(made(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
+    found = memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert "The model carried a plan already; it was taken off first." in found.summary.notes
+    assert memopt_cli.plan_of(model) == found.plan
+
+
+def test_what_fails_leaves_the_model_as_it_was(x: Tensor) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    model = memopt_cli.apply_plan(made(), plan)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(memopt_cli.errors.MemoptError, match="no plan found takes"):
+        memopt_cli.optimize(model, x, budget=1000, level=1)
+    assert memopt_cli.plan_of(model) == plan
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"inputs": [1, 2]}, OptionError, "inputs is a list"),
+        ({"inputs": "Bx3"}, UsageError, "dimensions without a size: B"),
+        ({"dims": {"B": 4}}, OptionError, "the inputs have sizes of their own"),
+        ({"budget": 1.5}, OptionError, "1.5 is neither bytes nor a share up to 1"),
+        ({"budget": "lots"}, UsageError, "lots"),
+        ({"loss": lambda y: y.sum()}, OptionError, "the loss cannot be handed to a profiling subprocess"),
+        ({"level": 7}, OptionError, "level"),
+        ({"optimizer": "no such"}, UsageError, "no such"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], message: str, x: Tensor) -> None:
+    with pytest.raises(error, match=message):
+        memopt_cli.optimize(made(), **{"inputs": x, **given})
+
+
+SCRIPT = """
+import torch, memopt_cli
+from torch import nn
+
+class Net(nn.Sequential):
+    pass
+
+def loss(output):
+    return (output ** 2).mean()
+
+found = memopt_cli.optimize(Net(nn.Linear(8, 8), nn.Tanh()), torch.ones(64, 8), level=1, GIVEN)
+print(found.summary.notes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("loss=None", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
+        ("loss=loss", "memopt is called by a module as it is imported"),
+    ],
+)
+def test_a_script_without_a_main_part(given: str, told: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("GIVEN", given))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert told in done.stdout + done.stderr
