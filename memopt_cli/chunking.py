@@ -69,8 +69,7 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
-        with torch.no_grad():
-            step.forward()
+        step.reach()
     except _Reached:
         return captured[0]
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from memopt_cli.own_step import OwnStep
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.private_torch import TorchDispatchMode
@@ -45,31 +48,72 @@ class Difference:
 def effects(step: Step) -> dict[str, Tensor]:
     """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
 
+    Of a step of one's own they are the gradients that its optimizers are given, and those that it leaves.
+
     The caller's inputs and random generators are left alone; the model's gradients are ``None`` afterwards and its
     state is as the step left it.
     """
+    with generators_kept(_cuda_devices(step)):
+        seed_everything(step.settings.seed)
+        found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
+        found |= generator_state()
+    found |= _gradients(step.model) | state_of(step.model)
+    step.model.zero_grad(set_to_none=True)
+    return found
+
+
+def _plain_effects(step: Step) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
     # The model gets copies: it may modify its inputs in place, which leaves that require gradients forbid.
     args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
     step = replace(step, args=args, kwargs=kwargs)
-    with generators_kept(_cuda_devices(step)):
-        seed_everything(step.settings.seed)
-        # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            output = step.forward()
-        outputs = dict(enumerate(tensors_of(output)))
-        # Read before its loss, a deferred one would be computed, and a loss outside the model formed of it whole.
-        late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
-        found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
-        step.backward(output)
-        found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
-        found |= generator_state()
-    for i, tensor in enumerate(tensors_of(inputs)):
-        if tensor.grad is not None:
-            found[f"gradient of input {i}"] = tensor.grad
-    found |= _gradients(step.model) | state_of(step.model)
-    step.model.zero_grad(set_to_none=True)
-    return found
+    # TorchScript as it is written, as segments run it: its executor differentiates by rules that round otherwise.
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        output = step.forward()
+    outputs = dict(enumerate(tensors_of(output)))
+    # Read before its loss, a deferred one would be computed, and a loss outside the model formed of it whole.
+    late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
+    found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
+    step.backward(output)
+    found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
+    given = enumerate(tensors_of(inputs))
+    return found | {f"gradient of input {i}": t.grad for i, t in given if t.grad is not None}
+
+
+def _own_effects(step: OwnStep) -> dict[str, Tensor]:
+    """What it returned, and the gradients that its optimizers were given."""
+    args, kwargs = map_leaves(_cloned, (step.args, step.kwargs))
+    updates = Updates(step)
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        output = replace(step, args=args, kwargs=kwargs).run(updating=updates.see)
+    return {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))} | updates.gradients
+
+
+class Updates:
+    """The gradients that optimizers are given in a step of one's own, by parameter and by the turn of the update."""
+
+    def __init__(self, step: OwnStep) -> None:
+        self._names = {id(p): name for name, p in step.model.named_parameters()}
+        self._count = 0
+        self.gradients: dict[str, Tensor] = {}
+
+    def see(self, optimizer: Optimizer) -> None:
+        """One is about to step."""
+        self._count += 1
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                name = f"gradient of {self._names[id(parameter)]}{AT_UPDATE}{self._count}"
+                self.gradients[name] = parameter.grad.detach().clone()
+
+
+AT_UPDATE = " at update "
+"""In the name of a gradient that an optimizer was given, before the number of the update."""
+
+
+def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the effects of a step: the last gradient of each parameter, by its name."""
+    marked = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
+    return {name.removeprefix("gradient of "): tensor for name, tensor in marked}
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -138,6 +182,9 @@ def step_in_double(step: Step) -> Iterator[Step]:
     """The step in float64; afterwards the model has its own tensors again, whatever happened."""
     start = StartingState(step.model)
     stored = [(p, p.data) for p in step.model.parameters()]
+    states = [(optimizer, optimizer.state) for optimizer in step.optimizers()]
+    for optimizer, _ in states:
+        optimizer.state = defaultdict(dict)
     try:
         step.model.to(torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
@@ -147,6 +194,8 @@ def step_in_double(step: Step) -> Iterator[Step]:
         for parameter, data in stored:
             parameter.grad = None  # of the other dtype, if a step failed
             parameter.data = data
+        for optimizer, state in states:
+            optimizer.state = state
         start.enter()
 
 
@@ -157,6 +206,10 @@ def _widened(value: Any) -> Any:
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two steps left the very same bits."""
     return not difference(reference, other).name
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _fresh_leaf(leaf: Any) -> Any:

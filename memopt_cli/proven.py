@@ -5,35 +5,41 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli import apply
 from memopt_cli.equality import generators_kept
-from memopt_cli.errors import VerificationError
+from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
+from memopt_cli.user_step import Step as UserStep
+from memopt_cli.user_step import models_of
 from memopt_cli.verify import first_samples
 from memopt_cli.verify import verify as compared
 from memopt_cli.write import read_plan
+
+Applied = TypeVar("Applied", nn.Module, UserStep, Mapping[str, nn.Module])
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
 
 
 def apply_plan(
-    model: nn.Module,
+    model: Applied,
     plan: Plan | str | os.PathLike[str],
     *,
     verify: Inputs | list[Inputs] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer | None = None,
-) -> nn.Module:
+) -> Applied:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
+
+    ``model``: also a :class:`~memopt_cli.user_step.Step`, or its models by the names that the plan has.
 
     ``plan``: one, or the path of its file.  ``verify``: inputs, or a list of several, as batches of other sizes and
     padded ones.  A step on each is compared with one of the model without the plan, in the mode that the model is in:
@@ -46,11 +52,24 @@ def apply_plan(
     """
     if not isinstance(plan, Plan):
         plan = read_plan(plan)[1]
+    if not isinstance(model, nn.Module):
+        _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
+        return model
     for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
         _compare(model, plan, inputs, loss)
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
-    return apply.apply_plan(model, plan, optimizer)
+    apply.apply_plan(model, plan, optimizer)
+    return model
+
+
+def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
+    if not is_plain:
+        raise OptionError(
+            "verify, loss and optimizer are of one model, not of a step",
+            hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
+        )
+    apply.apply_plan(models_of(step), plan)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from memopt_cli.errors import UsageError, shortened
+from memopt_cli.optimizer_text import is_function
 from memopt_cli.records import METRICS, InputSpec, Limit, TensorSpec
 from memopt_cli.units import parse_bytes
 
@@ -135,9 +136,15 @@ def parse_limit(text: str) -> Limit:
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:
-    """``"package.module:callable"`` -> the module and the name in it; ``None`` if the text is of another form."""
+    """``"package.module:callable"`` or ``"file.py:function"`` -> the module or file, and the name in it.
+
+    ``None`` if the text is of another form.
+    """
     match = _FACTORY.fullmatch(text)
-    return (match[1], match[2]) if match else None
+    if match:
+        return match[1], match[2]
+    file, _, name = text.rpartition(":")
+    return (file, name) if is_function(text) else None
 
 
 def is_factory(location: str) -> bool:

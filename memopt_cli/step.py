@@ -22,7 +22,7 @@ from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
-from memopt_cli.runtime.private_torch import is_out_of_cpu_memory
+from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.tree import tensors_of
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -65,6 +65,19 @@ class Step:
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
+    def reach(self) -> None:
+        """Call every module that the step calls, once at least."""
+        with torch.no_grad():
+            self.forward()
+
+    def reach_loss(self) -> None:
+        """The same, up to where backward starts."""
+        seeds_of_backward(self.forward(), self.loss, self.settings.seed)
+
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that it has."""
+        return () if self.optimizer is None else (self.optimizer,)
+
     def update(self) -> None:
         """The optimizer's step, if there is one.  Raises :class:`StepError` that names an optimizer which fails."""
         if self.optimizer is None:
@@ -80,24 +93,69 @@ class Step:
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
+    def take(self, entered: Callable[[Phase], object]) -> None:
+        """See :func:`take`."""
+        entered("forward")
+        output = self.forward()
+        entered("backward")
+        self.backward(output)
+        del output
+        if self.scaler is not None or self.settings.clip_norm is not None:
+            entered("clip")
+            self.clip()
+        if self.optimizer is not None:
+            if not is_in_backward(self.optimizer):
+                entered("update")
+            self.update()
+
+    def find_gradients(self) -> None:
+        """See :func:`reset_gradients`."""
+        self.model.zero_grad(set_to_none=True)
+        if self.settings.micro_batches > 1:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    give_zero_gradient(parameter)
+
+    def checked(self) -> Any:
+        """See :func:`run_checked`."""
+        output = self._checked_forward()
+        check_finite(output)
+        loss = functools.partial(_loss_of, loss=self.loss) if self.loss else None
+        try:
+            replace(self, loss=loss).backward(output)
+        except StepError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise StepError(
+                f"forward works but backward fails: {first_line(error)}",
+                hint="The same error appears in a plain loss.backward(); see the operation it names.",
+            ) from error
+        return output
+
+    def _checked_forward(self) -> Any:
+        with watched_modules(self.model) as watched:
+            try:
+                return self.forward()
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise StepError(rejection(error, watched, self.model), hint=_FORWARD_HINT) from error
+
 
 def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
     """One step, whole, onto the gradients that are there.  ``entered`` is told the phases that it has, in turn.
 
     An optimizer that runs in backward has no phase of its own.
     """
-    entered("forward")
-    output = step.forward()
-    entered("backward")
-    step.backward(output)
-    del output
-    if step.scaler is not None or step.settings.clip_norm is not None:
-        entered("clip")
-        step.clip()
-    if step.optimizer is not None:
-        if not is_in_backward(step.optimizer):
-            entered("update")
-        step.update()
+    step.take(entered)
+
+
+def give_zero_gradient(parameter: Tensor) -> None:
+    """Whoever times the operators of the step does not see it."""
+    with contextlib.nullcontext() if is_fake(parameter) else unseen():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _scaled(
@@ -139,12 +197,8 @@ def seeds_of_backward(
 
 
 def reset_gradients(step: Step) -> None:
-    """Leave the gradients that the step is to find: none, or zeros where it accumulates."""
-    step.model.zero_grad(set_to_none=True)
-    if step.settings.micro_batches > 1:
-        for parameter in step.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+    """Leave the gradients that the step is to find: none, or zeros where it accumulates or finds those of the last."""
+    step.find_gradients()
 
 
 def input_dtype(settings: StepSettings) -> torch.dtype | None:
@@ -161,7 +215,7 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
     return model.train()
 
 
-def check_finite(output: Any) -> None:
+def check_finite(output: Any, what: str = "the model's output") -> None:
     """Raises :class:`StepError` if an output holds NaN or infinity."""
     for tensor in tensors_of(output):
         if isinstance(tensor, DeferredLinear) and not tensor.is_computed:
@@ -169,7 +223,7 @@ def check_finite(output: Any) -> None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise StepError(
-                f"the model's output holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
+                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
                 f"{tuple(tensor.shape)}): its loss would be NaN",
                 hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
             )
@@ -187,27 +241,7 @@ def run_checked(step: Step) -> Any:
     Returns the output, detached from nothing.  Raises :class:`StepError` that names the module which rejected its
     input, or says that only backward fails.  Out of memory passes through as it is.
     """
-    with _watch_modules(step.model) as watched:
-        try:
-            output = step.forward()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise StepError(_rejection(error, watched, step.model), hint=_FORWARD_HINT) from error
-    check_finite(output)
-    loss = functools.partial(_loss_of, loss=step.loss) if step.loss else None
-    try:
-        replace(step, loss=loss).backward(output)
-    except StepError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise StepError(
-            f"forward works but backward fails: {first_line(error)}",
-            hint="The same error appears in a plain loss.backward(); see the operation it names.",
-        ) from error
-    return output
+    return step.checked()
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
@@ -229,7 +263,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(slots=True)
-class _Watched:
+class WatchedCall:
+    """One call of a module that has not returned."""
+
     path: str
     module: nn.Module
     inputs: Any
@@ -272,12 +308,12 @@ def module_hooks(
 
 
 @contextlib.contextmanager
-def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
+def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
     """The stack of modules being run; after an exception it is where the exception came from."""
-    stack: list[_Watched] = []
+    stack: list[WatchedCall] = []
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        stack.append(_Watched(path, module, inputs))
+        stack.append(WatchedCall(path, module, inputs))
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         stack.pop()
@@ -286,7 +322,8 @@ def _watch_modules(model: nn.Module) -> Iterator[list[_Watched]]:
         yield stack
 
 
-def _rejection(error: BaseException, stack: list[_Watched], model: nn.Module) -> str:
+def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
+    """What is wrong with what a module was given; ``stack``: the calls that the error came from, outermost first."""
     if not stack:
         return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]

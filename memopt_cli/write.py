@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
 from memopt_cli.errors import BaselineError, UsageError, WriteError, shortened
+from memopt_cli.optimizer_text import is_function
 from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
@@ -88,7 +89,9 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
 def _beside(location: str) -> Path:
     factory = parse_factory(location)
     if factory and not os.path.exists(location):
-        return Path(f"{factory[0].rpartition('.')[2]}.memopt.pt")
+        module = factory[0]
+        stem = Path(module).stem if is_function(location) else module.rpartition(".")[2]
+        return Path(f"{stem}.memopt.pt")
     path = Path(location)
     return path.parent / f"{path.resolve().name if path.is_dir() else path.stem}.memopt.pt"
 

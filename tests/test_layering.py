@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
 BASE = {"errors", "units", "records", "documents", "spec_text", "optimizer_text", "__version__"}
-BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "equality", "workspace"}
+BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "user_step", "own_step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
     *("batch_size", "model_batching", "online", "regression"),
@@ -27,10 +27,12 @@ PARTS: dict[str, set[str]] = {
     "records": {"errors", "units", "optimizer_text"},
     "progress": {"errors", "units", "records"},
     "documents": {"errors"},
-    "spec_text": {"errors", "records", "units"},
+    "spec_text": {"errors", "optimizer_text", "records", "units"},
     "runtime": set(),
     "step": BASE | {"runtime", "optimizers"},
-    "equality": BASE | {"runtime", "step"},
+    "user_step": {"errors", "runtime"},
+    "own_step": BASE | {"runtime", "step", "user_step"},
+    "equality": BASE | {"runtime", "step", "own_step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
     "online.jobs": BASE | {"measure"},
@@ -50,6 +52,7 @@ PARTS: dict[str, set[str]] = {
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
+    "optimize_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
     "export": BASE | {"plain", "write"},

@@ -94,6 +94,8 @@ def _check_model(location: str) -> str:
     if os.path.exists(location):
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
+    elif is_function(location):
+        check_file(location.rpartition(":")[0])
     elif parse_factory(location) is None:
         raise typer.BadParameter(f"there is no file '{location}', and it is not of the form package.module:callable")
     return location
@@ -146,7 +148,7 @@ Model = Annotated[
         metavar="MODEL",
         callback=_check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
-        "package.module:callable, a function that returns the model.",
+        "package.module:callable or file.py:function, which builds a model or a step of yours (memopt_cli.Step).",
         show_default=False,
     ),
 ]

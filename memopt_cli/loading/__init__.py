@@ -21,8 +21,9 @@ from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import Unvouched, as_python, together
 from memopt_cli.loading.user_code import UserCode, make_importable
-from memopt_cli.records import LoadedModel, ModelSource, Trust
+from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.spec_text import is_factory, is_pretrained
+from memopt_cli.user_step import StepModels
 
 __all__ = ["load", "load_model", "read_file"]
 
@@ -41,7 +42,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     if is_factory(source.location):
         make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)
-        loaded, kind, sha256, notes = Loaded(module=build(source.location)), "factory", None, ()
+        loaded, sha256, notes = Loaded(module=build(source.location)), None, ()
+        kind = STEP if isinstance(loaded.module, StepModels) else "factory"
     elif Path(source.location).is_dir():
         (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
         require_same(source.location, sha256, source.sha256)

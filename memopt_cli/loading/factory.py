@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.documents import quoted_flag
-from memopt_cli.errors import FileFormatError, UsageError, first_line
+from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
 from memopt_cli.loading.pickles.entries import entry_of, listed, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
-from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.user_code import UserCode, make_importable
+from memopt_cli.loading.user_function import user_function
+from memopt_cli.optimizer_text import is_function
 from memopt_cli.step import is_out_of_memory
+from memopt_cli.user_step import Step, StepModels
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
 
 
 def build(location: str) -> nn.Module:
-    """Import the module, call the factory; parameters that it draws from PyTorch's generator are the same every time.
+    """Call what ``package.module:callable`` or ``file.py:function`` names; of a step, its models as one.
 
-    Raises :class:`UsageError` if there is no such callable, :class:`FileFormatError` if the import or the call fails
-    or the result is no ``nn.Module``.
+    Parameters that it draws from PyTorch's generator are the same every time.  Raises :class:`UsageError` if there is
+    no such callable, :class:`FileFormatError` if the import or the call fails, or the result is neither an
+    ``nn.Module`` nor a :class:`~memopt_cli.user_step.Step`.
     """
+    if is_function(location):
+        make_importable(Path(location).resolve().parent, first=False)
+        factory = user_function(location, "MODEL")
+    else:
+        factory = _imported(location)
+    made = _made(factory, location)
+    return made if isinstance(made, nn.Module) else StepModels(made, functools.partial(step_made, factory, location))
+
+
+def _imported(location: str) -> Callable[[], Any]:
     module, _, name = location.partition(":")
-    if module.endswith(".py"):
-        hint = f"Name the module: {module.removesuffix('.py')}:{name}"
-        raise UsageError(f"{location}: {module} is a file; give a module", hint=hint)
     try:
         factory: Any = importlib.import_module(module)
     except Exception as err:  # the user's code may raise anything
@@ -46,19 +59,35 @@ def build(location: str) -> nn.Module:
         raise UsageError(
             f"{location}: {module} has nothing callable named {name}", hint="Name a class or a function that builds it."
         )
+    return factory  # type: ignore[no-any-return]
+
+
+def step_made(factory: Callable[[], Any], location: str) -> Step:
+    """What a function that makes a step returns.  Raises as :func:`build`."""
+    made = _made(factory, location)
+    if not isinstance(made, Step):
+        raise FileFormatError(f"{location}() returned a {type(made).__name__}, not a memopt_cli.Step")
+    return made
+
+
+def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # every subprocess must build the same model
-            model = factory()
+            torch.manual_seed(0)  # every subprocess must build the same
+            made = factory()
+    except MemoptError:
+        raise
     except Exception as err:
         hint = "It does not fit here; memopt profile --fake may need no memory for it."
         raise FileFormatError(
             f"{location}() failed: {first_line(err)}",
             hint=hint if is_out_of_memory(err) else "It is called without arguments.",
         ) from err
-    if not isinstance(model, nn.Module):
-        raise FileFormatError(f"{location}() returned a {type(model).__name__}, not an nn.Module")
-    return model
+    if not isinstance(made, nn.Module | Step):
+        raise FileFormatError(
+            f"{location}() returned a {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"
+        )
+    return made
 
 
 def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from memopt_cli.spec_text import (
     require_sizes,
     require_used,
 )
+from memopt_cli.user_step import StepModels
 
 __all__ = [
     "batch_of",
@@ -77,7 +78,8 @@ def find_spec(
         path = Path(source.location)
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
-        found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed_spec(module)
+        guessed = None if isinstance(module, StepModels) else guessed_spec(module)
+        found = _beside(source, stem) or carried or _beside(source, of_origin) or guessed
         if found is None:
             raise UsageError(
                 f"nothing is known of the inputs of {source.location}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def user_function(reference: str, flag: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look theirs up
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything

@@ -58,13 +58,14 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     live = peak = held_before_bytes
     marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
     phases: dict[Phase, int] = {}
+    latest: Phase | None = None
     for start_ns, change in [*allocations, (sys.maxsize, 0)]:
         while marks and marks[0][0] <= start_ns:
-            phases[marks.pop(0)[1]] = live
+            latest = marks.pop(0)[1]
+            phases[latest] = max(live, phases.get(latest, 0))
         live += change
         peak = max(peak, live)
-        if phases:
-            latest = next(reversed(phases))
+        if latest is not None:
             phases[latest] = max(phases[latest], live)
     workspaces = find_workspaces(_runs(results.events()), allocations)
     return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases)
@@ -129,13 +130,16 @@ def _on_cuda(step: MarkedStep, device: str) -> Allocated:
     step_s = _seconds(lambda: step(enter), lambda: torch.cuda.synchronize(device))
     peaks.append(torch.cuda.max_memory_allocated(device))
     reserved.append(torch.cuda.max_memory_reserved(device))
+    phases: dict[Phase, int] = {}
+    for phase, peak in zip(entered, peaks[1:], strict=True):  # a step may enter one several times
+        phases[phase] = max(peak, phases.get(phase, 0))
     return Allocated(
         max(peaks),
         max(reserved),
         step_s,
         "cuda caching allocator",
         Workspaces(),
-        dict(zip(entered, peaks[1:], strict=True)),
+        phases,
     )
 
 

@@ -23,6 +23,7 @@ from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.trace import codec_paths, fake_mode
 from memopt_cli.trace.log import unique_bytes
+from memopt_cli.user_step import StepModels
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
@@ -91,7 +92,13 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     A plan goes onto the models of a :class:`BatchModule` as it goes onto one of them: it names modules by their paths.
     The optimizer is the training script's.
     """
-    write_model(load_model(subject.source).module, job.plan, file)
+    model = load_model(subject.source).module
+    if isinstance(model, StepModels):
+        raise StepError(
+            "a step of one's own is no model that could be saved",
+            hint="In the training script: memopt_cli.apply_plan(step, 'PLAN.yaml').",
+        )
+    write_model(model, job.plan, file)
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:

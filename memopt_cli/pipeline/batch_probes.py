@@ -16,7 +16,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchProbe, Counted, Failure, Plan
+from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
 from memopt_cli.units import format_bytes
 
 
@@ -51,9 +51,10 @@ def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
 
 def memory_left_out(prepared: Prepared) -> tuple[str, ...]:
     """What training takes beside the steps that are run here, in words: an optimizer that nobody named."""
-    if prepared.subject.settings.optimizer or not prepared.facts.trainable_bytes:
+    settings, facts = prepared.subject.settings, prepared.facts
+    if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
-    state = format_bytes(2 * prepared.facts.trainable_bytes)
+    state = format_bytes(2 * facts.trainable_bytes)
     return (f"No optimizer is counted; AdamW's state would add {state}. Name yours with --optimizer (none: no).",)
 
 

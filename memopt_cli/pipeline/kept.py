@@ -15,6 +15,7 @@ from memopt_cli.pipeline.profiling import record_step
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
+    STEP,
     BatchAdvice,
     Measurement,
     MemOptSummary,
@@ -23,6 +24,7 @@ from memopt_cli.records import (
     RecordedSteps,
     to_data,
 )
+from memopt_cli.spec_text import parse_factory
 from memopt_cli.write import (
     Fill,
     OutputPaths,
@@ -114,11 +116,7 @@ class Kept:
         if not self.request.force:
             self._step_aside()
         if self.paths.plan_only:
-            given = ", optimizer=optimizer" if self.found.plan.in_backward else ""
-            self.found.notes.append(
-                "No model is written, as asked. In the training script: "
-                f"memopt_cli.apply_plan(model, {str(self.paths.plan)!r}{given})."
-            )
+            self.found.notes.append(self._how_to_apply())
         plan = content(plan_yaml(file_header(self.prepared), self.found.plan, self.found.applied_level))
         try:
             self._keep(self.paths.plan, plan)
@@ -127,6 +125,14 @@ class Kept:
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()
+
+    def _how_to_apply(self) -> str:
+        plan = repr(str(self.paths.plan))
+        if self.found.model_format == STEP:
+            _, make = parse_factory(self.request.source.location) or ("", "make_step")
+            return f"In the training script: step = {make}(); memopt_cli.apply_plan(step, {plan})."
+        given = ", optimizer=optimizer" if self.found.plan.in_backward else ""
+        return f"No model is written, as asked. In the training script: memopt_cli.apply_plan(model, {plan}{given})."
 
     def _step_aside(self) -> None:
         """Nobody's file is replaced, and none that has come to exist since the search began costs the plan."""

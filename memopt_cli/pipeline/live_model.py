@@ -63,12 +63,12 @@ def prepared_model(
     that cannot be copied, and within a profiling subprocess.
     """
     build = functools.partial(detached_copy, model)
-    with _once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
         if isinstance(inputs, InputSpec):
             spec = inputs
         else:
-            _save_inputs(inputs, input_file)
+            save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
         notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
@@ -141,7 +141,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _once() -> Iterator[None]:
+def once() -> Iterator[None]:
     """A module that optimizes its model when it is imported would do so again wherever a step of it is run.
 
     That is in every subprocess, or in this process for the loss that it holds; without end.
@@ -160,7 +160,8 @@ def _once() -> Iterator[None]:
         _thread.prepares = False
 
 
-def _save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
+    """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)
     try:
@@ -266,12 +267,16 @@ def _hand_over(model: nn.Module, path: Path) -> _HandOver:
     except Exception as err:  # the user's classes may do anything
         return _HandOver(obstacle=f"the model cannot be pickled ({first_line(err)})")
     for name in wanted:
-        package, _, rest = name.partition(".")
-        obstacle = _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
-        if obstacle:
+        if obstacle := unreachable(name):
             return _HandOver(obstacle=f"a subprocess cannot import {name} ({obstacle})")
     needs_script = any(name.startswith("__main__.") for name in wanted)
-    return _HandOver(code_paths=(str(_main_script()),) if needs_script else ())
+    return _HandOver(code_paths=(str(main_script()),) if needs_script else ())
+
+
+def unreachable(name: str) -> str:
+    """Why a subprocess cannot import a qualified name, or empty."""
+    package, _, rest = name.partition(".")
+    return _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
 
 
 def _unreachable_by_import(package: str) -> str:
@@ -282,7 +287,7 @@ def _unreachable_by_import(package: str) -> str:
     return "" if found else "it was not imported from a file"
 
 
-def _main_script() -> Path | None:
+def main_script() -> Path | None:
     """The file that Python was started with, if its parts can be imported by themselves."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -293,7 +298,7 @@ def _main_script() -> Path | None:
 
 def _unreachable_in_main(name: str) -> str:
     """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
-    script = _main_script()
+    script = main_script()
     if script is None or not script.is_file():
         return "__main__ is no script"
     tree = ast.parse(script.read_bytes())

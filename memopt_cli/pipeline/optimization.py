@@ -27,6 +27,7 @@ from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
+    STEP,
     Counted,
     Failure,
     LevelRow,
@@ -70,6 +71,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
+    if prepared.facts.format == STEP:
+        paths = replace(paths, plan_only=True)
     kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
 

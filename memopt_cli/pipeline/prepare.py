@@ -18,6 +18,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     SCHEMA_VERSION,
+    STEP,
     FileHeader,
     InputSpec,
     ModelFacts,
@@ -143,11 +144,27 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     job = DescribeJob(spec=opening.spec, plan=opening.plan, replicas=opening.replicas)
     source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)
     assert facts.spec is not None
+    if facts.format == STEP:
+        _refuse_settings(settings, source.location)
     notes = (*facts.notes, _inputs_note(facts.spec))
     for note in notes:
         progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings)
     return Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+
+
+def _refuse_settings(settings: StepSettings, location: str) -> None:
+    """A step of one's own does all of it itself."""
+    given = {
+        "--precision": settings.precision != "stored",
+        "--loss": settings.loss is not None,
+        "--optimizer": settings.optimizer not in ("", "none"),
+        "--accumulate": settings.micro_batches > 1,
+        "--clip-norm": settings.clip_norm is not None,
+    }
+    flag = next((flag for flag, is_given in given.items() if is_given), None)
+    if flag is not None:
+        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint=f"Omit {flag}.")
 
 
 def open_model(

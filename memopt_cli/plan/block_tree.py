@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, packing_s, recomputed_until
@@ -66,6 +66,8 @@ class Block:
     """Why it cannot be a segment; empty if it can."""
     children: tuple[Block, ...] = ()
     """In the order of execution; empty for operators that are not looked into."""
+    is_round: bool = False
+    """Calls that no module makes: its backward is over when what follows begins, and nothing of it is kept then."""
     signature: int = 0
     """Equal for blocks that do the same on tensors of the same sizes."""
 
@@ -100,6 +102,56 @@ def _nest(calls: Sequence[ModuleCall]) -> _Node:
     return root
 
 
+@dataclass(slots=True)
+class _Round:
+    """Calls in turn, in no module, and their backward: a step of one's own has several."""
+
+    around: ModuleCall
+    """From its first operator to that at which the first backward begins, and all of backward."""
+    parts: list[_Node | _Round]
+
+    @property
+    def call(self) -> ModuleCall:
+        """As the rounds around see it: over when what follows begins."""
+        end = max(self.around.end, self.around.backward_end)
+        return replace(self.around, end=end, backward_start=end, backward_end=end)
+
+
+def is_own(trace: StepTrace) -> bool:
+    """Whether it is a step of one's own, which runs its models in no module."""
+    return bool(trace.calls[0].path)
+
+
+def _rounds(nodes: Sequence[_Node], ops: int) -> _Round:
+    """The calls that no other made, those whose backward is over before the next call together in a round within."""
+    turn: list[_Node | _Round] = []
+    for node in nodes:
+        first = len(turn)
+        while first and isinstance(turn[first - 1], _Node) and turn[first - 1].call.backward_end <= node.call.start:
+            first -= 1
+        if len(turn) > first:
+            turn[first:] = [_round(turn[first:], node.call.start)]
+        turn.append(node)
+    return _round(turn, ops)
+
+
+def _round(parts: list[_Node | _Round], stop: int) -> _Round:
+    """``stop``: the operator at which what follows begins."""
+    backward = [c for c in (part.call for part in parts) if c.backward_end > c.backward_start]
+    start, end = parts[0].call.start, parts[-1].call.end
+    first = min((c.backward_start for c in backward), default=stop)
+    around = ModuleCall(
+        path="",
+        start=start,
+        end=max(end, first),
+        backward_start=max(end, first),
+        backward_end=max((c.backward_end for c in backward), default=max(end, first)),
+        inputs=(),
+        outputs=(),
+    )
+    return _Round(around, parts)
+
+
 def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
     """Backward of the operators between calls: between the backwards of those calls, last first."""
     upper = [call.backward_end]
@@ -118,7 +170,11 @@ class _Builder:
         self._trace = trace
         self._modules = {module.path: module for module in trace.modules}
         self._elapsed = [0.0, *accumulate(seconds)]
-        self._forward_ops = sum(op.phase == "forward" for op in trace.ops)
+        self._is_forward = [op.phase == "forward" for op in trace.ops]
+        self._backward_starts = [
+            op for op, ran in enumerate(trace.ops) if ran.phase == "backward" and trace.ops[op - 1].phase != "backward"
+        ]
+        """Where a forward ends."""
         self._costly = costly_calls(trace, seconds)
         self._paid, self._paid_packed = self._payments()
         self._ends = ends_of_recomputation(trace)
@@ -126,16 +182,21 @@ class _Builder:
         self._whole = self._held_whole()
 
     def build(self) -> Block:
-        return self._block(_nest(self._trace.calls))
+        if not is_own(self._trace):
+            return self._block(_nest(self._trace.calls))
+        whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
+        nodes = _nest([whole, *self._trace.calls]).children
+        return self._round(_rounds(nodes, len(self._trace.ops)))
 
     # ------------------------------------------------------------------------------------------ what is known of ops
 
     def _payments(self) -> tuple[list[int], list[int]]:
         """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
-        paid, packed = [0] * (self._forward_ops + 1), [0] * (self._forward_ops + 1)
+        count = len(self._trace.ops) + 1
+        paid, packed = [0] * count, [0] * count
         self._payer: dict[int, int] = {}
         for index, storage in enumerate(self._trace.storages):
-            savers = [op for op in storage.saved_by if op < self._forward_ops]
+            savers = [op for op in storage.saved_by if self._is_forward[op]]
             if savers and storage.born >= 0:
                 payer = min((op for op in savers if not self._produces(op, index)), default=savers[0])
                 self._payer[index] = payer
@@ -171,17 +232,38 @@ class _Builder:
         level = [0] * (len(self._trace.ops) + 1)
         for index in self._payer:
             storage = self._trace.storages[index]
-            freed = self._forward_ops if storage.freed is None else min(storage.freed, self._forward_ops)
+            end = self._end_of_forward(storage.born)
+            freed = end if storage.freed is None else min(storage.freed, end)
             if storage.compressor != "null" and freed > storage.born:
                 level[storage.born] += storage.nbytes
                 level[freed] -= storage.nbytes
         return list(accumulate(level[:-1]))
 
+    def _end_of_forward(self, op: int) -> int:
+        """Of the forward that an operator is in."""
+        if not self._backward_starts:
+            return len(self._is_forward)
+        place = bisect.bisect_left(self._backward_starts, op)
+        return self._backward_starts[min(place, len(self._backward_starts) - 1)]
+
     # ------------------------------------------------------------------------------------------ the tree
+
+    def _round(self, found: _Round) -> Block:
+        around = found.around
+        forward, backward = range(around.start, around.end), range(around.backward_start, around.backward_end)
+        block = self._span("", forward, backward, around.end)
+        block.children = tuple(self._children(around, found.parts))
+        block.refusal = "the step runs its models one by one"
+        block.is_round = True
+        block.signature = hash(("round", block.signature, tuple(child.signature for child in block.children)))
+        return block
+
+    def _part(self, part: _Node | _Round) -> Block:
+        return self._block(part) if isinstance(part, _Node) else self._round(part)
 
     def _block(self, node: _Node) -> Block:
         call = node.call
-        children = tuple(self._children(node))
+        children = tuple(self._children(call, node.children))
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
         held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
@@ -211,11 +293,11 @@ class _Builder:
         )
         return own
 
-    def _children(self, node: _Node) -> Iterator[Block]:
+    def _children(self, call: ModuleCall, parts: Sequence[_Node | _Round]) -> Iterator[Block]:
         """The calls right below, and the operators between them."""
-        if not node.children:
+        if not parts:
             return
-        call, calls = node.call, [child.call for child in node.children]
+        calls = [part.call for part in parts]
         edges = [call.start, *(edge for c in calls for edge in (c.start, c.end)), call.end]
         backward = _backward_edges(call, calls)
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
@@ -223,8 +305,8 @@ class _Builder:
             span = self._span("", gap, backward[index], gap.stop)
             if span.kept_bytes or span.ops:
                 yield span
-            if index < len(node.children):
-                yield self._block(node.children[index])
+            if index < len(parts):
+                yield self._part(parts[index])
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
         """``stop``: the operator before which running it again ends."""

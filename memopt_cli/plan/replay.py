@@ -74,10 +74,11 @@ class Original:
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
-        self.forward_ops = sum(op.phase == "forward" for op in trace.ops)
-        self.backward_end = _innermost_backward_end(trace, self.forward_ops)
+        self.is_forward = [op.phase == "forward" for op in trace.ops]
+        """Of every operator; a step of one's own goes forward several times."""
+        self.backward_end = _innermost_backward_end(trace)
         self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
-        self.savers = [[op for op in s.saved_by if op < self.forward_ops] for s in trace.storages]
+        self.savers = [[op for op in s.saved_by if self.is_forward[op]] for s in trace.storages]
         """Of every storage, the operators of forward that autograd keeps it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
         """Operators that make something -> the module of whose parameters that is the gradient, if it is one."""
@@ -258,7 +259,7 @@ class Replay:
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:
                 self._end_of_existing(storage)
-            elif storage.born < self._original.forward_ops:
+            elif self._original.is_forward[storage.born]:
                 self._forward_life(index, storage)
             else:
                 self._backward_life(storage)
@@ -459,9 +460,16 @@ def _outwards(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ..
     return (None,) if block is None else block.outwards
 
 
-def _innermost_backward_end(trace: StepTrace, forward_ops: int) -> list[int]:
-    """For every operator of forward, where the backward of the innermost module around it ends."""
-    ends = [len(trace.ops)] * forward_ops
+def _innermost_backward_end(trace: StepTrace) -> list[int]:
+    """For every operator of forward, where the backward of the innermost module around it ends.
+
+    Around the models of a step of one's own there is none: where the next backward ends.
+    """
+    ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
+    for op in reversed(range(len(trace.ops))):
+        if trace.ops[op].phase == "backward" and (op + 1 == len(trace.ops) or trace.ops[op + 1].phase != "backward"):
+            end = op + 1
+        ends[op] = end
     for call in trace.calls:
         ends[call.start : call.end] = [call.backward_end] * (call.end - call.start)
     return ends

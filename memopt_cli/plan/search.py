@@ -62,7 +62,8 @@ class _Candidates:
     def __init__(self, root: Block, allowed: Allowed) -> None:
         self._root = root
         self._allowed = allowed
-        self._repeated = repeated(root)
+        # In a step of one's own nearly all are: there each call is decided by itself, and the plan does what any wants.
+        self._repeated = set() if root.is_round else repeated(root)
 
     def choices(self) -> list[_Choice]:
         """What may be decided before the blocks are gone through."""
@@ -189,7 +190,9 @@ class Solver:
         return thinned([*plain, *segments], MOST_WAYS, budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
-        """Whether it is looked at by itself: it has no parts, or others are like it."""
+        """Whether it is looked at by itself: it has no parts, others are like it, or it keeps nothing in the end."""
+        if block.is_round:
+            return block is not self._root
         return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
 
     def _ways(self, block: Block, around: Around) -> list[Way]:
@@ -207,6 +210,8 @@ class Solver:
 
     def _solve(self, block: Block, around: Around) -> list[Way]:
         self._tick()
+        if block.is_round:
+            return thinned([way.over() for way in self._inside(block, around)], MOST_INNER_WAYS)
         segments = self._as_segment(block, around)
         if block.path in self._chosen.segmented:
             return segments

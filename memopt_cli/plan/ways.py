@@ -138,6 +138,10 @@ class Way:
             self.spent,
         )
 
+    def over(self) -> Way:
+        """The same when its backward is over, and nothing is kept."""
+        return Way(0, self.peak_bytes, self.added_s, 0, None, (self,), None, self.has_segments, self.spent)
+
     def segments(self) -> Iterator[SegmentPlan]:
         """In the order of execution, outer ones first."""
         stack: list[tuple[Way, tuple[tuple[str, str], ...]]] = [(self, ())]

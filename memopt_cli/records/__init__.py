@@ -66,7 +66,7 @@ from memopt_cli.records.measurement import (
     break_down,
     describe,
 )
-from memopt_cli.records.model import LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
+from memopt_cli.records.model import STEP, LoadedModel, ModelFacts, ModelSource, Trust, WantedGlobal
 from memopt_cli.records.optimization import ApplyRequest, ApplyResult, OptimizeRequest, OptimizeResult, RecordedSteps
 from memopt_cli.records.plan import ChunkRule, CompressorName, Plan, Refused, SegmentPlan
 from memopt_cli.records.profile import Instant, ModuleUse, ProfileRequest, SavedTensor, StepProfile
@@ -91,6 +91,7 @@ __all__ = [
     "ONLINE_RULES",
     "PRECISIONS",
     "SCHEMA_VERSION",
+    "STEP",
     "STRATEGIES",
     "Accumulation",
     "ApplyRequest",

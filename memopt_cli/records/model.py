@@ -61,6 +61,10 @@ class ModelSource:
     """The same of the file of weights."""
 
 
+STEP = "step"
+"""The format of the models of a step of the user's own, which has an optimizer, losses and all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model in memory, with what is known of the file it came from."""
@@ -68,7 +72,7 @@ class LoadedModel:
     module: nn.Module
     source: ModelSource
     format: str
-    """``pickle``, ``torchscript``, ``exported``, ``pretrained`` or ``factory``."""
+    """``pickle``, ``torchscript``, ``exported``, ``pretrained``, ``factory`` or :data:`STEP`."""
     sha256: str | None
     """Hash of the model file; ``None`` for a factory."""
     weights_sha256: str | None = None

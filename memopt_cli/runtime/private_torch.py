@@ -359,6 +359,29 @@ def vector_jacobian(
 _ENGINE: Final = _engine_run_backward.__code__
 
 
+@contextlib.contextmanager
+def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> Iterator[None]:
+    """Within, ``enter`` and ``leave`` are called around every run of autograd that a script starts.
+
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all look this function up to start it.
+    """
+    namespace = vars(torch.autograd)
+    plain = namespace["_engine_run_backward"]
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        enter()
+        try:
+            return plain(*arguments, **named)
+        finally:
+            leave()
+
+    namespace["_engine_run_backward"] = run
+    try:
+        yield
+    finally:
+        namespace["_engine_run_backward"] = plain
+
+
 def is_engine(caller: FrameType | None) -> bool:
     """Whether it is autograd's engine that called, ``caller`` being the frame behind.
 

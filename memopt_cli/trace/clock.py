@@ -14,7 +14,7 @@ from memopt_cli.records import OpTrace, StepTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.runtime.private_torch import TorchDispatchMode
-from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything, synchronize
+from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything, synchronize, take
 from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
@@ -76,8 +76,7 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     reset_gradients(step)
     seed_everything(step.settings.seed)
     with Clock(step.settings.device) as clock:
-        step.backward(step.forward())
-        step.update()
+        take(step)
     step.model.zero_grad(set_to_none=True)
     return tuple(clock.times)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from memopt_cli.step import Step, input_dtype
 from memopt_cli.trace.counting import count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
+from memopt_cli.user_step import StepModels
 from memopt_cli.workspace import Workspaces
 
 
@@ -41,6 +43,15 @@ def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
+def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy."""
+    if isinstance(model, StepModels):
+        with mode:
+            return model.anew()
+    with FakeCopyMode(mode):
+        return copy.deepcopy(model)
+
+
 class FakeStep:
     """A step on fake tensors: no data, no memory, the same storages.
 
@@ -50,18 +61,11 @@ class FakeStep:
 
     def __init__(self, step: Step, mode: FakeTensorMode | None = None) -> None:
         self._mode = mode or fake_mode()
-        with FakeCopyMode(self._mode):
-            model = copy.deepcopy(step.model)
+        model = _without_data(step.model, self._mode)
         with self._mode:
             args, kwargs = map_leaves(self._fake, (step.args, step.kwargs))
-            self.step = Step(
-                model=model,
-                args=args,
-                kwargs=kwargs,
-                settings=step.settings,
-                loss=step.loss,
-                optimizer=step.make_optimizer(model),
-                make_optimizer=step.make_optimizer,
+            self.step = replace(
+                step, model=model, args=args, kwargs=kwargs, optimizer=step.make_optimizer(model), scaler=None
             )
         self._start = StartingState(model)
         if self.step.optimizer is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.own_step import OwnStep, guessed_number
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_dense, is_packing, recorded_shares
@@ -78,7 +79,8 @@ class Peaks:
     def enter(self, phase: Phase, live_bytes: int) -> None:
         """A phase begins with so many bytes alive."""
         self.phase = phase
-        self.phases[phase] = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
+        start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
+        self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
     def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
         """To what is alive now, if that is more."""
@@ -99,6 +101,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.workspaces = workspaces
         self.storages: list[Storage] = []
         self.phase: Phase = "forward"
+        self.is_own = False
+        """The step is one of the user's own, which may read numbers outside of its modules."""
         self.live_bytes = 0
         self.peaks = Peaks()
         self._tick = 0
@@ -119,9 +123,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two calls of three are this one, which the mode below takes long to answer
         updating = self.phase == "update" or is_updating()
-        if func is _NUMBER and updating and is_fake(args[0]):
-            output: Any = 0.5  # optimizers read counters, and divide by them and by 1 less them; no size depends on it
-        else:
+        guesses = updating or (self.is_own and not self.module_running())
+        output: Any = guessed_number(func, args, updating=updating) if guesses else None  # no size depends on it
+        if output is None:
             output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
         in_formulas = self.phase == "backward" and not updating
@@ -287,6 +291,7 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
 def active(log: StorageLog, step: Step) -> Iterator[None]:
     """``log`` sees what runs, with what exists before the step already in it; the generators are seeded."""
     seed_everything(step.settings.seed)
+    log.is_own = isinstance(step, OwnStep)
     for name, parameter in step.model.named_parameters():
         log.see(parameter, "parameters", name.rpartition(".")[0])
         if parameter.grad is not None:
@@ -330,9 +335,8 @@ def resident_bytes(step: Step) -> int:
 
 def optimizer_tensors(step: Step) -> list[Tensor]:
     """The state that the optimizer carries so far."""
-    if step.optimizer is None:
-        return []
-    return [t for state in step.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    states = (state for optimizer in step.optimizers() for state in optimizer.state.values())
+    return [t for state in states for t in state.values() if isinstance(t, Tensor)]
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
@@ -380,7 +384,6 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 _DEVICE = torch.ops.prim.device.default
-_NUMBER = torch.ops.aten._local_scalar_dense.default
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 """What it makes says that it is zero and holds nothing."""
 

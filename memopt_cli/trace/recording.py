@@ -11,7 +11,8 @@ from collections import defaultdict
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.records import ModuleCall, OpTrace, StepTrace, StorageTrace
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.step import Step, reset_gradients
@@ -64,13 +65,17 @@ def record(
     step.model.zero_grad(set_to_none=True)
     start.enter()
     records = _Records(log)
-    freed = records.freed(_lives_without_autograd(step) if frees else [])
+    own = isinstance(step, OwnStep)
+    freed = records.freed(_lives_without_autograd(step) if frees and not own else [])
     before.restore()
     saved = records.saved_bytes()
     return StepTrace(
-        modules=tuple(
-            note.to_record(path, find_part(step.model, path), order, saved[path])
-            for order, (path, note) in enumerate(notes.items())
+        modules=(
+            *([_around_models(saved[""])] if own else []),
+            *(
+                note.to_record(path, find_part(step.model, path), order, saved[path])
+                for order, (path, note) in enumerate(notes.items(), own)
+            ),
         ),
         tensor_peak_bytes=log.peaks.tensor_bytes,
         allocated_peak_bytes=max(log.peaks.tensor_bytes, log.peaks.allocated_bytes),
@@ -79,6 +84,23 @@ def record(
         ops=records.op_records(),
         storages=records.storage_records(freed),
         calls=records.call_records(),
+    )
+
+
+def _around_models(saved_bytes: int) -> ModuleTrace:
+    """What stands for the root of a step of one's own, which runs no module around its models."""
+    return ModuleTrace(
+        path="",
+        class_name="Step",
+        calls=1,
+        order=0,
+        input_bytes=0,
+        input_shape=(),
+        packed_input_bytes=0,
+        compressor="null",
+        output_bytes=0,
+        saved_bytes=saved_bytes,
+        refusal="the step runs its models one by one",
     )
 
 
@@ -109,7 +131,7 @@ class _Records:
         """Bytes born in a module, or below it, and alive when the model's forward had ended."""
         total: dict[str, int] = defaultdict(int)
         for s in self._log.storages:
-            if s.kind == "activations" and s.born <= self._log.forward_ops and not _dead(s, self._log.forward_ops):
+            if s.kind == "activations" and (end := self._log.forward_end(s)) and not _dead(s, end):
                 for path in ancestry(s.path):
                     total[path] += s.nbytes
         return total
@@ -126,9 +148,12 @@ class _Records:
         return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages]
 
     def _last_uses(self) -> dict[int, int | None]:
-        born = {s.index: s.born for s in self._log.storages if 0 < s.born <= self._log.forward_ops}
-        uses = {index: op for op, ran in enumerate(self._log.ops[: self._log.forward_ops], 1) for index in ran.reads}
-        return {index: max(uses.get(index, 0), tick) for index, tick in born.items()}
+        """Of what autograd saves; nobody but forward holds the others, until they die."""
+        log = self._log
+        forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
+        uses = {index: op for op, ran in forward for index in ran.reads}
+        saved = (s for s in log.storages if s.born > 0 and s.index in log.savers and log.forward_end(s))
+        return {s.index: max(uses.get(s.index, 0), s.born) for s in saved}
 
     def op_records(self) -> tuple[OpTrace, ...]:
         """Every operator of the step; ``seconds`` are not known here."""
@@ -157,7 +182,8 @@ class _Records:
 
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
         # A graph that ended in forward, its output being dropped, holds nothing.
-        nodes = () if _dead(s, self._log.forward_ops - 1) else self._log.savers.get(s.index, ())
+        end = self._log.forward_end(s)
+        nodes = () if end and _dead(s, end - 1) else self._log.savers.get(s.index, ())
         savers = (self._log.op_of_node.get(node) for node in nodes)
         compressor, packed = self._log.packed.get(s.index, ("null", s.nbytes))
         return StorageTrace(

@@ -19,7 +19,7 @@ from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
-from memopt_cli.trace.log import StorageLog, shapes_of
+from memopt_cli.trace.log import Storage, StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.workspace import Workspaces
@@ -73,18 +73,17 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
         """Storage -> the nodes that hold it."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}
+        self._forward_ends: list[int] = []
+        """Where forward ended, in operators; a step of one's own has several."""
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.forward_ops = 0
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._whence()
         module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
-        if self.phase == "forward":
-            self.forward_ops += 1
-            if func is _RECURRENT:
-                self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
+        if self.phase == "forward" and func is _RECURRENT:
+            self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         self.ops.append(
             RanOp(
                 name=name_of(func),
@@ -102,6 +101,22 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
 
     def _fixed_bytes(self, func: Any, args: Any) -> int:
         return self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces else 0
+
+    def enter(self, phase: Phase) -> None:
+        if phase == "backward":
+            self._forward_ends.append(len(self.ops))
+        super().enter(phase)
+
+    def forward_end(self, storage: Storage) -> int:
+        """Operators that had run when the forward ended in which a storage was born; 0 if it was born in none."""
+        place = bisect.bisect_left(self._forward_ends, storage.born)
+        is_of_forward = not storage.born or self.ops[storage.born - 1].phase == "forward"
+        return self._forward_ends[place] if is_of_forward and place < len(self._forward_ends) else 0
+
+    @property
+    def last_forward_end(self) -> int:
+        """Operators that had run when the last forward ended."""
+        return self._forward_ends[-1]
 
     @contextmanager
     def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import generator_state, named_state
+from memopt_cli.equality import AT_UPDATE, generator_state, named_state
 from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
@@ -69,8 +69,13 @@ def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
 
 def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
     """The fingerprint of a step, with what another tells, whose outputs are gone, of whether it repeats."""
-    bits = {found.name: found.bits for found in once.tensors if not found.name.startswith("output[")}
+    bits = {found.name: found.bits for found in once.tensors if not _is_gone(found.name)}
     return replace(once, repeats=bits == {found.name: found.bits for found in again.tensors})
+
+
+def _is_gone(name: str) -> bool:
+    """Whether it is there within a step alone."""
+    return name.startswith("output[") or AT_UPDATE in name
 
 
 def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:

@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.equality import Difference, bit_equal, difference, effects, in_double
+from memopt_cli.equality import (
+    Difference,
+    bit_equal,
+    difference,
+    effects,
+    gradients_by_parameter,
+    in_double,
+)
 from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.own_step import OwnStep
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.state import StartingState, copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -46,7 +54,7 @@ class Recorded:
     step: Step
     batch: int
     gradients: dict[str, Tensor]
-    """By name, as :func:`effects` has them."""
+    """By the parameter's name."""
     plain_s: float
     asked_s: float
     """Time of a plain step of the size that was asked for, where this one is smaller; else 0."""
@@ -210,12 +218,12 @@ class _Course:
 
     def update(self, gradients: dict[str, Tensor]) -> None:
         """A step of an optimizer, with these gradients whoever found them: rounding must not add up."""
-        named = {name: p for name, p in self.model.named_parameters() if f"gradient of {name}" in gradients}
-        rate = _rate(list(named.values()), [gradients[f"gradient of {name}"] for name in named])
+        named = {name: p for name, p in self.model.named_parameters() if name in gradients}
+        rate = _rate(list(named.values()), [gradients[name] for name in named])
         if not rate:
             return
         for name, parameter in named.items():
-            parameter.grad = gradients[f"gradient of {name}"]
+            parameter.grad = gradients[name]
         torch.optim.SGD(named.values(), lr=rate).step()
         self.model.zero_grad(set_to_none=True)
 
@@ -239,7 +247,7 @@ class _Pair:
         found = self._planned_against(reference, variation)
         if found.differs(self._tolerance) and not self._plain.repeats(variation):
             raise _CannotVary("the original's own step is not repeatable")
-        self._gradients = {name: tensor for name, tensor in reference.items() if name.startswith("gradient of ")}
+        self._gradients = gradients_by_parameter(reference)
         return found
 
     def _planned_against(self, reference: dict[str, Tensor], variation: _Variation) -> Found:
@@ -360,6 +368,8 @@ def _frozen(step: Step) -> Iterator[Step]:
 @contextlib.contextmanager
 def _frozen_late(step: Step) -> Iterator[Step]:
     """Between forward and backward, which is where the loss is formed."""
+    if isinstance(step, OwnStep):
+        raise _CannotVary("its function forms the loss")
     with _thawed_again(step) as freeze:
 
         def loss(output: Any) -> Any:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from memopt_cli.equality import TOLERANCE, Difference, bit_equal, difference, effects, step_in_double
+from memopt_cli.equality import (
+    TOLERANCE,
+    Difference,
+    bit_equal,
+    difference,
+    effects,
+    gradients_by_parameter,
+    step_in_double,
+)
 from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
@@ -104,7 +112,7 @@ def _compare(
     recorded = Recorded(
         step=step,
         batch=batch,
-        gradients={name: t for name, t in reference.items() if name.startswith("gradient of ")},
+        gradients=gradients_by_parameter(reference),
         plain_s=plain_s,
         asked_s=asked_s,
         tolerance=TOLERANCE if chunked else noise,
@@ -149,6 +157,7 @@ def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> fl
     if not device.startswith("cuda") or not math.isfinite(worst.relative):
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",
-            hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
+            hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds; "
+            "a step of one's own takes its data from its inputs alone.",
         )
     return 2 * worst.relative

@@ -18,11 +18,13 @@ from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
-from memopt_cli.records import Plan
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place
+from memopt_cli.user_step import StepModels
 from memopt_cli.verify import first_samples
 
 Found = TypeVar("Found")
@@ -40,7 +42,7 @@ class Bench:
         without_data = subject.data == "none"
         with self.mode if without_data else contextlib.nullcontext():
             model = remove_plan(build() if build else load_model(subject.source).module)
-            self.model = (trace.place_fake if without_data else place)(model, self.settings)
+            self.model = _placed(model, self.settings, without_data=without_data)
         if subject.layer_runs:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)
@@ -106,6 +108,8 @@ class Bench:
             spec = with_batch(spec, batch)
         settings = self.settings
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
+        if isinstance(self.model, StepModels):
+            return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
         return Step(
             model=self.model,
             args=args,
@@ -139,6 +143,12 @@ class Bench:
             return None
         finally:
             self.reset()
+
+
+def _placed(model: nn.Module, settings: StepSettings, *, without_data: bool) -> nn.Module:
+    if isinstance(model, StepModels):  # in the modes that their function puts them in
+        return model.on(settings.device)
+    return (trace.place_fake if without_data else place)(model, settings)
 
 
 def _optimizer_maker(text: str) -> OptimizerMaker:

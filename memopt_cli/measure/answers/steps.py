@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from memopt_cli import trace
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import Phase
 from memopt_cli.step import Step, reset_gradients, seed_everything, take
 
 HOLDERS = 40
@@ -18,4 +21,12 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
     bench.enter_start()
     reset_gradients(step)
     seed_everything(bench.settings.seed)
-    return measure_allocated(functools.partial(take, step), bench.settings.device, trace.resident_bytes(step))
+    if isinstance(step, OwnStep):  # it frees gradients that it finds, of which the profiler tells if it saw them made
+        step.model.zero_grad(set_to_none=True)
+    return measure_allocated(functools.partial(_take, step), bench.settings.device, trace.resident_bytes(step))
+
+
+def _take(step: Step, entered: Callable[[Phase], None]) -> None:
+    if isinstance(step, OwnStep):
+        reset_gradients(step)
+    take(step, entered)

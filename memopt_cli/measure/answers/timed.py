@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan
+from memopt_cli.equality import Updates
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob
+from memopt_cli.own_step import OwnStep
 from memopt_cli.records import BatchProbe, Fingerprint, Measurement, Plan
 from memopt_cli.runtime import find_part
 from memopt_cli.step import (
@@ -91,7 +93,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:
     """The allocated peak of a step in bytes, and its time, with the optimizer's state in memory."""
-    if step.optimizer is not None and not step.optimizer.state:
+    if any(not optimizer.state for optimizer in step.optimizers()):
         _timed(bench, step)  # makes it
     try:
         allocated = allocated_by(bench, step)
@@ -130,12 +132,18 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
         seed_everything(bench.settings.seed)
         synchronize(bench.settings.device)
         started = time.perf_counter()
-        output = run_checked(step)
-        step.clip()
-        step.update()
+        updates: dict[str, Tensor | None] = {}
+        if isinstance(step, OwnStep):
+            seen = Updates(step)
+            output = step.checked_while(seen.see)
+            updates |= seen.gradients
+        else:
+            output = run_checked(step)
+            step.clip()
+            step.update()
         synchronize(bench.settings.device)
         elapsed = time.perf_counter() - started
-    left = fingerprint(left_by(bench.model, output))
+    left = fingerprint(left_by(bench.model, output) | updates)
     del output
     bench.model.zero_grad(set_to_none=True)
     if idle:

@@ -19,7 +19,7 @@ from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.in_backward import check_steps_alone
-from memopt_cli.step import Step, seeds_of_backward
+from memopt_cli.step import Step
 from memopt_cli.verify import compare_updates, first_samples, least_sizes, verify
 
 
@@ -33,7 +33,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
         with bench.planned(job.plan.of_model), recorded_cuts() as found, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fewer chunks than asked
-            seeds_of_backward(step.forward(), step.loss, bench.settings.seed)
+            step.reach_loss()
         if len(found) < chunked:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
         return found

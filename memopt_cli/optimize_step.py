@@ -1,0 +1,77 @@
+"""``memopt_cli.optimize_step``: what ``memopt optimize`` does with a step of one's own, from Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memopt_cli.api import resolve_device
+from memopt_cli.apply import apply_plan
+from memopt_cli.errors import OptionError
+from memopt_cli.measure import processes
+from memopt_cli.pipeline.live_model import difference_error, logged
+from memopt_cli.pipeline.live_step import prepared_step
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.summary import summarize
+from memopt_cli.plan.policy import resolve
+from memopt_cli.records import Budget, MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
+from memopt_cli.units import parse_bytes, parse_percent
+from memopt_cli.user_step import Step, models_of
+
+
+def optimize_step(
+    make_step: Callable[[], Step],
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    level: int = 3,
+    budget: int | str | None = None,
+    max_slowdown: float | None = None,
+    verbose: bool = False,
+) -> tuple[Step, MemOptSummary]:
+    """Make a step, and make it train in less memory: the step with the plan on its models, and what was found.
+
+    ``make_step`` is called several times, here and in profiling subprocesses: what it makes must be the same each time.
+    Defined at the top of a module or script it can be imported there; else all is profiled in this process.
+    ``inputs``: of one step, positional or by name; dimension 0 of the first tensor is the batch.
+    ``budget``: the most that the step may take, in bytes or as text (``8GiB``, or ``60%`` of what it takes now): the
+    fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
+    (``None``: 1.33; ``math.inf``: no limit).  ``verbose``: log the course of the search.
+
+    A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
+    optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
+    """
+    started = time.monotonic()
+    search = SearchOverrides(level=level, max_slowdown=max_slowdown)
+    resolved = resolve(search)
+    goal = SearchGoal(budget=_budget(budget)) if budget is not None else SearchGoal()
+    if budget is not None and level == 0:
+        raise OptionError("a budget is met by a plan, which level 0 does not search for", hint="Raise level.")
+    settings = StepSettings(device=resolve_device())
+    with processes.kept(), logged(verbose) as progress, prepared_step(make_step, inputs, settings) as prepared:
+        for note in prepared.notes:
+            progress.note(note)
+        request = OptimizeRequest(
+            source=prepared.subject.source,
+            spec=None,
+            settings=settings,
+            search=search,
+            goal=goal,
+            recommend_batch=False,
+        )
+        found = find_plan(request, resolved, prepared, progress)
+    assert found.verification is not None
+    if not found.verification.passed:
+        raise difference_error(found.verification)
+    found.notes[:0] = prepared.notes
+    step = make_step()
+    apply_plan(models_of(step), found.plan)
+    return step, summarize(found, spent_s=time.monotonic() - started)
+
+
+def _budget(budget: int | str) -> Budget:
+    if isinstance(budget, int):
+        return Budget(nbytes=budget)
+    share = parse_percent(budget)
+    return Budget(nbytes=parse_bytes(budget)) if share is None else Budget(share=share)

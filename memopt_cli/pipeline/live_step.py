@@ -1,0 +1,70 @@
+"""A step in memory in place of a file: what makes it is named to profiling subprocesses, or called here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.loading.factory import step_made
+from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.measure.jobs import DescribeJob, Subject
+from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.model_file import facts_of
+from memopt_cli.pipeline.live_model import main_script, once, save_inputs, unreachable
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import STEP, InputSpec, LoadedModel, ModelSource, StepSettings, Trust
+from memopt_cli.user_step import Step, StepModels
+
+
+@contextlib.contextmanager
+def prepared_step(
+    make: Callable[[], Step], inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> Iterator[Prepared]:
+    """A step, ready to be profiled: steps of its kind are made for it, and none that there is already is taken.
+
+    A function that a subprocess could not import is called in this process, and a note says why.
+    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
+    """
+    name = getattr(make, "__qualname__", type(make).__name__)
+    obstacle = _obstacle(make, name)
+    build = functools.partial(_models, functools.partial(step_made, make, name))
+    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+        input_file = Path(folder) / "inputs.pt"
+        save_inputs(inputs, input_file)
+        source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
+        spec = InputSpec(data_file=str(input_file), source="inputs")
+        with undisturbed():
+            facts = facts_of(
+                LoadedModel(module=build(), source=source, format=STEP, sha256=None), DescribeJob(inputs=False)
+            )
+        yield Prepared(
+            subject=Subject(source=source, spec=spec, settings=settings),
+            facts=replace(facts, batch=batch_of(spec)),
+            notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
+            open_session=functools.partial(LocalSession, build=build) if obstacle else None,
+        )
+
+
+def _models(make: Callable[[], Step]) -> StepModels:
+    return StepModels(make(), make)
+
+
+def _obstacle(make: Callable[[], Step], name: str) -> str:
+    """Why a subprocess cannot import the function, or empty."""
+    module = getattr(make, "__module__", "__main__")
+    if not all(part.isidentifier() for part in name.split(".")):
+        return f"{name} is defined within a function"
+    reason = unreachable(f"{module}.{name}")
+    return f"a subprocess cannot import {module}.{name} ({reason})" if reason else ""
+
+
+def _location(make: Callable[[], Step], name: str, obstacle: str) -> str:
+    if obstacle:
+        return name
+    module = make.__module__
+    return f"{main_script()}:{name}" if module == "__main__" else f"{module}:{name}"

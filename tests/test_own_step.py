@@ -1,0 +1,280 @@
+"""A step of one's own: recorded, optimized and verified as that of a model, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.equality import bit_equal, effects
+from memopt_cli.errors import MemoptError, OptionError, StepError
+from memopt_cli.loading.factory import build
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.own_step import OwnStep
+from memopt_cli.plan.block_tree import block_tree
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.records import Measurement, Plan, SegmentPlan, StepSettings
+from memopt_cli.step import reset_gradients, run_checked, take
+from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.trace.log import resident_bytes
+from memopt_cli.user_step import models_of
+from tests.conftest import Done
+
+STEPS = Path(__file__).parent / "user_code" / "own_steps.py"
+GOOD = ("two_rounds", "penalized", "mean_teacher")
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of steps."""
+    spec = importlib.util.spec_from_file_location("own_steps", STEPS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "own_steps", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def own_step(name: str, *, rows: int = 256) -> OwnStep:
+    model = build(f"{STEPS}:{name}")
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+    return OwnStep(model=model, args=(x,), kwargs={}, settings=StepSettings())
+
+
+def segments(*paths: str) -> Plan:
+    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths))
+
+
+PLANS = {
+    "two_rounds": segments("maker.0", "maker.1", "judge.0.0", "judge.0.1", "judge.0.2"),
+    "penalized": segments("net.0", "net.1"),
+    "mean_teacher": segments("net.0", "net.1", "net.2"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
+    step = own_step(name)
+    reset_gradients(step)
+    step.model.zero_grad(set_to_none=True)
+
+    def taken(entered: Callable[[Any], None]) -> None:
+        reset_gradients(step)
+        take(step, entered)
+
+    allocated = measure_allocated(taken, "cpu", resident_bytes(step))
+    fake, real = FakeStep(step).count(allocated.workspaces), count(step, allocated.workspaces)
+    assert [peak.phase for peak in fake.phases] == ["forward", "backward", "update"]
+    assert fake.tensor_peak_bytes == real.tensor_peak_bytes
+    predicted = {peak.phase: peak.allocated_peak_bytes for peak in fake.phases}
+    assert predicted == pytest.approx(allocated.phases, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_plan_changes_nothing_and_saves(name: str) -> None:
+    step = own_step(name)
+    before, peak = effects(step), FakeStep(step).count().tensor_peak_bytes
+    assert bit_equal(before, effects(step))
+    memopt_cli.apply_plan(step.model, PLANS[name])
+    assert bit_equal(before, effects(step))
+    memopt_cli.remove_plan(step.model)
+    fake = FakeStep(step)
+    memopt_cli.apply_plan(fake.step.model, PLANS[name])
+    found = fake.count().tensor_peak_bytes
+    # A graph of the gradient keeps what was recomputed for it.
+    assert found <= peak if name == "penalized" else found < 0.8 * peak
+
+
+def test_the_gradients_that_optimizers_are_given_are_compared() -> None:
+    step = own_step("two_rounds")
+    found = effects(step)
+    assert "gradient of judge.1.weight at update 1" in found
+    assert "gradient of maker.0.0.weight at update 2" in found
+
+
+def test_nothing_moves_from_step_to_step() -> None:
+    step = own_step("mean_teacher")
+    reset_gradients(step)
+    before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
+    for _ in range(3):
+        take(step)
+    step.models.restore_moved()
+    assert all(torch.equal(before[name], p) for name, p in step.model.named_parameters())
+    (optimizer,) = step.optimizers()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**4)  # the schedule's, not the zero of its steps
+
+
+def test_a_step_finds_the_gradients_that_one_before_it_leaves() -> None:
+    step = own_step("two_rounds")
+    assert step.models.leaves is None
+    reset_gradients(step)
+    assert step.models.leaves == {name for name, _ in step.model.named_parameters()}
+    assert all(p.grad is not None and not p.grad.any() for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_replay_of_several_rounds(name: str) -> None:
+    """By the record alone, the peak of the plain step is that of its dry run, within a few per cent."""
+    fake = FakeStep(own_step(name))
+    trace = fake.record(256)
+    predicted = CostModel(trace).predict(Plan()).allocated_peak_bytes
+    assert predicted == pytest.approx(fake.count().allocated_peak_bytes, rel=0.06)
+
+
+def test_a_copy_is_made_anew_with_the_same_parameters() -> None:
+    import copy
+
+    models = own_step("mean_teacher").models
+    with torch.no_grad():
+        for parameter in models.parameters():
+            parameter.add_(1)
+    copied = copy.deepcopy(models)
+    assert copied is not models
+    assert not {*copied.parameters()} & {*models.parameters()}
+    assert all(torch.equal(a, b) for a, b in zip(models.parameters(), copied.parameters(), strict=True))
+    assert [m.training for m in copied.modules()] == [m.training for m in models.modules()]
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "the step's function returned nothing, and no tensor"),
+        ("closure_of_another", "SGD runs forward and backward within its step, by a closure"),
+        ("nan_loss", "what the step returned holds NaN or infinity"),
+        ("sparse", "the gradient of 'net.0.weight' is sparse"),
+        ("unlisted", "the step uses an optimizer, SGD, that it does not list"),
+        ("no_backward", "the step never calls backward"),
+        ("rejects", "module 'net.0.0' (Linear) rejected its input 4x7@float32"),
+        ("fails", "the step failed: KeyError: 'labels'"),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> None:
+    with pytest.raises(StepError) as error:
+        run_checked(own_step(name, rows=4))
+    assert message in error.value.message
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("something_else", "returned a int, neither an nn.Module nor a memopt_cli.Step"),
+        ("closure", "LBFGS runs forward and backward within its step"),
+        ("strange_parameters", "SGD updates a tensor that is a parameter of no model of the step"),
+    ],
+)
+def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
+    with pytest.raises(MemoptError) as error:
+        build(f"{STEPS}:{name}")
+    assert message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"models": {}}, "models is no mapping"),
+        ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
+        ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
+        ({"models": {"net": 3}}, "the model 'net' is a int"),
+        ({"optimizers": [3]}, "optimizers holds a int"),
+        ({"run": 3}, "run is a int"),
+    ],
+)
+def test_a_step_that_cannot_be_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        memopt_cli.Step(**{"models": {"net": nn.ReLU()}, "run": print, **arguments})
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> None:
+    done = memopt("optimize", f"{STEPS}:draws_data", "-i", "256x8", "--no-recommend-batch")
+    assert done.code == 3
+    assert "the original's own step is not repeatable" in done.err
+    assert not done.changed
+
+
+@pytest.mark.parametrize("flag", ["--optimizer=sgd", "--precision=bf16", "--accumulate=2", "--clip-norm=1"])
+@pytest.mark.usefixtures("in_process")
+def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str) -> None:
+    done = memopt("profile", f"{STEPS}:two_rounds", "-i", "4x8", flag)
+    assert done.code == 2
+    assert "makes one of its own" in done.err
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_inputs_of_a_step_are_not_guessed(memopt: Callable[..., Done]) -> None:
+    done = memopt("profile", f"{STEPS}:two_rounds")
+    assert done.code == 2
+    assert "nothing is known of the inputs" in done.err
+
+
+# ---------------------------------------------------------------------------------------------- from end to end
+
+
+def trained(step: memopt_cli.Step, batches: list[Tensor]) -> list[float]:
+    return [float(loss) for x in batches for loss in step(x).values()]
+
+
+@pytest.mark.process
+def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], tmp_path: Path, steps: Any) -> None:
+    arguments = ("-i", "2048x8", "--level", "1", "--budget", "80%", "--search-time", "5", "--no-recommend-batch")
+    done = memopt("optimize", f"{STEPS}:two_rounds", *arguments)
+    assert done.code == 0, done.err
+    assert done.changed == {
+        "own_steps.memopt.plan.yaml",
+        "own_steps.memopt.summary.json",
+        "own_steps.memopt.batch.yaml",
+    }
+    assert "step = two_rounds(); memopt_cli.apply_plan(step, 'own_steps.memopt.plan.yaml')" in done.out
+    torch.manual_seed(0)
+    plain = steps.two_rounds()
+    torch.manual_seed(0)
+    planned = steps.two_rounds()
+    assert memopt_cli.apply_plan(planned, tmp_path / "own_steps.memopt.plan.yaml") is planned
+    assert memopt_cli.plan_of(models_of(planned)).segments
+    batches = list(torch.randn(5, 2048, 8, generator=torch.Generator().manual_seed(3)))
+    assert trained(plain, batches) == trained(planned, batches)
+
+
+@pytest.mark.process
+def test_from_python(steps: Any) -> None:
+    step, summary = memopt_cli.optimize_step(steps.two_rounds, (torch.randn(2048, 8),), level=1, budget="80%")
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert memopt_cli.plan_of(models_of(step)) == summary.plan
+    original, found = (row.outcome for row in summary.levels)
+    assert isinstance(original, Measurement)
+    assert isinstance(found, Measurement)
+    assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
+
+
+def test_a_plan_goes_on_models_by_name(steps: Any) -> None:
+    step = steps.two_rounds()
+    models = dict(step.models)
+    assert memopt_cli.apply_plan(models, PLANS["two_rounds"]) is models
+    assert isinstance(step.models["maker"][0], memopt_cli.GCContainer)
+    with pytest.raises(OptionError, match="not of a step"):
+        memopt_cli.apply_plan(models, Plan(), loss=torch.sum)
+
+
+def test_a_record_has_a_round_for_each_backward() -> None:
+    """The judge's first two calls are over when its third begins; the maker's is not."""
+    trace = record(own_step("two_rounds"), 256, contents=True)
+    first, second, third = (call for call in trace.calls if call.path == "judge")
+    (maker,) = (call for call in trace.calls if call.path == "maker")
+    assert max(first.backward_end, second.backward_end) <= third.start
+    assert maker.backward_start >= third.backward_start
+    root = block_tree(trace, [1.0] * len(trace.ops))
+    assert [child.path for child in root.children if child.path or child.is_round] == ["maker", "", "judge"]
+    assert trace.modules[0].refusal
