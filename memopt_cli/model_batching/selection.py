@@ -358,7 +358,6 @@ def _timed(tried: list[tuple[Candidate, RouteTrial]], sizes: Sequence[_Given]) -
 
     ``sizes``: what steps may be taken on, the least first; the last is taken if steps on it are short.
     """
-    is_long = False
     for given in sizes:
         steps: dict[int, Callable[[], float]] = {}
         first: dict[int, float] = {}
@@ -371,11 +370,10 @@ def _timed(tried: list[tuple[Candidate, RouteTrial]], sizes: Sequence[_Given]) -
                 steps.pop(index, None)
                 if candidate.name != "loop":
                     tried[index] = candidate, replace(trial, refused=first_line(error))
-        if is_long := sum(first.values()) * _size(sizes[-1]) / _size(given) > _TIMING_S:
+        if sum(first.values()) * _size(sizes[-1]) / _size(given) > _TIMING_S:
             break
     taken = [first[index] for index in steps]
-    seconds = taken if is_long else _median_seconds(list(steps.values()), taken)
-    seconds = seconds if len(steps) > 1 else [math.nan] * len(steps)
+    seconds = _median_seconds(list(steps.values()), taken) if len(steps) > 1 else [math.nan] * len(steps)
     for index, median in zip(steps, seconds, strict=True):
         candidate, trial = tried[index]
         tried[index] = candidate, replace(trial, step_s=median)
