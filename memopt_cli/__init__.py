@@ -13,7 +13,7 @@ _PUBLIC = {
     "apply_gc": "memopt_cli.api",
     "get_module_and_parent": "memopt_cli.api",
     "memory_optimization": "memopt_cli.api",
-    "optimize_step": "memopt_cli.optimize_step",
+    "optimize_step": "memopt_cli.optimized_step",
     "resolve_device": "memopt_cli.api",
     "MEMOPT_CHECKPOINT_BUDGETS": "memopt_cli.api",
     "MEMOPT_PREFERENCES": "memopt_cli.api",

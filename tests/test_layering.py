@@ -52,7 +52,7 @@ PARTS: dict[str, set[str]] = {
     "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "optimize_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
+    "optimized_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
     "export": BASE | {"plain", "write"},

@@ -382,12 +382,18 @@ def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> 
         namespace["_engine_run_backward"] = plain
 
 
+_NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
+"""Modules whose frames stand around a function that is not compiled."""
+
+
 def is_engine(caller: FrameType | None) -> bool:
     """Whether it is autograd's engine that called, ``caller`` being the frame behind.
 
     The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
     own.  PyTorch has no other answer to who asks for a saved tensor, or who adds two gradients.
     """
+    while caller is not None and caller.f_globals.get("__name__") in _NOT_COMPILED:
+        caller = caller.f_back
     return caller is None or caller.f_code is _ENGINE
 
 

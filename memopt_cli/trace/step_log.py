@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.records import CompressorName, Phase
-from memopt_cli.runtime.private_torch import next_node, number_of, running_node, tree_leaves
+from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
@@ -82,7 +82,8 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
-        if self.phase == "forward" and func is _RECURRENT:
+        # Of a step without data alone: to find out runs the layer, which a measurement would see.
+        if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         self.ops.append(
             RanOp(

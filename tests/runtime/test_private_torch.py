@@ -281,6 +281,16 @@ def test_norms_know_their_dimensions() -> None:
     assert [p.dimensions_of_one_sample(n(1)) for n in (nn.InstanceNorm1d, nn.InstanceNorm2d)] == [2, 3]
 
 
+def test_runs_of_the_engine_are_watched() -> None:
+    heard: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with p.engine_watched(lambda: heard.append("enter"), lambda: heard.append("leave")):
+        x.sum().backward()
+        torch.autograd.grad(x.sum(), x)
+    torch.autograd.grad(x.sum(), x)
+    assert heard == ["enter", "leave"] * 2
+
+
 def test_bases_of_layers() -> None:
     assert isinstance(nn.BatchNorm2d(1), p.BatchNorm)
     assert isinstance(nn.SyncBatchNorm(1), p.BatchNorm)
