@@ -120,7 +120,8 @@ def ops_of(trace: StepTrace, phase: str) -> list[tuple[str, str]]:
 
 def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, StepTrace]) -> None:
     fake, real = sample
-    assert fake == real
+    # Of a recurrent layer's workspace, what no chunk shrinks is known of dry runs alone.
+    assert replace(fake, storages=tuple(replace(s, fixed_bytes=()) for s in fake.storages)) == real
 
 
 def test_births_and_deaths_give_the_tensor_peak(sample: tuple[StepTrace, StepTrace]) -> None:
