@@ -23,6 +23,7 @@ from memopt_cli.pipeline.live_model import (
     FORMAT,
     detached_copy,
     difference_error,
+    found_and_proven,
     inputs_of,
     listed_modules,
     logged,
@@ -30,7 +31,6 @@ from memopt_cli.pipeline.live_model import (
     prepared_model,
     take_off,
 )
-from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
@@ -282,10 +282,7 @@ def _measured(
         asked = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
-        found = find_plan(asked, resolved, prepared, progress)
-        assert found.verification is not None
-        if not found.verification.passed:
-            raise difference_error(found.verification)
+        found = found_and_proven(asked, resolved, prepared, progress)
         apply_plan(net, found.plan)  # before anything that can fail
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from memopt_cli import plain
 from memopt_cli.documents import printable
@@ -30,9 +30,8 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     return "\n".join([*head, source])
 
 
-def _table(rows: object) -> str:
+def _table(rows: Mapping[str, object]) -> str:
     """Of constants, in the place of an empty one."""
-    assert isinstance(rows, dict)
     lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
     return " = {\n" + "".join(lines) + "}" if rows else " = {}"
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor, nn
@@ -22,12 +23,11 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.live_model import (
     described,
-    difference_error,
+    found_and_proven,
     logged,
     prepared_model,
     take_off,
 )
-from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.profiling import profile_prepared
@@ -46,7 +46,6 @@ from memopt_cli.records import (
     CheckRequest,
     Comparison,
     InputSpec,
-    Measurement,
     MemOptSummary,
     ModelSource,
     Objective,
@@ -60,9 +59,9 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.report.text import TextReport
-from memopt_cli.spec_text import check_sizes, parse_limit, parse_tensor, require_sizes, require_used
-from memopt_cli.units import parse_bytes, parse_percent
-from memopt_cli.write import read_plan
+from memopt_cli.spec_text import check_inputs, parse_limit, parse_tensor, require_used
+from memopt_cli.units import parse_amount
+from memopt_cli.write import check_targets, read_plan
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
 """The one argument of ``forward``, its positional or keyword arguments, or text as for ``-i``: ``"Bx3x64x64"``."""
@@ -209,7 +208,7 @@ def optimize(
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
     settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    goal = SearchGoal() if budget is None else SearchGoal(budget=_budget(budget))
+    goal = SearchGoal() if budget is None else SearchGoal(budget=Budget.of(_memory(budget)))
     search = SearchOverrides(level=level, targets=tuple(target), allow_inexact=allow_inexact, max_slowdown=max_slowdown)
     return _searched(model, _given(inputs, dims), settings, search, goal, search_time, recommend_batch, verbose)
 
@@ -338,6 +337,7 @@ def baseline(
     Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
     Other arguments and errors are those of :func:`optimize`.
     """
+    check_targets([Path(output)], force=force)
     settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepared(model, _description(inputs, dims), settings, verbose) as (prepared, progress):
         request = BaselineRequest(
@@ -365,17 +365,17 @@ def check(
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only the loss,
     which is code, is given again.  Raises :class:`BaselineError` for a baseline that is missing, or of another step.
     """
-    named = loss if isinstance(loss, str) or loss is None else _name_of(loss)
+    spec = _description(inputs, dims)
     request = CheckRequest(
         source=ModelSource(location=type(model).__name__),
         baseline_path=os.fspath(baseline),
         limits=tuple(map(parse_limit, fail_on)),
-        spec=_description(inputs, dims),
-        loss=named,
+        spec=spec,
+        loss=_name_of(loss),
     )
     before, settings = step_of_baseline(request)
     settings = replace(settings, device=device_named(settings.device))
-    with _prepared(model, _description(inputs, dims), settings, verbose) as (prepared, progress):
+    with _prepared(model, spec, settings, verbose) as (prepared, progress):
         carrying = replace(prepared, carried=plan_of(model).of_model)
         return Checked(check_prepared(request, before, carrying, progress))
 
@@ -408,11 +408,9 @@ def _searched(
             search_limit_s=search_time,
             recommend_batch=recommend_batch,
         )
-        found = find_plan(request, resolved, prepared, progress)
+        found = found_and_proven(request, resolved, prepared, progress)
         advice = None
         if found.verification is not None:
-            if not found.verification.passed:
-                raise difference_error(found.verification)
             found.notes[:0] = take_off(model)
             apply_plan(model, found.plan.of_model)
             advice = _advice(request, prepared, found, progress) if recommend_batch else None
@@ -422,9 +420,8 @@ def _searched(
 
 
 def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
-    measured = next(row.outcome for row in found.rows if row.level == found.applied_level)
-    assert isinstance(measured, Measurement)
-    return advise(request, prepared, found.plan, measured, found.notes, progress)
+    assert found.measured is not None, "it is applied"
+    return advise(request, prepared, found.plan, found.measured, found.notes, progress)
 
 
 @contextlib.contextmanager
@@ -452,7 +449,7 @@ def _settings(
     return StepSettings(
         device=resolve_device() if device is None else device,
         precision=precision,
-        loss=loss if isinstance(loss, str) or loss is None else _name_of(loss),
+        loss=_name_of(loss),
         optimizer=optimizer,
         micro_batches=accumulate,
         clip_norm=clip_norm,
@@ -460,8 +457,10 @@ def _settings(
     )
 
 
-def _name_of(loss: Callable[[Any], Tensor]) -> str:
+def _name_of(loss: Loss | None) -> str | None:
     """``file.py:function``, by which a subprocess finds it.  Raises :class:`OptionError` if it cannot."""
+    if loss is None or isinstance(loss, str):
+        return loss
     name = getattr(loss, "__qualname__", "")
     try:
         file = inspect.getsourcefile(loss)
@@ -480,9 +479,7 @@ def _given(inputs: Inputs, dims: Mapping[str, int] | None) -> tuple[Any, ...] | 
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
         tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), dict(dims or {})
-        for tensor in tensors:
-            check_sizes(tensor, sizes)
-        require_sizes(tensors, sizes)
+        check_inputs(tensors, sizes)
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
     if dims:
@@ -502,18 +499,9 @@ def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
     return given if isinstance(given, InputSpec) else described(given)
 
 
-def _budget(given: str | float) -> Budget:
-    amount = _memory(given)
-    return Budget(nbytes=amount) if isinstance(amount, int) else Budget(share=amount)
-
-
 def _memory(given: str | float) -> int | float:
     """Bytes, or a share, which is a float up to 1."""
-    if isinstance(given, str):
-        share = parse_percent(given)
-        amount: int | float = parse_bytes(given) if share is None else share
-    else:
-        amount = given
+    amount = parse_amount(given) if isinstance(given, str) else given
     if not amount > 0 or (isinstance(amount, float) and amount > 1):
         raise OptionError(f"{given!r} is neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.')
     return amount

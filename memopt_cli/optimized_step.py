@@ -10,13 +10,12 @@ from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live_model import difference_error, logged
+from memopt_cli.pipeline.live_model import found_and_proven, logged
 from memopt_cli.pipeline.live_step import prepared_step
-from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
 from memopt_cli.records import Budget, MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
-from memopt_cli.units import parse_bytes, parse_percent
+from memopt_cli.units import parse_amount
 from memopt_cli.user_step import Step, models_of
 
 
@@ -45,7 +44,9 @@ def optimize_step(
     started = time.monotonic()
     search = SearchOverrides(level=level, max_slowdown=max_slowdown)
     resolved = resolve(search)
-    goal = SearchGoal(budget=_budget(budget)) if budget is not None else SearchGoal()
+    goal = SearchGoal()
+    if budget is not None:
+        goal = SearchGoal(budget=Budget.of(parse_amount(budget) if isinstance(budget, str) else budget))
     if budget is not None and level == 0:
         raise OptionError("a budget is met by a plan, which level 0 does not search for", hint="Raise level.")
     settings = StepSettings(device=resolve_device())
@@ -60,18 +61,7 @@ def optimize_step(
             goal=goal,
             recommend_batch=False,
         )
-        found = find_plan(request, resolved, prepared, progress)
-    assert found.verification is not None
-    if not found.verification.passed:
-        raise difference_error(found.verification)
-    found.notes[:0] = prepared.notes
+        found = found_and_proven(request, resolved, prepared, progress)
     step = make_step()
     apply_plan(models_of(step), found.plan)
     return step, summarize(found, spent_s=time.monotonic() - started)
-
-
-def _budget(budget: int | str) -> Budget:
-    if isinstance(budget, int):
-        return Budget(nbytes=budget)
-    share = parse_percent(budget)
-    return Budget(nbytes=parse_bytes(budget)) if share is None else Budget(share=share)

@@ -96,6 +96,17 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
         )
 
 
+def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for two inputs of one name, sizes that cannot be, and a symbol that has none."""
+    names = [tensor.name for tensor in tensors if tensor.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"the input '{name}' is given twice")
+    for tensor in tensors:
+        check_sizes(tensor, dims)
+    require_sizes(tensors, dims)
+
+
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     """``["B=8", "S=128"]`` -> the size of each dimension.
 

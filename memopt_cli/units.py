@@ -61,6 +61,12 @@ def format_copies(count: int) -> str:
     return "1 copy" if count == 1 else f"{count} copies"
 
 
+def parse_amount(text: str) -> int | float:
+    """``"8GiB"`` -> bytes, ``"60%"`` -> a share, which is a float.  Raises :class:`UsageError` for anything else."""
+    share = parse_percent(text)
+    return parse_bytes(text) if share is None else share
+
+
 def parse_percent(text: str) -> float | None:
     """``"90%"`` -> 0.9; ``None`` if the text is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)

@@ -9,8 +9,8 @@ import typer
 
 from memopt_cli.cli.config import Config
 from memopt_cli.errors import UsageError
-from memopt_cli.records import InputSpec, TensorSpec
-from memopt_cli.spec_text import check_sizes, parse_dims, parse_tensor, require_sizes, require_used
+from memopt_cli.records import InputSpec
+from memopt_cli.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 
 
 def input_spec(
@@ -37,7 +37,7 @@ def input_spec(
         return InputSpec(dims=sizes, optional_dims=optional, source=source) if sizes else None
     chosen = (typed or given)[0]
     tensors = tuple(parse_tensor(text) for text in inputs) if chosen == "inputs" else ()
-    _check(tensors, sizes)
+    check_inputs(tensors, sizes)
     if chosen != "input_script":  # a script's arguments are not known yet
         require_used(asked, tensors, _flag(chosen))
         sizes = {name: size for name, size in sizes.items() if any(name in tensor.shape for tensor in tensors)}
@@ -50,16 +50,6 @@ def input_spec(
         script=script if chosen == "input_script" else None,
         source=_flag(chosen) if typed else config.path,
     )
-
-
-def _check(tensors: Sequence[TensorSpec], dims: dict[str, int]) -> None:
-    names = [tensor.name for tensor in tensors if tensor.name is not None]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"the input '{name}' is given twice")
-    for tensor in tensors:
-        check_sizes(tensor, dims)
-    require_sizes(tensors, dims)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

@@ -17,7 +17,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
 from memopt_cli.records import Precision
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
-from memopt_cli.units import parse_bytes, parse_percent
+from memopt_cli.units import parse_amount
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -53,8 +53,7 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 def memory(text: str) -> int | float:
     """``8GiB`` -> bytes, ``60%`` -> a share, which is a float."""
     try:
-        share = parse_percent(text)
-        amount = parse_bytes(text) if share is None else share
+        amount = parse_amount(text)
     except UsageError as err:
         hint = " (write for example 24GiB, 512MB or 60%)" if err.hint else ""
         raise typer.BadParameter(f"{err.message}{hint}") from err

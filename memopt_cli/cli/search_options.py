@@ -37,8 +37,7 @@ def _slowdown(text: str) -> float:
 
 
 def _budget(text: str) -> Budget:
-    amount = memory(text)
-    return Budget(nbytes=amount) if isinstance(amount, int) else Budget(share=amount)
+    return Budget.of(memory(text))
 
 
 Level = Annotated[

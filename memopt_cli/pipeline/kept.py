@@ -100,10 +100,8 @@ class Kept:
                 self._keep_summary()
 
     def _advice(self) -> BatchAdvice | None:
-        rows = (row for row in self.found.rows if row.level == self.found.applied_level)
-        measured = next(row.outcome for row in rows)
-        assert isinstance(measured, Measurement)
-        found = self.found
+        found, measured = self.found, self.found.measured
+        assert measured is not None, "it is applied"
         return advise(self.request, self.prepared, found.plan, measured, found.notes, self.progress)
 
     def _summary(self) -> MemOptSummary:

@@ -26,13 +26,17 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.summary import Findings
+from memopt_cli.plan.policy import Resolved
 from memopt_cli.progress import Progress, Span
 from memopt_cli.records import (
     InputSpec,
     LoadedModel,
     ModelSource,
     ModuleTrace,
+    OptimizeRequest,
     StepSettings,
     TensorSpec,
     Trust,
@@ -352,6 +356,17 @@ def take_off(net: nn.Module) -> list[str]:
         return []
     remove_plan(net)
     return ["The model carried a plan already; it was taken off first."]
+
+
+def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
+    """What :func:`~memopt_cli.pipeline.optimization.find_plan` finds.
+
+    Raises :class:`VerificationError` for a plan that does not compute the same.
+    """
+    found = find_plan(request, resolved, prepared, progress)
+    if found.verification is not None and not found.verification.passed:
+        raise difference_error(found.verification)
+    return found
 
 
 def difference_error(found: Verification) -> VerificationError:

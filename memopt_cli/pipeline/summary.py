@@ -54,6 +54,11 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
 
+    @property
+    def measured(self) -> Measurement | None:
+        """Of the plan that is applied; ``None`` if it was not measured."""
+        return _measured(self.rows, self.applied_level)
+
 
 def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = None) -> MemOptSummary:
     """The summary of one optimization, as it is shown and written; its counters are those of the plan.
@@ -66,7 +71,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
     manual = [s for s in packed if s.path in found.asked_codecs]
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
-    measured = _measured(rows, found.applied_level)
+    measured = found.measured
     return MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
@@ -176,7 +181,7 @@ def _generic(found: Findings) -> str:
         return "Nothing was searched; level 1 and above may save memory."
     if found.plan.is_empty and all(row.plan.is_empty for row in rows):
         return f"No plan that was found lowers the measured peak of this step.{_what_stays(rows)}"
-    before, after = _measured(rows, 0), _measured(rows, found.applied_level)
+    before, after = _measured(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
     return ""
@@ -192,7 +197,7 @@ def _what_stays(rows: list[LevelRow]) -> str:
 
 def _measured_sentence(found: Findings) -> str:
     """``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a number or a plan."""
-    before, after = _measured(found.rows, 0), _measured(found.rows, found.applied_level)
+    before, after = _measured(found.rows, 0), found.measured
     if before is None or after is None or found.plan.is_empty:
         return ""
     peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"

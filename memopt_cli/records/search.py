@@ -95,6 +95,11 @@ class Budget:
     share: float | None = None
     """Of the original's."""
 
+    @classmethod
+    def of(cls, amount: float) -> Budget:
+        """Of bytes, or of a share, which is a float."""
+        return cls(nbytes=amount) if isinstance(amount, int) else cls(share=amount)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchGoal:

@@ -392,14 +392,16 @@ def is_engine(caller: FrameType | None) -> bool:
     The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
     own.  PyTorch has no other answer to who asks for a saved tensor, or who adds two gradients.
     """
-    while caller is not None and caller.f_globals.get("__name__") in _NOT_COMPILED:
-        caller = caller.f_back
+    caller = _beyond(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
 
 
 def caller_beyond(names: frozenset[str]) -> FrameType | None:
     """The frame that called the caller of this, passing over modules of these names."""
-    frame: FrameType | None = sys._getframe(1)
+    return _beyond(sys._getframe(1), names)
+
+
+def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__") in names:
         frame = frame.f_back
     return frame

@@ -87,8 +87,11 @@ def _turn_of(module: nn.Module) -> AbstractContextManager[object]:
 
 def _is_of_python() -> bool:
     """Whether Python started this thread: one that it only came upon is called a dummy, if it is known at all."""
-    me = threading.get_ident()
-    return any(thread.ident == me and not thread.name.startswith("Dummy-") for thread in threading.enumerate())
+    if not hasattr(_thread, "is_of_python"):  # it stays what it is
+        me = threading.get_ident()
+        known = (thread for thread in threading.enumerate() if thread.ident == me)
+        _thread.is_of_python = any(not thread.name.startswith("Dummy-") for thread in known)
+    return bool(_thread.is_of_python)
 
 
 @dataclass(frozen=True, slots=True)
