@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
@@ -179,6 +179,7 @@ class _Job:
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.notes += self._obstacles(search.probes)
         return rows
 
@@ -281,6 +282,7 @@ class _Job:
             original_bytes=search.first.peak_bytes,
             options=self.options,
             measure=self.measurements.measure,
+            time_in_turns=self.measurements.time_in_turns,
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
@@ -32,6 +32,23 @@ class PlanMeasurements:
         """In a subprocess at hand."""
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return _outcome(found)
+
+    def time_in_turns(self, plan: Plan) -> None:
+        """Time a measured plan again and the original with it, in one subprocess: both have these step times then.
+
+        Nothing changes where that fails.
+        """
+        with self.session() as session:
+            found = session.ask(TimeInTurnsJob(plan=plan))
+        if isinstance(found, TimedInTurns):
+            self._retimed(ORIGINAL, found.original_times_s)
+            self._retimed(plan, found.planned_times_s)
+
+    def _retimed(self, plan: Plan, step_times_s: tuple[float, ...]) -> None:
+        measured = self._found[plan]
+        if isinstance(measured, Measured):
+            measurement = replace(measured.measurement, step_times_s=step_times_s)
+            self._found[plan] = replace(measured, measurement=measurement)
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """What its steps left and those of the original; ``None`` where not both were measured.

@@ -31,6 +31,7 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     SizesJob,
     Subject,
+    TimeInTurnsJob,
     Traced,
     TraceJob,
     VerifyJob,
@@ -94,6 +95,7 @@ JOBS = [
     CountJob(plan=plan("0", "1"), fake=False),
     ChunkingJob(path="0"),
     MeasureJob(plan=plan("1"), steps=2),
+    TimeInTurnsJob(plan=plan("1"), pairs=1),
     ProbeJob(plan=plan("1"), batch=5),
     VerifyJob(plan=plan("0", "1"), batch=4),
     VerifyJob(plan=plan("0", chunks=2, batch_statistics=True), batch=4),
@@ -283,9 +285,9 @@ def test_a_probe_takes_a_long_step_once(
 
 @pytest.mark.parametrize(
     ("long_s", "warm_up", "steps", "timed"),
-    [(0.0, True, 4, 2), (math.inf, True, 6, 3), (0.0, False, 5, 3), (math.inf, False, 5, 3)],
+    [(0.0, True, 5, 2), (math.inf, True, 6, 3), (0.0, False, 5, 3), (math.inf, False, 5, 3)],
 )
-def test_a_long_step_is_timed_once_warm_and_once_while_its_memory_is_recorded(
+def test_a_long_step_is_timed_twice_warm(
     long_s: float,
     warm_up: bool,
     steps: int,
@@ -300,6 +302,17 @@ def test_a_long_step_is_timed_once_warm_and_once_while_its_memory_is_recorded(
     found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
     assert len(taken) == steps
     assert len(found.step_times_s) == timed
+
+
+def test_a_plan_is_timed_in_turns_with_the_original(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    one, runs = worker(), []
+    one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
+    found = one.do(TimeInTurnsJob(plan=plan("2"), pairs=3))
+    assert len(found.original_times_s) == len(found.planned_times_s) == 3
+    assert len(runs) == 4 * (1 + 2), "a segment runs twice"
 
 
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:

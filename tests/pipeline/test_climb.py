@@ -79,13 +79,22 @@ def climb(
     *,
     max_slowdown: float | None = 1.33,
     measure_all: bool = False,
+    in_turns: tuple[float, float] | None = None,
 ) -> tuple[Climb, list[int]]:
     """The climb to the highest of the levels, and the peaks that were measured."""
     asked: list[int] = []
 
+    known: dict[Plan, Any] = {Plan(): measured(ORIGINAL)}
+
     def measure(plan: Plan) -> Any:
-        asked.append(int(plan.segments[0].path[1:]))
-        return outcome(asked[-1])
+        if plan not in known:
+            asked.append(int(plan.segments[0].path[1:]))
+            known[plan] = outcome(asked[-1])
+        return known[plan]
+
+    def time_in_turns(plan: Plan) -> None:
+        for timed, step_s in zip((Plan(), plan), in_turns or (), strict=False):
+            known[timed] = replace(known[timed], step_times_s=(step_s,))
 
     planner: Any = FakePlanner(plans)
     original = replace(found_row(0, priced(ORIGINAL, 1.0), 0, 0.0, dry_run=True), outcome=measured(ORIGINAL))
@@ -95,6 +104,7 @@ def climb(
         original_bytes=ORIGINAL,
         options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
         measure=measure,
+        time_in_turns=time_in_turns,
         progress=Progress(),
         dry_run=True,
         measure_all=measure_all,
@@ -126,6 +136,15 @@ def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     assert rows[0].outcome == measured(600, 2.0)
     assert found.applied == rows[1]
     assert rows[1].plan == Plan()
+
+
+def test_a_plan_is_timed_in_turns_with_the_original_before_it_is_refused() -> None:
+    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, 1.6), in_turns=(2.0, 2.5))
+    (row,) = found.rows()
+    assert found.applied == row
+    assert row.outcome == measured(600, 2.5)
+    assert found.original.outcome == measured(ORIGINAL, 2.0)
+    assert (asked, found.notes) == ([600], [])
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
