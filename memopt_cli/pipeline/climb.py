@@ -17,6 +17,8 @@ from memopt_cli.units import format_bytes
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
 _HARDLY_SLOWER = 1.02
+_FASTER = 0.95
+"""A step that seems to take less than this share of the original's is timed again, too: to recompute takes time."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -32,7 +34,7 @@ class Climb:
     options: SearchOptions
     measure: Callable[[Plan], Measurement | Failure]
     time_in_turns: Callable[[Plan], None]
-    """Time a measured plan and the original anew, so that a busy machine refuses no plan."""
+    """Time a measured plan and the original anew, so that a busy machine neither refuses nor praises it."""
     progress: Progress
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
@@ -127,7 +129,7 @@ class Climb:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
             row = self.measured(row)
-            if self._slowdown(row) > self._limit:
+            if not _FASTER <= self._slowdown(row) <= self._limit:
                 row = self._timed_in_turns(row)
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:

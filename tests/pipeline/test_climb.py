@@ -138,8 +138,9 @@ def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     assert rows[1].plan == Plan()
 
 
-def test_a_plan_is_timed_in_turns_with_the_original_before_it_is_refused() -> None:
-    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, 1.6), in_turns=(2.0, 2.5))
+@pytest.mark.parametrize("step_s", [1.6, 0.7])
+def test_a_plan_is_timed_in_turns_with_the_original_before_it_is_called_slow_or_fast(step_s: float) -> None:
+    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, step_s), in_turns=(2.0, 2.5))
     (row,) = found.rows()
     assert found.applied == row
     assert row.outcome == measured(600, 2.5)
