@@ -75,6 +75,7 @@ def peaks(curve: StrategyCurve) -> list[int]:
 
 @pytest.mark.usefixtures("in_process")
 class TestInProcess:
+    @pytest.mark.slow
     def test_online_memory_is_flat_and_that_of_bptt_is_a_line(self, tmp_path: Path) -> None:
         found = compared(tmp_path, spiking(), "bptt", "online", steps=DimRange(symbol="T", low=16, high=512))
         bptt, full, factored = found.curves
@@ -90,6 +91,7 @@ class TestInProcess:
         assert (bptt.exact, full.exact, factored.exact) == (True, True, False)
         assert "cosine" in factored.remark
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("low", [1, 2])
     def test_a_range_from_the_first_steps_shows_online_flat_too(self, tmp_path: Path, low: int) -> None:
         """What a first step has not made yet, and states that it found, are no growth."""
@@ -101,6 +103,7 @@ class TestInProcess:
         trace_bytes = 4 * 8 * 512 * 32
         assert peaks(found.curves[0])[-1] < 3 * trace_bytes  # the trace as it was and as it becomes, and the rest
 
+    @pytest.mark.slow
     def test_a_plan_is_verified(self, tmp_path: Path) -> None:
         wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 64))
         net = OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4)))
@@ -113,6 +116,7 @@ class TestInProcess:
         assert "bit for bit" in planned.remark
         assert all(b < a for a, b in zip(peaks(bptt), peaks(planned), strict=True))
 
+    @pytest.mark.slow
     def test_beyond_the_memory_is_an_estimate(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=16, high=256)
         whole = compared(tmp_path, spiking(), "bptt", steps=steps).curves[0]
@@ -121,6 +125,7 @@ class TestInProcess:
         assert [p.measured for p in curve.points] == [True, True, True, False, False]
         assert peaks(curve)[-1] == pytest.approx(peaks(whole)[-1], rel=0.02)
 
+    @pytest.mark.slow
     def test_one_size_tells_no_growth(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=4, high=64)
         found = compared(tmp_path, BriefOnly(), "bptt", "online", steps=steps)
@@ -138,6 +143,7 @@ class TestInProcess:
         curve = compared(tmp_path, spiking(), "bptt", steps=steps, longest_step_s=1e-6).curves[0]
         assert [(p.steps, p.measured) for p in curve.points] == [(16, True)]
 
+    @pytest.mark.slow
     def test_gradients_are_compared_where_something_is_carried_over(self, tmp_path: Path) -> None:
         """At one step, the smallest number here, the second layer's neurons have carried nothing over."""
         net = OverTime(nn.Sequential(nn.Linear(32, 16), LIF(16), nn.Linear(16, 16), LIF(16)))

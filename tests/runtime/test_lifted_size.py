@@ -89,6 +89,7 @@ def many_outputs(count: int) -> Any:
 SHAPES = (many_alive, many_inlined, a_long_chain, many_branches, many_loops, many_outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_twice_the_program_takes_twice_the_time(shape: Callable[[int], Any]) -> None:
     def seconds(count: int) -> float:
@@ -102,6 +103,7 @@ def test_twice_the_program_takes_twice_the_time(shape: Callable[[int], Any]) -> 
     assert min(seconds(8000) for _ in range(3)) < 3 * short + 0.05
 
 
+@pytest.mark.slow
 def test_a_program_of_30_000_nodes_takes_memory_in_proportion() -> None:
     program = many_alive(30_000)
     tracemalloc.start()

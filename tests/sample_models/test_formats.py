@@ -77,6 +77,7 @@ def gradients(step: Step) -> dict[str, Tensor]:
     return {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_every_format_is_lifted_whole_and_gives_the_same_gradients(files: Path) -> None:
     expected = gradients(step_of(files))
     assert expected
