@@ -521,7 +521,7 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
 
 @pytest.mark.slow
 def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(deep_net(), "net.pt")
+    torch.save(small_net(), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "1KiB")
     assert done.code == 6, done.err
@@ -531,7 +531,7 @@ def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeyp
 def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save(deep_net(), "net.pt")
+    torch.save(deep_net(blocks=2), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
@@ -597,9 +597,13 @@ def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Cal
     assert os.listdir() == ["net.pt"]
 
 
-def deep_net() -> nn.Sequential:
+def deep_net(blocks: int = 6) -> nn.Sequential:
     """Segments pay here."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
 
 
 @pytest.mark.slow
