@@ -196,6 +196,7 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
     assert "b.yaml exists" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "16x64", "--memory", "2MiB", "--replicas", "2:4", "--seed", "1")
@@ -280,6 +281,7 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
     import torch
