@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.own_step import OwnStep
-from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace
+from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.state import ModuleState, StartingState
 from memopt_cli.step import Step, reset_gradients
@@ -27,7 +27,7 @@ from memopt_cli.trace.log import (
     resident_bytes,
     run_step,
 )
-from memopt_cli.trace.modules import ModuleNotes, ancestry, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.workspace import Workspaces
 
