@@ -355,12 +355,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return is_fake(a) or torch.equal(_bits_of(a), _bits_of(b))
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their size; compared octet by octet, large elements take three times as long."""
 
 
 def _bits_of(x: Tensor) -> Tensor:
-    integer = _INTEGERS.get(x.element_size(), torch.int64)
+    integer = _AS_BITS.get(x.element_size(), torch.int64)
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(integer)
 
 
