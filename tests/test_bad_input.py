@@ -143,6 +143,7 @@ def plan(memopt: Memopt, folder: Path, in_process: None) -> str:
     return "made/good.plan.yaml"
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     text = Path(plan).read_text()
     assert "segments: []" in text
@@ -161,6 +162,7 @@ def test_a_plan_goes_onto_a_model_that_has_lazy_layers_still(memopt: Memopt, pla
     assert done.changed == {"lazy.memopt.pt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["0-9", "1-0", "0-x"])
 def test_a_plan_of_layers_that_are_not_there(run: str, memopt: Memopt, plan: str) -> None:
     Path(plan).write_text(Path(plan).read_text().replace("segments: []", f"segments: [{{path: {run}}}]"))
