@@ -1,4 +1,4 @@
-"""Ways to batch sequences of given lengths, side by side: padding, buckets, packing, a token budget."""
+"""Ways to batch sequences of given lengths, side by side: padding, buckets, sequence packing, a token budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StrategyReport:
     """What one epoch costs when batched one way."""
 
     strategy: str
-    """``padding`` (random batches), ``buckets``, ``packing`` (random batches) or ``token_budget``."""
+    """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
     batches: int
     tokens: int
     """Sum of all lengths."""
@@ -78,7 +78,7 @@ def compare_length_strategies(
     plans = {
         "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in drawn],
         "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
-        "packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
+        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
         TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(

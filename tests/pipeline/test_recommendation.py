@@ -265,8 +265,8 @@ class TestInProcess:
         path = str(tmp_path / "lengths.txt")
         found = recommended(lstm, "BxSx16", dims={"B": 4, "S": 20}, memory=MIB, lengths_path=path)
         ways = {way.name: way for way in found.lengths}
-        assert list(ways) == ["padding", "buckets", "packing", "token_budget"]
-        assert ways["packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
+        assert list(ways) == ["padding", "buckets", "sequence_packing", "token_budget"]
+        assert ways["sequence_packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
         assert ways["padding"].batches == math.ceil(200 / found.batch)
         longest = peak_of(lstm, "4x40x16", found.batch)
         assert ways["padding"].peak_bytes == pytest.approx(longest, rel=0.05)
