@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch

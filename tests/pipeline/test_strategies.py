@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MeasurementError, UsageError
 from memopt_cli.online import LIF, OverTime
-from memopt_cli.pipeline import compare_strategies, strategies
+from memopt_cli.pipeline import strategies
+from memopt_cli.pipeline.strategies import compare_strategies
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
