@@ -424,7 +424,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
 @pytest.mark.usefixtures("in_process")
 def test_a_level_above_1_needs_inputs() -> None:
     net = blocks()
-    with pytest.raises(ValueError, match="level 2 is measured, and there is no dummy_input"):
+    with pytest.raises(ValueError, match="level 2 is measured, which needs a dummy_input"):
         memory_optimization(net, Block, level=2)
     assert segments(net) == []
     summary = summary_of(net, Block, profile="memory")
@@ -443,7 +443,7 @@ def test_values_out_of_range(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("instance", ["Block", (Block, "Linear"), None])
 def test_instances_are_classes(instance: Any) -> None:
-    with pytest.raises(OptionError, match="which is no class"):
+    with pytest.raises(OptionError, match="which is not a class"):
         memory_optimization(blocks(), instance, level=1)
 
 
@@ -570,7 +570,7 @@ def test_inputs_may_come_from_an_example_of_a_call() -> None:
         ({"example_forward": lambda net: net[0](X)}, "did not call the model"),
         ({"example_forward": lambda net: net(X, X, x=X)}, "with 2 positional arguments and others by name"),
         ({"dummy_input": (X,), "split_fn": lambda module: [nn.Tanh()]}, "returned Tanh, which does not lie in it"),
-        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is no list of modules"),
+        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is not a list of modules"),
         ({"dummy_input": (X,), "split_fn": lambda module: [module]}, "returned Block, which does not lie in it"),
     ],
 )

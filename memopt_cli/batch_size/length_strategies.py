@@ -112,7 +112,8 @@ def read_lengths(path: str | Path) -> list[int]:
         text = line.strip()
         if text and not _LENGTH.fullmatch(text):
             raise UsageError(
-                f"{path}, line {number}: '{printable(text[:40])}' is no length", hint="Write one number above 0 a line."
+                f"{path}, line {number}: '{printable(text[:40])}' is not a length",
+                hint="Write one number above 0 a line.",
             )
         if text:
             lengths.append(int(text))

@@ -65,7 +65,7 @@ def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> 
     ``objective``: that of the command line, if it was given.
     """
     if request.dim_range is None:
-        raise UsageError("--strategy tabulates memory by time steps", hint="Add their range: --dim T=16:4096.")
+        raise UsageError("--strategy tabulates memory over time steps", hint="Add their range: --dim T=16:4096.")
     others = {
         "--global-batch": request.global_batch,
         "--multiple-of": None if request.multiple_of == 1 else request.multiple_of,
