@@ -337,7 +337,7 @@ class _Parameters:
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
-        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and not is_lazy(p)}
+        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and _has_place(p)}
         self._gradients = [(p, p.grad, _version(p.grad)) for p in self.tensors() if p.is_leaf]
         self.written = ""
         """Name of a parameter that forward itself wrote."""
@@ -374,21 +374,18 @@ class _Parameters:
                         "wrong. Call backward before the optimizer's step."
                     )
 
-    def _exchange(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Put them where others are by now; returns what was there, as (dictionary, key, parameter)."""
-        there = []
+    def put(self) -> None:
+        """Have them stand where they stood, and no others."""
         for current, used in self._used:
-            for name, p in used.items():
-                # One of the two is sharded: FSDP gathers and frees it by hooks, in a recomputation too.
-                if current.get(name) is not p and _is_plain(p) and _is_plain(current.get(name)):
-                    there.append((current, name, current[name]))
-                    current[name] = p
-        return there
+            _exchange(current, used)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """They stand where they stood within, and need gradients if they did; others before and after."""
-        others = self._exchange()
+        """They stand where they stood within, and need gradients if they did; others before and after.
+
+        Those of before are back afterwards wherever forward has put others, or was ended before it took them off again.
+        """
+        others = [(current, dict(current)) for current, _ in self._used]
         present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf and not p.is_inference()]
         for p, _ in present:
             p.requires_grad_(self._trainable[id(p)])
@@ -397,8 +394,20 @@ class _Parameters:
         finally:
             for p, trainable in present:
                 p.requires_grad_(trainable)
-            for parameters, name, p in others:
-                parameters[name] = p
+            for current, there in others:
+                _exchange(current, there)
+
+
+def _exchange(current: dict[str, Any], held: Mapping[str, Any]) -> None:
+    """Put parameters in the place of others; FSDP gathers and frees sharded ones by hooks, in a recomputation too."""
+    if current.keys() == held.keys() and all(p is held[name] for name, p in current.items()):
+        return
+    sharded = {name: p for name, p in current.items() if not (_may_move(p) and _may_move(held.get(name)))}
+    _fill(current, {**held, **sharded})
+
+
+def _may_move(parameter: Tensor | None) -> bool:
+    return parameter is None or _is_plain(parameter)
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -408,6 +417,11 @@ def _version(gradient: Tensor | None) -> int:
 def _place_of(parameter: Tensor) -> int:
     place: int = memory_of(parameter)
     return place
+
+
+def _has_place(parameter: Tensor) -> bool:
+    """Not a lazy one, nor one that was made under a transform of torch.func, which is over."""
+    return not is_lazy(parameter) and not is_of_transform(parameter)
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
@@ -547,6 +561,7 @@ class StartingState:
     def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
         replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
         replaced |= remade(self._copies) | self._objects.again()
+        self._parameters.put()
         self._state.restore(replaced)
         self._objects.restore(replaced)
         self._generators.restore()
