@@ -52,7 +52,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime.state import name_of
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths
 
 _GUESS_LIMIT_S = 60.0

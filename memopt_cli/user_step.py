@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from memopt_cli.errors import OptionError
 from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
-from memopt_cli.runtime.state import RUNS_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
