@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.records import SegmentPlan
-from memopt_cli.runtime.state import Generators
+from memopt_cli.runtime.generators import Generators
 from tests.fuzz.cases import Case, build, drawn_case, from_text, to_text
 from tests.fuzz.models import KINDS, Block
 from tests.fuzz.scenarios import Scenario

@@ -376,7 +376,7 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
     if content is not None:
         Path(history.baseline).write_text(content)
     answered(MeasureJob, never)
-    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is no baseline: "):
+    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is not a baseline: "):
         history.check()
 
 

@@ -33,7 +33,8 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import chunked
-from memopt_cli.runtime.state import Generators, StartingState
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.state import StartingState
 
 ORIGINAL = Plan()
 

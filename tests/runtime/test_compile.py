@@ -142,6 +142,7 @@ def forward_of_inner(model: nn.Module, backend: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is])
 @pytest.mark.parametrize(
     ("make", "place"), [(Drawing, root), (batch_norm, outer), (batch_norm, inner), (Drawing, forward_of_inner)]

@@ -29,7 +29,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState
 from tests.user_code.spiking import FEATURES, Keeping
 
 BIT = SegmentConfig(compressor="bit")
