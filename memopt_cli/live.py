@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan, plan_of
+from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
@@ -29,7 +30,6 @@ from memopt_cli.pipeline.live_model import (
     take_off,
 )
 from memopt_cli.pipeline.prepare import Prepared, file_header
-from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.profiling import profile_prepared
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
@@ -431,6 +431,11 @@ def _prepared(
     settings: StepSettings,
     verbose: bool,
 ) -> Iterator[tuple[Prepared, Progress]]:
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"the model is a {type(model).__name__}, no torch.nn.Module",
+            hint="A step of one's own is optimized by memopt_cli.optimize_step, or by memopt optimize FILE:FUNCTION.",
+        )
     with logged(verbose) as progress, processes.kept(), prepared_model(model, given, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)

@@ -17,6 +17,7 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
@@ -29,7 +30,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
 

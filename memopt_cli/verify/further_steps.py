@@ -27,7 +27,8 @@ from memopt_cli.equality import (
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import FurtherCheck
-from memopt_cli.runtime.state import StartingState, copy_of
+from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, synchronize
 from memopt_cli.units import format_seconds

@@ -43,6 +43,7 @@ _NOT_REPEATED: Final = frozenset(
         "memory in place",
     }
     | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
+    | {"reweighted", "parameter made"}
     | OUTSIDE.keys()
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""

@@ -666,6 +666,7 @@ def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
     return left, count(step).tensor_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["fused", "loop"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_runs_of_layers_are_recomputed_inside_a_batched_model(route: RouteName, when: str) -> None:
@@ -681,6 +682,7 @@ def test_runs_of_layers_are_recomputed_inside_a_batched_model(route: RouteName, 
     assert peak < 0.8 * whole
 
 
+@pytest.mark.slow
 def test_other_runs_are_met_by_the_next_call() -> None:
     batched = BatchModule(apply_plan(Flat().double(), RUNS), G, route="fused")
     _, least = step_of(batched)
