@@ -174,6 +174,7 @@ def _bytes_of(save: Callable[[Any], object]) -> bytes:
     return buffer.getvalue()
 
 
+@functools.cache
 def _zips() -> list[bytes]:
     model = _model()
     model.extra = {"dtype": torch.float16, "size": torch.Size([1]), "array": np.ones(2), "act": nn.functional.gelu}
