@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
+from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError, shortened
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.records import PRECISIONS, Budget, InputSpec, Plan, Precision, SearchOverrides, StepSettings
 from memopt_cli.spec_text import check_inputs, parse_device, parse_tensor, require_used

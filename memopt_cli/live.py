@@ -35,6 +35,7 @@ from memopt_cli.arguments import (
     settings_of,
     whole,
 )
+from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
@@ -42,7 +43,6 @@ from memopt_cli.pipeline.batch_advice import advise
 from memopt_cli.pipeline.live_model import TAKEN_OFF, described, found_and_proven, logged, prepared_model
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
-from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.profiling import profile_prepared
 from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared

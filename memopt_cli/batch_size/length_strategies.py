@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt_cli.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler
 from memopt_cli.documents import MOST_BYTES, printable, read_bytes
 from memopt_cli.errors import BatchShapeError, UsageError
 
@@ -69,6 +68,8 @@ def compare_length_strategies(
     ``batch_size`` sequences make a batch, except under the token budget, ``max_tokens`` positions: by default what an
     average batch has, and at least the longest sequence.  ``memory`` and ``step_s`` model one step.
     """
+    from memopt_cli.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler  # import torch
+
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
     buckets = LengthBucketSampler(lengths, batch_size, seed=seed)

@@ -96,7 +96,7 @@ def check(
     report = _report("json" if json else format)
     try:
         context.with_resource(processes.kept(early=True))
-        from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+        from memopt_cli import pipeline  # not before the arguments are known to be right
 
         with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
             found = pipeline.check(request, progress=progress, ask=ask)

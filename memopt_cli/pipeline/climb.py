@@ -17,8 +17,6 @@ from memopt_cli.units import format_bytes
 _LEAST_SAVING = 0.02
 """A plan that saves a smaller share of the peak is applied if it hardly takes time."""
 _HARDLY_SLOWER = 1.02
-_FASTER = 0.95
-"""A step that seems to take less than this share of the original's is timed again, too: to recompute takes time."""
 _MEASUREMENTS = 3
 """Plans that are measured until one is as fast as it was to be."""
 
@@ -33,8 +31,8 @@ class Climb:
     """Allocated peak of its dry run."""
     options: SearchOptions
     measure: Callable[[Plan], Measurement | Failure]
-    time_in_turns: Callable[[Plan], None]
-    """Time a measured plan and the original anew, so that a busy machine neither refuses nor praises it."""
+    confirm: Callable[[LevelRow, float], LevelRow]
+    """The row of a measured plan and how slow it may be -> the row, and the original too, timed anew if in doubt."""
     progress: Progress
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
@@ -129,8 +127,7 @@ class Climb:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
             row = self.measured(row)
-            if not _FASTER <= self._slowdown(row) <= self._limit:
-                row = self._timed_in_turns(row)
+            row = self._confirmed(row)
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
@@ -150,11 +147,10 @@ class Climb:
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
 
-    def _timed_in_turns(self, row: LevelRow) -> LevelRow:
-        self.progress.stage(f"level {row.level}: timing its plan again, in turns with the original")
-        self.time_in_turns(row.plan)
+    def _confirmed(self, row: LevelRow) -> LevelRow:
+        row = self.confirm(row, self._limit)
         self.original = replace(self.original, outcome=self.measure(self.original.plan))
-        return replace(row, outcome=self.measure(row.plan))
+        return row
 
     def _expected(self, row: LevelRow) -> Span | None:
         """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""

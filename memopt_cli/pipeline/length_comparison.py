@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from memopt_cli.batch_size.length_strategies import (
     TOKEN_BUDGET,
     BatchExtent,
@@ -66,6 +64,8 @@ class Fit:
 
 def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
     """Least squares; without the last term where it would be negative."""
+    import torch  # not before a model was run
+
     rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
     values = torch.tensor([[value] for _, value in points], dtype=torch.float64)
     design = torch.tensor(rows, dtype=torch.float64)

@@ -125,7 +125,10 @@ def _job(
 ) -> _Job:
     options = resolved.options
     measurements = PlanMeasurements(
-        prepared=prepared, timeout_s=request.timeout_s, warm_up=options.warmup_in_profile_workers
+        prepared=prepared,
+        timeout_s=request.timeout_s,
+        progress=progress,
+        warm_up=options.warmup_in_profile_workers,
     )
     return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
@@ -276,6 +279,7 @@ class _Job:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
+        rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
@@ -287,7 +291,7 @@ class _Job:
             original_bytes=search.first.peak_bytes,
             options=self.options,
             measure=self.measurements.measure,
-            time_in_turns=self.measurements.time_in_turns,
+            confirm=self.measurements.confirm,
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,

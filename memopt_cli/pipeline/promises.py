@@ -12,13 +12,14 @@ from typing import get_args
 
 import torch
 
+from memopt_cli.devices import resolve_device
 from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.measure.conditions import conditions_of
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
 from memopt_cli.pipeline.optimization import optimize
-from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare, resolve_device
+from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import profile
 from memopt_cli.pipeline.recommendation import recommend_batch
-from memopt_cli.pipeline.regression import conditions_of
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,

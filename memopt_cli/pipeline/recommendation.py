@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
 from memopt_cli.batch_size.runs import MOST_PROBES, Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import NothingFitsError, UsageError
-from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch

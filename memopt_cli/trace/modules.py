@@ -138,11 +138,3 @@ def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) ->
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
         return sum(codec.compress(t).nbytes for t in tensors)
-
-
-def ancestry(path: str) -> Iterator[str]:
-    """``a.b``, ``a`` and the root."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -601,8 +602,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     properties = SimpleNamespace(total_memory=24 << 30, uuid="1234")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     return fake
 
 

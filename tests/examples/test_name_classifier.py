@@ -133,6 +133,7 @@ def test_batched_equals_unbatched(classifier: Any) -> None:
         assert batched.grad.abs().max() > 1e-6
 
 
+@pytest.mark.slow
 def test_one_update_learns(classifier: Any) -> None:
     torch.manual_seed(0)
     net = classifier.NameClassifier(hidden=16)
@@ -165,6 +166,7 @@ def test_accuracy_is_the_share_of_hits_and_the_mode_is_put_back() -> None:
     assert net.training
 
 
+@pytest.mark.slow
 def test_the_example_learns_real_names(classifier: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten times as good as guessing one of 18, after two passes over names of which the test names are none."""
     accuracy = classifier.main(epochs=4)

@@ -21,6 +21,7 @@ CASES = 150
 ROOT = (SegmentPlan(path=""),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CASES, CASES // 6))
 def test_a_plan_changes_nothing(first: int) -> None:
     found = {index: outcome(drawn_case(1, index)) for index in range(first, first + CASES // 6)}
@@ -97,6 +98,7 @@ def _putting_nothing_back(self: Generators) -> None:
 DROPOUT = Block(kind="dropout")
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_noticed_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (Block(kind="linear"), Block(kind="residual", inner=(DROPOUT, Block(kind="gelu"))))
     scenario = Scenario(between=("draw",), update="adam", after=("copied",))

@@ -128,6 +128,7 @@ def test_operators_on_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(looks) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "work"), [(_calls, _sequence), (range, _scope)], ids=["sequence", "methods"])
 def test_twice_as_many_take_twice_as_long(make: Callable[[int], Any], work: Callable[[Any], None]) -> None:
     fewer, more = make(4000), make(8000)

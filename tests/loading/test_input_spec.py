@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.loading.input_spec import (
     batch_of,
     find_spec,
-    format_tensor,
     make_inputs,
     parse_dims,
     parse_tensor,
     read_spec_file,
-    with_batch,
 )
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec
+from memopt_cli.spec_text import format_tensor
 
 
 def spec(*texts: str, **fields: Any) -> InputSpec:

@@ -211,6 +211,7 @@ def test_settings_far_larger_than_the_weights_are_refused_before_they_are_built(
     assert_refused(folder, says)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_repeats_layers_is_refused(adapter: Path) -> None:
     rewrite(adapter / "adapter_config.json", lambda given: given.update(layer_replication=[[0, 1]] * 10**5))
     with pytest.raises(UnsafeFileError, match="layer_replication copies layers"):
@@ -240,6 +241,7 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGE_ADAPTERS)
 def test_adapters_that_would_take_forever_are_refused(name: str, adapter: Path) -> None:
     settings, says = HUGE_ADAPTERS[name]

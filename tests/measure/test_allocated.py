@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ from memopt_cli.trace import record
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_the_highest_level_counts() -> None:
     def step() -> None:
         first = torch.empty(2 * MIB)

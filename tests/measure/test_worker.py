@@ -102,6 +102,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_a_job_leaves_the_model_as_it_was(optimizer: str, worker: Callable[..., Worker]) -> None:
     one = worker(optimizer=optimizer)
@@ -163,6 +164,7 @@ def without_times(record: Any) -> Any:
     return [without_times(item) for item in record] if isinstance(record, list | tuple) else record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the data", "nothing"])
 def test_answers_do_not_depend_on_the_order(where: str) -> None:
     build = depends_on_data if where == "the data" else functools.partial(two_alike, nn.Tanh())
@@ -179,6 +181,7 @@ def test_answers_do_not_depend_on_the_order(where: str) -> None:
 IN_CHUNKS = plan("2", chunks=2, inexact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [ORIGINAL, plan("0", "1"), IN_CHUNKS], ids=["original", "plan", "chunks"])
 def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable[..., Worker]) -> None:
     one = worker()
@@ -204,6 +207,7 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     assert found.holders[0].held_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     optimizer: str, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch

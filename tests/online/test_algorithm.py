@@ -106,6 +106,7 @@ def net(request: pytest.FixtureRequest) -> nn.Module:
 # ------------------------------------------------------------------ D-RTRL is exact on the cut graph
 
 
+@pytest.mark.slow
 def test_d_rtrl_is_back_propagation_through_time_on_the_cut_graph(net: nn.Module) -> None:
     inputs, labels = sequence()
     found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)

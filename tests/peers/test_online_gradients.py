@@ -71,6 +71,7 @@ def test_short_sequences_are_exact_too(net: Network, steps: int) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=EXACT * max(1.0, float(gradient.norm())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_windows_differentiate_every_path_within(net: Network, window: int) -> None:
     inputs, labels = sequence()
@@ -78,6 +79,7 @@ def test_windows_differentiate_every_path_within(net: Network, window: int) -> N
     assert relative(found, cut_graph_gradients(net, inputs, labels, window, within=uncut)) <= EXACT
 
 
+@pytest.mark.slow
 def test_automatic_batching_gives_the_same(net: Network) -> None:
     inputs, labels = sequence()
     expected, algorithm = learn(online(net), inputs, labels), D_RTRL(net)

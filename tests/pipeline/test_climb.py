@@ -16,6 +16,7 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
     Failure,
+    LevelRow,
     Measurement,
     OutOfMemory,
     Plan,
@@ -79,7 +80,7 @@ def climb(
     *,
     max_slowdown: float | None = 1.33,
     measure_all: bool = False,
-    in_turns: tuple[float, float] | None = None,
+    confirmed: Measurement | None = None,
 ) -> tuple[Climb, list[int]]:
     """The climb to the highest of the levels, and the peaks that were measured."""
     asked: list[int] = []
@@ -92,9 +93,9 @@ def climb(
             known[plan] = outcome(asked[-1])
         return known[plan]
 
-    def time_in_turns(plan: Plan) -> None:
-        for timed, step_s in zip((Plan(), plan), in_turns or (), strict=False):
-            known[timed] = replace(known[timed], step_times_s=(step_s,))
+    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+        known[row.plan] = confirmed or row.outcome
+        return replace(row, outcome=known[row.plan])
 
     planner: Any = FakePlanner(plans)
     original = replace(found_row(0, priced(ORIGINAL, 1.0), 0, 0.0, dry_run=True), outcome=measured(ORIGINAL))
@@ -104,7 +105,7 @@ def climb(
         original_bytes=ORIGINAL,
         options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
         measure=measure,
-        time_in_turns=time_in_turns,
+        confirm=confirm,
         progress=Progress(),
         dry_run=True,
         measure_all=measure_all,
@@ -138,13 +139,11 @@ def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     assert rows[1].plan == Plan()
 
 
-@pytest.mark.parametrize("step_s", [1.6, 0.7])
-def test_a_plan_is_timed_in_turns_with_the_original_before_it_is_called_slow_or_fast(step_s: float) -> None:
-    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, step_s), in_turns=(2.0, 2.5))
+def test_what_is_confirmed_is_believed() -> None:
+    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, 1.6), confirmed=measured(600, 1.25))
     (row,) = found.rows()
     assert found.applied == row
-    assert row.outcome == measured(600, 2.5)
-    assert found.original.outcome == measured(ORIGINAL, 2.0)
+    assert row.outcome == measured(600, 1.25)
     assert (asked, found.notes) == ([600], [])
 
 

@@ -61,6 +61,7 @@ NORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 def test_every_norm(exactly: Any, norm: nn.BatchNorm1d, dims: int) -> None:
@@ -133,6 +134,7 @@ class Branches(nn.Module):
         return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["scripted", "traced", "exported"])
 def test_norms_of_models_stored_as_programs(exactly: Any, stored: str, tmp_path: Path) -> None:
     block = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh())
@@ -265,6 +267,7 @@ def test_autocast_keeps_dtypes_and_the_precision_of_statistics(dtype: torch.dtyp
     assert torch.allclose(net[1].running_var, optimized[1].running_var, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_less_memory_than_a_plain_segment() -> None:
     """And a dry run counts what a real step does."""
     peaks = []

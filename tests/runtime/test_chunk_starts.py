@@ -156,6 +156,7 @@ def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: p
     assert chunks - 1 <= again <= chunks * math.log2(chunks) / 2 + 1
 
 
+@pytest.mark.slow
 def test_states_are_not_held_between_forward_and_backward() -> None:
     peaks = []
     for recompute_states in (False, True):

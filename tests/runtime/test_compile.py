@@ -67,6 +67,7 @@ def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]
     return plain, optimized
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "config", "whole"),
     [
@@ -85,6 +86,7 @@ def test_the_same_step(make: Callable[[], nn.Module], config: SegmentConfig, who
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     plain, optimized = pair(nn.Sequential(batch_norm(), Counting()), BIT)
@@ -221,6 +223,7 @@ def test_state_that_moves_once_a_call(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_the_segment_is_not_dropped() -> None:
     """What a compiled step keeps for backward is what a segment keeps."""
     plain = nn.Sequential(
@@ -249,6 +252,7 @@ def _kept_bytes(model: Any, x: Tensor) -> int:
     return sum(sizes)
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     """Backward alone is compiled: segments that ran in eager mode are recomputed there, and keep nothing before."""
     plain, optimized = pair(nn.Sequential(norm(), Counting()), BIT)
@@ -299,6 +303,7 @@ class Recurrent(nn.Module):
         return y.square()
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_alone_is_compiled() -> None:
     """The compiler leaves it to Python, and must not look into what a segment then does."""
     torch.manual_seed(0)

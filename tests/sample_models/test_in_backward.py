@@ -55,6 +55,7 @@ def trained(plan: Plan, options: dict[str, Any]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("segments", [(), BLOCKS, (*BLOCKS, HEAD)], ids=["plain", "blocks", "head in chunks"])
 def test_ten_steps_are_the_same_to_the_bit(segments: tuple[SegmentPlan, ...], options: dict[str, Any]) -> None:

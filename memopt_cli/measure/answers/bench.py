@@ -12,9 +12,10 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
+from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
-from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
+from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
