@@ -431,6 +431,11 @@ def _prepared(
     settings: StepSettings,
     verbose: bool,
 ) -> Iterator[tuple[Prepared, Progress]]:
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"the model is a {type(model).__name__}, no torch.nn.Module",
+            hint="A step of one's own is optimized by memopt_cli.optimize_step, or by memopt optimize FILE:FUNCTION.",
+        )
     with logged(verbose) as progress, processes.kept(), prepared_model(model, given, settings) as prepared:
         for note in prepared.notes:
             progress.note(note)

@@ -217,6 +217,18 @@ def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -> None:
+    done = memopt("recommend-batch", f"{STEPS}:two_rounds", "-i", "4x8", "--global-batch", "64")
+    assert done.code == 2
+    assert "--accumulate, or --global-batch, says how a step is run" in done.err
+
+
+def test_commands_of_one_model_take_no_step(steps: Any) -> None:
+    with pytest.raises(OptionError, match=r"the model is a Step, no torch\.nn\.Module"):
+        memopt_cli.profile(steps.two_rounds(), "4x8")
+
+
+@pytest.mark.usefixtures("in_process")
 def test_the_inputs_of_a_step_are_not_guessed(memopt: Callable[..., Done]) -> None:
     done = memopt("profile", f"{STEPS}:two_rounds")
     assert done.code == 2
@@ -261,6 +273,24 @@ def test_from_python(steps: Any) -> None:
     assert isinstance(original, Measurement)
     assert isinstance(found, Measurement)
     assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_step_is_held_against_its_baseline(memopt: Callable[..., Done], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(STEPS.read_text())
+    recorded = memopt("baseline", f"{mine}:two_rounds", "-i", "256x8")
+    assert (recorded.code, recorded.changed) == (0, {"memopt-baseline.json"})
+    same = memopt("check", f"{mine}:two_rounds")
+    assert same.code == 0
+    assert "no regression" in same.out
+    mine.write_text(STEPS.read_text().replace("made = maker(x)", "made = maker(x + maker(x).tanh())"))
+    grown = memopt("check", f"{mine}:two_rounds")
+    assert grown.code == 1
+    assert "maker.0" in grown.out
+    another = memopt("check", f"{mine}:mean_teacher")
+    assert another.code == 5
+    assert "it is of another model" in another.err
 
 
 def test_a_plan_goes_on_models_by_name(steps: Any) -> None:
