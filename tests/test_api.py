@@ -206,6 +206,7 @@ def test_only_outermost_instances_are_counted(instance: Any, expected: int) -> N
     assert bool(summary["skipped_steps"]) is not bool(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "policy", "selected"),
     [
@@ -412,7 +413,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
     with pytest.raises(VerificationError, match="differs from the original"):
         memory_optimization(net, Block, level=1)
     assert segments(net) == []
-    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer tells")):
+    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer says")):
         net = nn.Sequential(unknown)
         summary = summary_of(net, (Block, Spike), level=1)
         assert summary.verification is None

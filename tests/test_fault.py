@@ -440,6 +440,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "file", "flag"), WRITING)
 @pytest.mark.parametrize(("output", "said"), FOLDERS)
 def test_fault_folder(

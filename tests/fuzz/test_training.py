@@ -30,6 +30,7 @@ def test_a_plan_changes_nothing(first: int) -> None:
     assert counted["same"] > len(found) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_block_computes_and_is_trained(kind: str) -> None:
     inner = (Block(kind="linear"),) if KINDS[kind].holds else ()

@@ -156,6 +156,7 @@ TENSORS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(TENSORS)
 def test_format_and_parse_are_inverses(tensor: TensorSpec) -> None:
     assert parse_tensor(format_tensor(tensor)) == tensor

@@ -122,6 +122,7 @@ def test_windows_differentiate_every_path_within(net: nn.Module, window: int) ->
     assert relative(found, through_time_cut(net, inputs, labels, window)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
 def test_one_window_is_plain_back_propagation_through_time(make: Callable[..., OnlineAlgorithm]) -> None:
     net = lif_net().double()

@@ -348,6 +348,7 @@ class TestInProcess:
         with pytest.raises(StepError, match=r"runs at batch 8 only: module '1' \(LayerNorm\) rejected its input 9x16"):
             recommended(location, "8x16", memory=MIB)
 
+    @pytest.mark.slow
     def test_an_exported_program_of_fixed_sizes(self, tmp_path: Path) -> None:
         for name, shapes in (("fixed", None), ("free", ({0: torch.export.Dim("batch")},))):
             program = torch.export.export(nn.Linear(16, 4), (torch.randn(8, 16),), dynamic_shapes=shapes)

@@ -95,6 +95,7 @@ def test_inductor() -> None:
     torch.testing.assert_close(left_behind(torch.compile(optimized), x), expected)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_its_mask() -> None:
     _, optimized = pair(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)), BIT)
     compiled = torch.compile(optimized[1], backend="aot_eager")

@@ -184,6 +184,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return ALL[request.param]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [reset_hidden_state, forget_graph])
 def test_a_segment_is_the_same_to_the_bit(model: nn.Module, between: Callable[[nn.Module], object], judge: Any) -> None:
     """Three steps, each from where the one before left the state or from a reset."""

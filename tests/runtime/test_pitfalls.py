@@ -638,6 +638,7 @@ def test_pitfall_41_the_class_keeps_its_name() -> None:
     assert type(block).__module__ == nn.Sequential.__module__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["", "transformer.h.0"])
 def test_pitfall_41_save_pretrained_names_the_users_class(wrapped: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
