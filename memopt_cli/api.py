@@ -35,7 +35,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.plan.policy import Resolved, resolve, select, skipped_step
-from memopt_cli.plan.targets import left_out, outermost, segments_plan
+from memopt_cli.plan.targets import left_out, outermost, refused, segments_plan, without_segment
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
@@ -177,6 +177,7 @@ def memory_optimization(
         else:
             found = _measured(net, dummy_input, request, resolved, settings, progress)
     found.notes[:0] = _taken_off(carried)
+    found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
 
@@ -219,6 +220,7 @@ def apply_gc(
         found = _unmeasured(net, modules, resolved, device)
         apply_plan(net, found.plan)
     found.notes[:0] = _taken_off(carried)
+    found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else net
 
 
@@ -331,9 +333,11 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
     selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    if selection is not None:
+        selection = replace(selection, refused=refused(modules, options))
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
-    notes = [*resolved.notes, *(left_out(modules, options) if options.level else ())]
+    notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
     if plan.segments and options.compress_x and not any(m.calls for m in modules):
         notes.append("Without dummy_input, inputs are stored packed only where x_compressor says how.")
     return Findings(
@@ -358,6 +362,14 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
                 f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
+
+
+def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: Findings) -> list[str]:
+    """For each class, why no module of it is a segment; nothing where there are segments, or none was to be."""
+    if found.plan.segments or found.selection is None:
+        return []
+    kinds = instance if isinstance(instance, tuple) else (instance,)
+    return without_segment([(kind.__name__, _instances(net, kind)) for kind in kinds], found.selection)
 
 
 def _parts(

@@ -301,6 +301,49 @@ def test_a_codec_that_does_not_fit_is_noted_where_a_search_makes_no_segment() ->
     assert [note for note in summary.notes if note.startswith("x_compressor is not used by '0': ")]
 
 
+class Bytes:
+    """A codec in the way of SpikingJelly 1.x, told the shape."""
+
+    def compress(self, s_seq: Tensor) -> Tensor:
+        return s_seq.to(torch.uint8)
+
+    def decompress(self, s_seq: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return s_seq.view(shape)
+
+
+class Typed(Bytes):
+    def decompress(self, s_seq: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return s_seq.view(shape).to(dtype)
+
+
+def level_1(net: nn.Module, instance: Any, *inputs: Tensor, **options: Any) -> list[str]:
+    _, summary = memopt_cli.memory_optimization(net, instance, inputs or None, level=1, return_summary=True, **options)
+    assert not segments(net)
+    return [note for note in summary.notes if "x_compressor" in note or note.startswith("No segment of")]
+
+
+def test_a_codec_of_ones_own_that_loses_something_says_what_and_what_is_wanted() -> None:
+    net = spiking()
+    net[1].x_compressor = Bytes()
+    said = (
+        "x_compressor is not used by '1': its decompress gives back dtype uint8 where compress was given float32. "
+        "decompress(packed), or decompress(packed, shape), must return the tensor that compress(x) was given, in its "
+        "dtype and shape."
+    )
+    assert gc(net, Block, (torch.randn(64, 8),))["notes"] == [said]
+    net = spiking()[:2]
+    net[1].x_compressor = Bytes()
+    assert said in level_1(net, Block, torch.randn(4, 8))
+
+
+def test_a_codec_that_cannot_be_called_is_refused_with_the_signature_that_is_wanted() -> None:
+    net = spiking()
+    net[1].x_compressor = Typed()
+    (note,) = gc(net, Block, (torch.randn(64, 8),))["notes"]
+    assert "'1' (its x_compressor is Typed with decompress(s_seq: 'Tensor', shape: " in note
+    assert "it is to be called decompress(packed) or decompress(packed, shape))" in note
+
+
 class Forgetful(nn.Module):
     """Has a child that it never calls, and one that cannot be a segment."""
 
@@ -323,6 +366,27 @@ def test_modules_that_cannot_be_segments_are_left_out_and_named() -> None:
     (note,) = summary["notes"]
     assert "'idle' (the step never calls it)" in note
     assert "'bypassed' (it has a forward of its own" in note
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(2, 8),)], ids=["unmeasured", "measured"])
+def test_where_level_1_wraps_nothing_each_class_says_why(inputs: tuple[Tensor, ...]) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    absent, refused = level_1(net, (nn.Conv2d, nn.ReLU), *inputs)
+    assert absent == "No segment of Conv2d: the model has none."
+    assert refused.startswith("No segment of ReLU: refused because its first layer ReLU(inplace=True) writes over")
+
+
+def test_a_class_that_is_never_called_or_not_allowed_says_so() -> None:
+    net = nn.Sequential(Forgetful())
+    net[0].called, net[0].bypassed = nn.Linear(8, 8), nn.Identity()
+    assert gc(net, Block, (torch.randn(4, 8),))["notes"][1:] == [
+        "No segment of Block: no inputs were recorded, as the step never calls it."
+    ]
+    assert level_1(blocks(), Block, max_gc_wrapped_modules=0) == [
+        "No segment of Block: max_gc_wrapped_modules allows none."
+    ]
+    (note,) = level_1(nn.Sequential(Block(8)), Block, torch.randn(2, 8))
+    assert note == "No segment of Block: no plan that was found with one lowers the peak."
 
 
 def test_a_plan_is_taken_off_before_another_is_put_on() -> None:

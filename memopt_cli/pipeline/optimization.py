@@ -24,7 +24,7 @@ from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import CountedPlan, ModuleTree
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
-from memopt_cli.plan.targets import asked_for, left_out, outermost
+from memopt_cli.plan.targets import asked_for, left_out, outermost, refused
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -332,8 +332,8 @@ class _Job:
         candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
         segments = outermost([tree[segment.path] for segment in plan.segments])
         found = chosen(candidates, segments, self.options, by_goal=by_goal)
-        self.selection = replace(found, asked=tuple(asked or ()))
-        self.notes += left_out(tree, self.options)
+        self.selection = replace(found, asked=tuple(asked or ()), refused=refused(tree, self.options))
+        self.notes += left_out(self.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:
             more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""

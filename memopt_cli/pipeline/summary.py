@@ -133,12 +133,25 @@ def _codecs_left_out(found: Findings) -> list[str]:
     plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
     if not plain or not found.resolved.options.compress_x:
         return []
-    named = ", ".join(f"'{path or '(root)'}'" for path in plain[:_NAMED])
-    more = f" and {len(plain) - _NAMED} more" if len(plain) > _NAMED else ""
-    return [
+    misfits = {m.path: m.codec_misfit for m in selected}
+    by_reason: dict[str, list[str]] = {}
+    for path in plain:
+        by_reason.setdefault(misfits.get(path) or "", []).append(path)
+    return [_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()]
+
+
+def _codec_left_out(paths: list[str], misfit: str) -> str:
+    named = ", ".join(f"'{path or '(root)'}'" for path in paths[:_NAMED])
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    if misfit:
+        return (
+            f"x_compressor is not used by {named}{more}: {misfit}. decompress(packed), or decompress(packed, shape), "
+            "must return the tensor that compress(x) was given, in its dtype and shape."
+        )
+    return (
         f"x_compressor is not used by {named}{more}: it does not make all their inputs in this step smaller "
         "without loss, so a segment stores them as they are."
-    ]
+    )
 
 
 def _measured(rows: list[LevelRow], level: int) -> Measurement | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from memopt_cli.errors import OptionError
@@ -173,6 +173,8 @@ class Selection:
     explanation: str
     asked: tuple[ModuleTrace, ...] = ()
     """The outermost modules that were asked for by name, whatever became of them in a search."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why modules asked for by path cannot be candidates, by path."""
 
     @property
     def considered(self) -> tuple[ModuleTrace, ...]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import ModuleTree, is_within
 from memopt_cli.plan.policy import Selection
-from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 
 _NAMED = 3
 """How many modules a note names."""
+_NEVER_CALLED = "the step never calls it"
+_NONE_ALLOWED: dict[SelectionPolicy, str] = {
+    "explicit_zero_budget": "max_gc_wrapped_modules allows none",
+    "zero_ratio_budget": "gc_target_budget_ratio allows none",
+}
 
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
@@ -33,13 +38,33 @@ def asked_for(tree: ModuleTree, options: SearchOptions) -> list[ModuleTrace] | N
     return None
 
 
-def left_out(modules: Iterable[ModuleTrace], options: SearchOptions) -> list[str]:
-    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
+    """Why modules asked for by path cannot be candidates, by path; those that can are not in it."""
     known = {m.path: m.refusal for m in modules}
-    reasons = {path: known.get(path, "the step never calls it") for path in options.modules or ()}
-    refused = [f"'{path or '(root)'}' ({reason})" for path, reason in reasons.items() if reason]
-    more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
-    return [f"Not candidates: {', '.join(refused[:_NAMED])}{more}."] if refused else []
+    reasons = {path: known.get(path, _NEVER_CALLED) for path in options.modules or ()}
+    return {path: reason for path, reason in reasons.items() if reason}
+
+
+def left_out(refusals: Mapping[str, str]) -> list[str]:
+    """A note on the modules asked for by path that cannot be candidates, if there are any."""
+    named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return [f"Not candidates: {', '.join(named[:_NAMED])}{more}."] if named else []
+
+
+def without_segment(classes: Iterable[tuple[str, Sequence[str]]], selection: Selection) -> list[str]:
+    """A note for each class asked for, of which there are modules at these paths, where none became a segment."""
+    return [f"No segment of {name}: {_why_none(paths, selection)}." for name, paths in classes]
+
+
+def _why_none(paths: Sequence[str], selection: Selection) -> str:
+    refusals = selection.refused
+    if not paths:
+        return "the model has none"
+    if any(path not in refusals for path in paths):
+        return _NONE_ALLOWED.get(selection.policy, "no plan that was found with one lowers the peak")
+    reason = next((refusals[path] for path in paths if refusals[path] != _NEVER_CALLED), _NEVER_CALLED)
+    return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"
 
 
 def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:

@@ -30,6 +30,8 @@ class ModuleTrace:
     """The same after the lossless compressor named in :attr:`compressor`."""
     compressor: CompressorName
     """The codec that the module asks for, else the smallest that held every input of this module exactly."""
+    codec_misfit: str = ""
+    """What the codec of the user's own that the module asks for did not give back; empty if it gave back everything."""
     input_shape: tuple[int, ...]
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0

@@ -259,7 +259,8 @@ class Codec(Protocol):
     def decompress(self, packed: Any) -> Tensor:
         """The tensor again: device, dtype and shape as well.
 
-        One that has a second parameter without a default, as SpikingJelly's codecs have, is given the shape too.
+        One that has a second parameter, without a default or called ``shape``, as SpikingJelly's codecs have, is given
+        the shape too.
         """
 
 
@@ -283,10 +284,15 @@ class OwnCompressor(SpikeCompressor):
             restored = self._restored(payload, x.shape)
         except UNKNOWN_WITHOUT_DATA:  # a dry run cannot know
             return _store_raw(x)
-        if (restored.dtype, restored.shape) != (x.dtype, x.shape) or not same_bits(restored, x):
+        if _difference(restored, x):
             return _store_raw(x)
         data, skeleton = split_tensors(payload)
         return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton)
+
+    def misfit(self, x: Tensor) -> str:
+        """What of ``x`` the codec does not give back; empty if it gives back all of it."""
+        x = x.detach()
+        return _difference(self._restored(self._codec.compress(x), x.shape), x) if is_dense(x) else ""
 
     def decompress(self, packed: Packed) -> Tensor:
         """The tensor that was stored, equal to the bit, in its strides too."""
@@ -300,16 +306,48 @@ class OwnCompressor(SpikeCompressor):
 
     def _restored(self, payload: Any, shape: torch.Size) -> Tensor:
         if self._takes_shape is None:
-            self._takes_shape = _required_arguments(self._codec.decompress) > 1
+            self._takes_shape = _takes_shape(self._codec)
         decompress: Callable[..., Tensor] = self._codec.decompress
         return decompress(payload, shape) if self._takes_shape else decompress(payload)
 
 
-def _required_arguments(function: Callable[..., Any]) -> int:
-    """How many positional arguments it cannot do without."""
+def _difference(restored: Any, x: Tensor) -> str:
+    """What a codec gave back of ``x`` that is not ``x``; empty if nothing."""
+    if not isinstance(restored, Tensor):
+        return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
+    for what in ("dtype", "shape"):
+        if getattr(restored, what) != getattr(x, what):
+            found, given = (str(getattr(t, what)).removeprefix("torch.") for t in (restored, x))
+            return f"its decompress gives back {what} {found} where compress was given {given}"
+    return "" if same_bits(restored, x) else "its decompress gives back other values than compress was given"
+
+
+def _takes_shape(codec: Codec) -> bool:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+    parameters = inspect.signature(codec.decompress).parameters.values()
+    second = [p for p in parameters if p.kind in positional][1:2]
+    return any(p.default is p.empty or p.name == "shape" for p in second)
+
+
+def _signature_refusal(codec: Codec) -> str:
+    """What is wrong with the parameters of a codec; empty if nothing is, or none are known."""
+    for function, ways in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # it is not written in Python
+            continue
+        if not any(_takes(signature, way.count(",") + 1) for way in ways):
+            wanted = " or ".join(f"{function.__name__}({way})" for way in ways)
+            return f"is {type(codec).__name__} with {function.__name__}{signature}; it is to be called {wanted}"
+    return ""
+
+
+def _takes(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
 
 
 COMPRESSORS: dict[str, SpikeCompressor] = {
@@ -334,7 +372,7 @@ def declared_compressor(module: nn.Module) -> str | None:
     """Name of the codec that a module asks for by ``x_compressor``, a codec or the name of one's class; ``None``: none.
 
     A codec of the same class name as one of memopt's means memopt's.  Raises :class:`ValueError` with the reason if it
-    is neither.
+    is neither, or has methods that cannot be called as :class:`Codec` says.
     """
     asked = getattr(module, "x_compressor", None)
     if asked is None:
@@ -344,6 +382,8 @@ def declared_compressor(module: nn.Module) -> str | None:
     if class_name in names:
         return names[class_name]
     if not isinstance(asked, str) and hasattr(asked, "compress") and hasattr(asked, "decompress"):
+        if reason := _signature_refusal(asked):
+            raise ValueError(f"its x_compressor {reason}")
         return OWN_COMPRESSOR
     raise ValueError(
         f"its x_compressor is {asked!r}, neither an object with compress and decompress nor one of {', '.join(names)}"

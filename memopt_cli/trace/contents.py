@@ -111,6 +111,7 @@ def _module_with(module: ModuleTrace, seen: ModuleTrace | None) -> ModuleTrace:
     return replace(
         module,
         compressor=seen.compressor,
+        codec_misfit=seen.codec_misfit,
         packed_input_bytes=module.input_bytes * seen.packed_input_bytes // seen.input_bytes,
         refusal=module.refusal or seen.refusal,
     )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
-from memopt_cli.runtime.compressor import COMPRESSORS, Codec, OwnCompressor, declared_compressor
+from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
 from memopt_cli.runtime.module_state import ModuleState
-from memopt_cli.runtime.private_torch import version_counter
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, version_counter
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
@@ -28,6 +28,7 @@ class ModuleNotes:
     input_bytes: int = 0
     packed_bytes: int = 0
     compressor: CompressorName | None = None
+    codec_misfit: str = ""
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
@@ -51,6 +52,7 @@ class ModuleNotes:
             if asked is not None:
                 packed = _bytes_in(asked, module, inputs)
                 name = asked if packed < nbytes else "null"  # it would be tried in vain at every step
+                self.codec_misfit = self.codec_misfit or _misfit(asked, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed
         self.compressor = name if self.compressor in (None, name) else "null"
@@ -78,6 +80,7 @@ class ModuleNotes:
             first_input_bytes=self.first_input_bytes,
             packed_input_bytes=self.packed_bytes,
             compressor=self.compressor or "null",
+            codec_misfit=self.codec_misfit,
             output_bytes=self.output_bytes,
             saved_bytes=saved_bytes,
             refusal=reason,
@@ -132,6 +135,18 @@ def asked_compressor(module: nn.Module) -> CompressorName | None:
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that can be segments and ask by ``x_compressor`` for packed inputs."""
     return tuple(path for path, module in named_parts(model) if asked_compressor(module) not in (None, "null"))
+
+
+def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
+    """What a codec of the user's own does not give back of these, of which memopt's own give back all; else empty."""
+    if name != OWN_COMPRESSOR:
+        return ""
+    codec = OwnCompressor(cast("Codec", module.x_compressor))
+    with aside():
+        try:
+            return next(filter(None, map(codec.misfit, tensors)), "")
+        except UNKNOWN_WITHOUT_DATA:
+            return ""
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:

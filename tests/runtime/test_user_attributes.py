@@ -144,7 +144,12 @@ class Named(Flat):
         return super().decompress(s_seq, torch.Size(shape))
 
 
-@pytest.mark.parametrize("said", [Flat(), Named()], ids=["required", "with a default"])
+class Optional(Flat):
+    def decompress(self, s_seq: Tensor, shape: torch.Size | None = None) -> Tensor:  # type: ignore[override]
+        return s_seq.to(torch.float32).reshape(shape or ())
+
+
+@pytest.mark.parametrize("said", [Flat(), Named(), Optional()], ids=["required", "with a default", "called shape"])
 def test_a_codec_that_wants_the_shape_is_given_it(said: Any, judge: Any) -> None:
     codec, x = OwnCompressor(said), spikes(8, WIDTH)
     packed = codec.compress(x)
