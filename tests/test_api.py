@@ -344,6 +344,21 @@ def test_a_codec_that_cannot_be_called_is_refused_with_the_signature_that_is_wan
     assert "it is to be called decompress(packed) or decompress(packed, shape))" in note
 
 
+class Rooted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(x)).exp()
+
+
+def test_a_net_without_parameters_is_wrapped_unmeasured_and_refused_with_a_hint_where_it_is_measured() -> None:
+    net = nn.Sequential(Rooted(), Rooted())
+    _, summary = memopt_cli.memory_optimization(net, Rooted, level=1, return_summary=True)
+    assert segments(net) == ["0", "1"]
+    assert any(note.startswith("Not verified: ") for note in summary.notes)
+    with pytest.raises(StepError, match="nothing to differentiate") as caught:
+        memopt_cli.memory_optimization(nn.Sequential(Rooted()), Rooted, (torch.randn(2, 8),), level=1)
+    assert "a part without parameters is optimized with" in caught.value.hint
+
+
 class Forgetful(nn.Module):
     """Has a child that it never calls, and one that cannot be a segment."""
 

@@ -16,7 +16,7 @@ from memopt_cli.batch_size.config import BatchShaping
 from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.batching.monitor import PerformanceMonitor, Trend
-from memopt_cli.batching.rows import RowQueue
+from memopt_cli.batching.rows import RowQueue, rows_of
 from memopt_cli.batching.shaper import MemoryAwareShaper
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.validator import BatchShapeValidator
@@ -185,13 +185,16 @@ class BatchShapeManager:
         """The same for a batch of inputs and targets: ``(inputs, targets)`` or ``{"inputs": …, "targets": …}``.
 
         ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or
-        bytes; left out or ``None``: as last given to :meth:`update_metrics`, else measured).
+        bytes; left out or ``None``: as last given to :meth:`update_metrics`, else measured).  Without
+        :meth:`initialize_for_training` the first batch begins the run, at its own size as far as the limits allow.
         """
         metrics = dict(current_metrics or {})
         if unknown := set(metrics) - {"loss", "memory"}:
             raise UsageError(f"unknown metric '{min(unknown)}'", hint="Known: loss, memory.")
-        self._require_ready()
-        self._queue.put(_inputs_and_targets(batch))
+        pair = _inputs_and_targets(batch)
+        if not self._ready:
+            self._begin(rows_of(pair))
+        self._queue.put(pair)
         self._adapt(step, metrics.get("loss"), metrics.get("memory"))
         inputs, targets = self._give()
         self._shaped = True
@@ -306,6 +309,10 @@ class BatchShapeManager:
             logger.info("recommendation: %s", text)
 
     # ------------------------------------------------------------------------------------------ inside
+
+    def _begin(self, rows: int) -> None:
+        least, most = self._sizing.min_batch_size, self._sizing.max_batch_size
+        self.initialize_for_training(initial_batch_size=min(max(rows, least), most))
 
     def _require_ready(self) -> None:
         if not self._ready:

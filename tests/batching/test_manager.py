@@ -72,6 +72,24 @@ def test_the_documented_training_loop(memory: Any) -> None:
     assert status["memory_usage"] == 0.3
 
 
+@pytest.mark.parametrize(("rows", "begun"), [(6, 6), (200, 128)])
+def test_the_training_loop_as_the_guide_prints_it(memory: Any, rows: int, begun: int) -> None:
+    """It makes the manager and goes on to the batches."""
+    model = nn.Linear(1, 2)
+    manager = BatchShapeManager(model=model, device="cpu", memory_target=0.8, memory=memory)
+    loss, seen = torch.tensor(1.0), 0
+    for step, batch in enumerate(loader(rows, rows)):
+        metrics = {"loss": loss.item(), "memory": 0.85}
+        adapted = manager.adapt_and_process_batch(batch=batch, step=step, current_metrics=metrics)
+        loss = nn.functional.cross_entropy(model(adapted["inputs"]), adapted["targets"] % 2)
+        loss.backward()
+        manager.update_metrics(loss=loss.item(), processing_time=0.01, memory_usage=0.85)
+        assert len(adapted["inputs"]) == begun
+        seen += len(adapted["inputs"])
+    assert seen == 2 * begun
+    assert manager.get_status()["current_batch_size"] == begun
+
+
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=12),
