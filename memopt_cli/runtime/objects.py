@@ -99,6 +99,10 @@ class Objects:
         written = next((noted for noted in self._tensors.values() if noted.is_lost()), None)
         return f"writes in place to a tensor of shape {written.shape} in an object" if written else ""
 
+    def has_moved(self) -> bool:
+        """Whether one of them has other attributes or items than it had; what they hold of numbers is not compared."""
+        return any(part.has_moved() for part in self._parts)
+
     def check(self) -> None:
         """Raises :class:`RuntimeError` where forward cannot start again from what was there: it was written since."""
         for noted in self._tensors.values():
@@ -236,6 +240,11 @@ class _Part:
     def inner(self) -> Iterable[Any]:
         """What lies in it."""
         return ()
+
+    def has_moved(self) -> bool:
+        """Whether other things lie in it."""
+        there, held = (list(_flat(part)) for part in (type(self)(self.value).inner(), self.inner()))
+        return len(there) != len(held) or any(a is not b for a, b in zip(there, held, strict=True))
 
 
 class _Attributes(_Part):
