@@ -203,7 +203,8 @@ class _FirstChunk:
 
     def fail(self, error: Exception) -> NoReturn:
         """It has ended so.  Raises :class:`_NotInChunks`, or the error if that is one of the whole as well."""
-        if self._start is None or self._start.lost():
+        gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
+        if self._start is None or gathers or self._start.lost():
             raise error
         uncut = ", ".join(self._uncut())
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
