@@ -279,6 +279,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans") / "a.plan.yaml"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(header=headers, plan=plans)
 def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, plan_file: Path) -> None:
@@ -327,6 +328,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
     return [(data, key) for key in keys] + [place for key in keys for place in places(data[key])]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(draw=st.data(), value=values)
 def test_a_plan_with_any_value_anywhere_is_a_plan_or_a_usage_error(
@@ -379,6 +381,7 @@ def test_a_plan_is_small_and_readable() -> None:
     assert plan_yaml(HEADER, PLAN, 3).decode() == PLAN_TEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

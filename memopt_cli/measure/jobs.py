@@ -242,6 +242,24 @@ class MeasureJob(StepJob[Measured]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedInTurns:
+    """Wall times of steps of the original and with a plan, one after the other in one process."""
+
+    original_times_s: tuple[float, ...]
+    planned_times_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeInTurnsJob(StepJob[TimedInTurns]):
+    """How much longer a plan makes the step, by pairs of steps: what slows the machine down slows both."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
+    plan: Plan
+    pairs: int = 3
+    """Pairs of timed steps, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob(StepJob[BatchProbe]):
     """The allocated peak at another batch size."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
@@ -58,10 +58,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     """
     started = time.monotonic()
     resolved = resolve(request.search)
-    if request.goal != SearchGoal() and resolved.options.level == 0:
-        raise OptionError(
-            "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
-        )
+    check_goal(request.goal, resolved)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
@@ -75,6 +72,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         paths = replace(paths, plan_only=True)
     kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
+
+
+def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach."""
+    if goal != SearchGoal() and resolved.options.level == 0:
+        raise OptionError(
+            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
+        )
 
 
 def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
@@ -120,7 +125,10 @@ def _job(
 ) -> _Job:
     options = resolved.options
     measurements = PlanMeasurements(
-        prepared=prepared, timeout_s=request.timeout_s, warm_up=options.warmup_in_profile_workers
+        prepared=prepared,
+        timeout_s=request.timeout_s,
+        progress=progress,
+        warm_up=options.warmup_in_profile_workers,
     )
     return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
@@ -179,6 +187,7 @@ class _Job:
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.notes += self._obstacles(search.probes)
         return rows
 
@@ -270,6 +279,7 @@ class _Job:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
+        rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
@@ -281,6 +291,7 @@ class _Job:
             original_bytes=search.first.peak_bytes,
             options=self.options,
             measure=self.measurements.measure,
+            confirm=self.measurements.confirm,
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,

@@ -39,10 +39,11 @@ from transformers import BertConfig, BertModel
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.records import Trust
+from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lifted.module import restore_lifted
+from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_run import SegmentRun
-from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY, Generators
 
 REFUSED, NO_MODEL = 4, 3
 
@@ -212,7 +213,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Objects of classes that a file may name, which would run something for what they are given."""
     system = pickle.dumps(Call(os.system, f"touch {canary}"))
     generators = Created(Generators, state={"python": system, "numpy": system, "torch": torch.zeros(1)})
-    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.state.Generators")
+    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.generators.Generators")
     run = Created(SegmentRun, state={"hook": True, "start": generators})
     yield (
         "a hook of the runtime",

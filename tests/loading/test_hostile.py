@@ -64,6 +64,7 @@ def test_no_hostile_model_runs_or_is_loaded(case: str, memopt: Memopt) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_inspecting_a_hostile_model_runs_nothing(case: str, memopt: Memopt) -> None:
     """Not confined either: a subprocess, which the test before has, would hide what runs."""
@@ -262,6 +263,7 @@ HOSTILE_INPUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_INPUTS)
 def test_hostile_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
