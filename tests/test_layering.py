@@ -56,12 +56,13 @@ PARTS: dict[str, set[str]] = {
     | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "optimized_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
+    "arguments": BELOW_STAGES | {"api", "devices", "model_batching", "pipeline", "write"},
+    "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
     "export": BASE | {"plain", "write"},
     "live": BELOW_STAGES
-    | {"api", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
+    | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},
@@ -134,6 +135,7 @@ def wrong_imports_in(path: Path, relative: Path) -> Iterator[str]:
                 yield f"{relative}:{getattr(node, 'lineno', 0)}: {problem}"
 
 
+@pytest.mark.slow
 def test_every_import_points_downwards() -> None:
     assert wrong_imports(REPOSITORY) == []
 

@@ -120,6 +120,7 @@ def test_a_step_finds_the_gradients_that_one_before_it_leaves() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in step.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_the_replay_of_several_rounds(name: str) -> None:
     """By the record alone, peaks of the plain step and of plans are those of their dry runs."""
@@ -186,7 +187,7 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"models": {}}, "models is no mapping"),
+        ({"models": {}}, "models is not a mapping"),
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
         ({"models": {"net": 3}}, "the model 'net' is a int"),
@@ -297,7 +298,7 @@ def test_a_plan_goes_on_models_by_name(steps: Any) -> None:
     models = dict(step.models)
     assert memopt_cli.apply_plan(models, PLANS["two_rounds"]) is models
     assert isinstance(step.models["maker"][0], memopt_cli.GCContainer)
-    with pytest.raises(OptionError, match="not of a step"):
+    with pytest.raises(OptionError, match="not for a step"):
         memopt_cli.apply_plan(models, Plan(), loss=torch.sum)
 
 

@@ -104,6 +104,7 @@ def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: 
     assert segment.blocks[0](x).stride() == net.blocks[0](x).stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize("codec", ["null", "bit"])
 def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:
@@ -205,6 +206,7 @@ def test_a_norm_shared_with_what_is_outside(exactly: Any) -> None:
     assert optimized.norm.num_batches_tracked == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [SegmentConfig(), SegmentConfig(chunks=2, axis=1)])
 def test_within_another_segment_and_around_one(exactly: Any, outer: SegmentConfig) -> None:
     net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), nn.Tanh()))
