@@ -132,6 +132,18 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Within, the parameters have no gradients; those that they had, they have again afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        model.zero_grad(set_to_none=True)
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
 def generators_kept(cuda_devices: Sequence[int] | None = None) -> Iterator[None]:
     """Whatever is drawn or seeded within leaves the global generators of PyTorch, Python and NumPy where they stood.
 

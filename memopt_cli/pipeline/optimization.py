@@ -58,10 +58,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     """
     started = time.monotonic()
     resolved = resolve(request.search)
-    if request.goal != SearchGoal() and resolved.options.level == 0:
-        raise OptionError(
-            "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
-        )
+    check_goal(request.goal, resolved)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
@@ -75,6 +72,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         paths = replace(paths, plan_only=True)
     kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
+
+
+def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach."""
+    if goal != SearchGoal() and resolved.options.level == 0:
+        raise OptionError(
+            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
+        )
 
 
 def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:

@@ -12,7 +12,7 @@ from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.optimizer_text import is_function
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
@@ -109,8 +109,9 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
     spec, described, missing = before.header.spec, _describes(request.spec), {}
     if before.conditions and before.conditions.settings.loss and not request.loss:
         missing["--loss"] = before.conditions.settings.loss
-    if before.conditions and is_function(before.conditions.settings.optimizer) and not request.optimizer:
-        missing["--optimizer"] = before.conditions.settings.optimizer
+    optimizer = parse_optimizer(before.conditions.settings.optimizer if before.conditions else "")
+    if isinstance(optimizer, MadeOptimizer) and not request.optimizer:
+        missing["--optimizer"] = optimizer.reference
     if spec.script and not described:
         missing["--input-script"] = spec.script
     if missing:

@@ -38,6 +38,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.refusals import misfit, refusal
 from memopt_cli.runtime.running import (
+    is_checkpointed,
     is_nested,
     is_transformed,
 )
@@ -239,8 +240,14 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # What a segment saves is dropped; hooks within would keep it.
-    if is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+    # What a segment or a checkpoint of the user's own saves is dropped; hooks within would keep it.
+    if (
+        is_nested()
+        or is_checkpointed()
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or is_transformed()
+    ):
         return forward(*args, **kwargs)
     try:
         with PackedSaves((*module.parameters(), *module.buffers())).hooks():

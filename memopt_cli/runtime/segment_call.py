@@ -26,6 +26,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
 )
 from memopt_cli.runtime.running import (
+    is_checkpointed,
     is_nested,
     is_transformed,
     running_chunk,
@@ -88,7 +89,7 @@ def _call_now(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = SegmentRun(module, first, call, start, len(tensors), keep)
-    run.hooks = hooks_on_saving()
+    run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
     if module in overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()

@@ -197,7 +197,6 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
     assert "b.yaml exists" in again.err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "16x64", "--memory", "2MiB", "--replicas", "2:4", "--seed", "1")
@@ -237,7 +236,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
         (["-i", "8x64", "-o", "no/such/folder.yaml"], 3, "there is no folder"),
         (["--input-data", "x.pt"], 2, "cannot be resized"),
         (["-i", "8x64", "--lengths", "nowhere.txt"], 2, "nowhere.txt"),
-        (["-i", "8x64", "--lengths", "lengths.txt"], 2, "--lengths needs a dimension S or T"),
+        (["-i", "8x64", "--lengths", "lengths.txt"], 2, "--lengths wants a dimension S or T"),
         (["-i", "BxS", "--dim", "B=2", "--dim", "S=2:4", "--replicas", "1:4"], 2, "cannot be given together"),
         (["-i", "8x63", "--replicas", "1:4"], 3, "1 copy with batch 8: "),
     ],
@@ -256,7 +255,7 @@ def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[...,
     ("flags", "message"),
     [
         ("--strategy bptt,magic --dim T=16:64", "no strategy 'magic'"),
-        ("--strategy bptt --dim T=16", "tabulates memory over time steps"),
+        ("--strategy bptt --dim T=16", "tabulates memory by time steps"),
         ("--strategy online --dim T=16:64 --global-batch 64 -o b.yaml", "--global-batch and --output cannot be used"),
         ("--strategy online --dim T=16:64 --multiple-of 8", "--multiple-of cannot be used with --strategy"),
         ("--strategy online --dim T=16:64 --objective max", "--objective cannot be used with --strategy"),
@@ -276,15 +275,14 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
         asked.append(request)
         raise StepError("enough")
 
-    strategies: Any = ModuleType("memopt_cli.pipeline.strategies")
-    strategies.compare_strategies = compare_strategies
-    monkeypatch.setitem(sys.modules, strategies.__name__, strategies)
+    module = ModuleType("memopt_cli.pipeline.strategies")
+    vars(module)["compare_strategies"] = compare_strategies
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3
     assert asked[0].strategies == ("bptt", "online")
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
     import torch

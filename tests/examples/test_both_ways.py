@@ -9,6 +9,7 @@ from tests.examples.loaded import example
 both_ways = example("both_ways")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("gan", 16), ("dpo", 4), ("distillation", 16)])
 def test_losses_are_equal_and_the_activation_peak_is_lower(
     name: str, size: int, capsys: pytest.CaptureFixture[str]

@@ -143,6 +143,60 @@ def test_a_checkpoint_of_the_users_own_between_two_segments(
     judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
 
 
+class Forces(nn.Module):
+    """The gradient of an energy, which training differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.energy = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.energy(self.hidden(x).tanh()).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
+class InCheckpoint(nn.Module):
+    """PyTorch's checkpoint runs ``inner`` again whenever somebody asks for what that has saved: in forward too."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.* computes gradients in its forward, within a checkpoint of your own")
+@pytest.mark.parametrize("paths", [["inner.1"], ["inner"], ["inner", "inner.1"], ["inner.1", "inner.1.hidden"]])
+def test_gradients_within_a_checkpoint_of_the_users_own(paths: list[str], judge: Judge) -> None:
+    model = InCheckpoint(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8), nn.Tanh())
+    judge(model, dict.fromkeys(paths, PLAIN), torch.randn(4, 8, requires_grad=True))
+
+
+def test_gradients_within_a_checkpoint_of_the_users_own_are_told() -> None:
+    model = InCheckpoint(Forces())
+    install_segment(model.inner[0], PLAIN)
+    with pytest.warns(UserWarning, match="Forces computes gradients in its forward, within a checkpoint of your own"):
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_packed_within_a_checkpoint_of_the_users_own(judge: Judge) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8))
+    plain, packed = (InCheckpoint(net) for net in pair(model, PACKED))
+    judge.compare(plain, packed, torch.randn(4, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize("paths", [["inner"], ["inner.2"], ["inner", "inner.1", "inner.2"]])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None)])
+def test_a_norm_at_the_end_of_a_checkpoint_of_the_users_own(norm: nn.Module, paths: list[str], judge: Judge) -> None:
+    """It counts as often as it does without a segment."""
+    model = nn.Sequential(InCheckpoint(nn.Linear(8, 8), nn.Tanh(), norm), nn.Linear(8, 8))
+    judge(model, {f"0.{path}": PLAIN for path in paths}, torch.randn(4, 8))
+    assert judge.recomputations
+
+
 # ---------------------------------------------------------------------------------------------- hooks on inputs
 
 
