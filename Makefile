@@ -41,9 +41,9 @@ compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 	  OMP_NUM_THREADS=1 timeout $(COMPAT_SECONDS) $(COMPAT)/$$age/bin/python -m pytest -q tests/runtime || failed=1; \
 	done; exit $$failed
 
-# Without what starts processes.
+# Without what starts processes, and without what is marked slow.
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process" tests/$(PART)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process and not slow" tests/$(PART)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -89,7 +89,7 @@ $(COMPAT)/oldest/.installed: TORCH := $(OLDEST_TORCH)
 $(COMPAT)/newest/.installed: TORCH := torch
 $(COMPAT)/%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check '$(TORCH)' -e . hypothesis numpy pytest
+	$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check '$(TORCH)' -e . hypothesis numpy pytest snntorch
 	touch $@
 
 $(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from memopt_cli.apply import apply_plan
+from memopt_cli.apply import apply_plan, taken_off
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
@@ -21,6 +21,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import (
     FORMAT,
+    TAKEN_OFF,
     detached_copy,
     difference_error,
     found_and_proven,
@@ -29,7 +30,6 @@ from memopt_cli.pipeline.live_model import (
     logged,
     observed_modules,
     prepared_model,
-    take_off,
 )
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -52,7 +52,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime.state import name_of
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths
 
 _GUESS_LIMIT_S = 60.0
@@ -104,7 +104,7 @@ def memory_optimization(
     that raises the measured peak is not applied.  Without it, a segment on every outermost ``instance``, level 1,
     is installed unmeasured, and verified on inputs that its first layers suggest where it takes them; a note says where
     not.  Level 0, the default without ``profile`` and ``prefer``, makes no segments.  A plan that
-    ``net`` carries from before is taken off first.
+    ``net`` carries from before is taken off first, and put back where this fails.
 
     Parameters
     ----------
@@ -167,9 +167,8 @@ def memory_optimization(
         max_slowdown=math.inf,
     )
     resolved = resolve(request, has_inputs=dummy_input is not None)
-    notes = take_off(net)
     settings = StepSettings(device=resolve_device())
-    with logged(verbose) as progress:
+    with logged(verbose) as progress, taken_off(net) as carried:
         if dummy_input is None or resolved.options.level == 0:
             found = _unmeasured(net, listed_modules(net), resolved, settings.device)
             if not found.plan.is_empty:
@@ -177,7 +176,7 @@ def memory_optimization(
             apply_plan(net, found.plan)
         else:
             found = _measured(net, dummy_input, request, resolved, settings, progress)
-    found.notes[:0] = notes
+    found.notes[:0] = _taken_off(carried)
     return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
 
@@ -211,15 +210,15 @@ def apply_gc(
         gc_target_budget_ratio=gc_target_budget_ratio,
     )
     resolved = resolve(request)
-    notes = take_off(net)
     device = resolve_device() if device == "cuda" else device
-    if dummy_input is None:
-        modules = listed_modules(net)
-    else:
-        modules = observed_modules(net, dummy_input, StepSettings(device=device))
-    found = _unmeasured(net, modules, resolved, device)
-    apply_plan(net, found.plan)
-    found.notes[:0] = notes
+    with taken_off(net) as carried:
+        if dummy_input is None:
+            modules = listed_modules(net)
+        else:
+            modules = observed_modules(net, dummy_input, StepSettings(device=device))
+        found = _unmeasured(net, modules, resolved, device)
+        apply_plan(net, found.plan)
+    found.notes[:0] = _taken_off(carried)
     return (net, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else net
 
 
@@ -266,6 +265,10 @@ def _local_rank(variable: str, devices: int) -> int:
 # ---------------------------------------------------------------------------------------------- how
 
 
+def _taken_off(carried: Plan) -> list[str]:
+    return [] if carried.is_empty else [TAKEN_OFF]
+
+
 def _measured(
     net: nn.Module,
     inputs: Inputs,
@@ -309,7 +312,7 @@ def _verified_by_guess(
     try:
         spec = guessed_spec(net)
         if spec is None:
-            raise StepError("no layer tells of its inputs")
+            raise StepError("no layer says what its inputs are")
         inputs, _ = make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)
         with processes.kept(), prepared_model(net, inputs, settings) as prepared:
             found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
@@ -352,7 +355,7 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
     for kind in kinds:
         if not isinstance(kind, type):
             raise OptionError(
-                f"instance holds {kind!r}, which is no class", hint="Give a class, or a tuple of classes."
+                f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
 
@@ -390,7 +393,7 @@ def _split_of(
     split: object = split_fn(module)
     if not isinstance(split, list | tuple | nn.ModuleList):
         raise OptionError(
-            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is no list of modules",
+            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is not a list of modules",
             hint="Return a list or a tuple; an empty one for a module that is not to be split.",
         )
     return list(split)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from torch import nn
@@ -20,7 +22,12 @@ from memopt_cli.runtime import (
     remove_segment,
     segment_of,
 )
-from memopt_cli.runtime.in_backward import has_in_backward, install_in_backward, remove_in_backward
+from memopt_cli.runtime.in_backward import (
+    has_in_backward,
+    install_in_backward,
+    optimizers_in_backward,
+    remove_in_backward,
+)
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""
@@ -75,6 +82,24 @@ def remove_plan(model: nn.Module) -> nn.Module:
     remove_segments(model)
     remove_runs(model)
     return model
+
+
+@contextlib.contextmanager
+def taken_off(model: nn.Module) -> Iterator[Plan]:
+    """Within, ``model`` is plain, without the plan that it carries, which this gives.
+
+    Where what is done then fails, the plan is on it again, and nothing else is.
+    """
+    carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
+    try:
+        remove_plan(model)
+        yield carried
+    except BaseException:
+        remove_plan(model)
+        apply_plan(model, carried.of_model)
+        for optimizer in optimizers:
+            install_in_backward(optimizer, model)
+        raise
 
 
 def remove_segments(model: nn.Module) -> None:

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from memopt_cli.own_step import OwnStep
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import TorchDispatchMode
-from memopt_cli.runtime.state import Generators, ModuleState, StartingState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 
@@ -127,6 +129,18 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     known = {id(b) for b in named.values()}
     others = (t for t in ModuleState(model).tensors() if id(t) not in known)
     return {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
+
+
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Within, the parameters have no gradients; those that they had, they have again afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        model.zero_grad(set_to_none=True)
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextmanager

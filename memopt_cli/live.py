@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import html
-import inspect
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, get_args
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from memopt_cli.api import resolve_device
-from memopt_cli.apply import apply_plan, plan_of
+from memopt_cli.apply import apply_plan, plan_of, taken_off
+from memopt_cli.arguments import (
+    Given,
+    Inputs,
+    Loss,
+    Named,
+    Optimizer,
+    amount,
+    budget_of,
+    called,
+    checked_model,
+    given_inputs,
+    names,
+    one_of,
+    path_given,
+    plan_given,
+    search_of,
+    seconds,
+    settings_of,
+    whole,
+)
+from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
-from memopt_cli.pipeline.live_model import (
-    described,
-    found_and_proven,
-    logged,
-    prepared_model,
-    take_off,
-)
+from memopt_cli.pipeline.live_model import TAKEN_OFF, described, found_and_proven, logged, prepared_model
+from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
-from memopt_cli.pipeline.prepare import resolve_device as device_named
 from memopt_cli.pipeline.profiling import profile_prepared
+from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -42,7 +56,6 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRecommendation,
     BatchRequest,
-    Budget,
     CheckRequest,
     Comparison,
     InputSpec,
@@ -59,14 +72,8 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.report.text import TextReport
-from memopt_cli.spec_text import check_inputs, parse_limit, parse_tensor, require_used
-from memopt_cli.units import parse_amount
-from memopt_cli.write import check_targets, read_plan
-
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
-"""The one argument of ``forward``, its positional or keyword arguments, or text as for ``-i``: ``"Bx3x64x64"``."""
-Loss = str | Callable[[Any], Tensor]
-"""Called with the model's output: a function of a file, or its name as for ``--loss``."""
+from memopt_cli.spec_text import parse_limit
+from memopt_cli.write import check_targets
 
 
 class _Shown:
@@ -97,7 +104,7 @@ class Optimized(_Shown):
 
     @property
     def plan(self) -> Plan:
-        """The plan that is on the model; of a frontier, none."""
+        """The plan that is on the model, less an optimizer in backward, which a note tells of; of a frontier, none."""
         return self.result.summary.plan or Plan()
 
     def _write(self, stream: TextIO) -> None:
@@ -162,16 +169,16 @@ def optimize(
     level: int | None = None,
     budget: str | float | None = None,
     max_slowdown: float | None = None,
-    target: Sequence[str] = (),
+    target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
     recommend_batch: bool = False,
     loss: Loss | None = None,
-    optimizer: str = "",
+    optimizer: Optimizer = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     verbose: bool = False,
 ) -> Optimized:
@@ -194,8 +201,11 @@ def optimize(
         Seconds after which the best so far is taken.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+    loss:
+        Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
     optimizer:
-        Whose state counts, as for ``--optimizer``: ``adamw:fused``.
+        Whose state counts, as for ``--optimizer``: ``adamw:fused``; or what makes it of a model,
+        ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
     accumulate:
         Micro-batches of a step of the optimizer.
     device:
@@ -207,10 +217,10 @@ def optimize(
     replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
-    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    goal = SearchGoal() if budget is None else SearchGoal(budget=Budget.of(_memory(budget)))
-    search = SearchOverrides(level=level, targets=tuple(target), allow_inexact=allow_inexact, max_slowdown=max_slowdown)
-    return _searched(model, _given(inputs, dims), settings, search, goal, search_time, recommend_batch, verbose)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    search = search_of(level, max_slowdown, target, allow_inexact)
+    goal = SearchGoal(budget=budget_of(budget))
+    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, recommend_batch, verbose)
 
 
 def frontier(
@@ -220,15 +230,15 @@ def frontier(
     dims: Mapping[str, int] | None = None,
     level: int | None = None,
     max_slowdown: float | None = None,
-    target: Sequence[str] = (),
+    target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
     loss: Loss | None = None,
-    optimizer: str = "",
+    optimizer: Optimizer = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     verbose: bool = False,
 ) -> Optimized:
@@ -237,10 +247,10 @@ def frontier(
     They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
     is.  Arguments and errors are those of :func:`optimize`.
     """
-    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    search = SearchOverrides(level=level, targets=tuple(target), allow_inexact=allow_inexact, max_slowdown=max_slowdown)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    search = search_of(level, max_slowdown, target, allow_inexact)
     goal = SearchGoal(frontier=True)
-    return _searched(model, _given(inputs, dims), settings, search, goal, search_time, False, verbose)
+    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, False, verbose)
 
 
 def profile(
@@ -251,11 +261,11 @@ def profile(
     plan: Plan | str | os.PathLike[str] | None = None,
     fake: bool = False,
     loss: Loss | None = None,
-    optimizer: str = "",
+    optimizer: Optimizer = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     verbose: bool = False,
 ) -> Profiled:
@@ -264,10 +274,11 @@ def profile(
     ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.  A plan
     that the model carries is left out.  Other arguments and errors are those of :func:`optimize`.
     """
-    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    with _prepared(model, _given(inputs, dims), settings, verbose) as (prepared, progress):
-        data: Data = "small batch" if fake else "full size"
-        return Profiled(profile_prepared(prepared, _plan(plan), data=data, timeout_s=_TIMEOUT_S, progress=progress))
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    data: Data = "small batch" if fake else "full size"
+    chosen = plan_given(plan)
+    with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
+        return Profiled(profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress))
 
 
 def recommend_batch(
@@ -282,11 +293,11 @@ def recommend_batch(
     objective: Objective = "max",
     longest_step: float = 60.0,
     loss: Loss | None = None,
-    optimizer: str = "",
+    optimizer: Optimizer = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     verbose: bool = False,
 ) -> Recommended:
@@ -296,23 +307,23 @@ def recommend_batch(
     drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  Other arguments and
     errors are those of :func:`optimize`.
     """
-    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    settings = accumulating(settings, global_batch)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
     spec = _description(inputs, dims)
-    with _prepared(model, spec, settings, verbose) as (prepared, progress):
-        amount = _memory(memory)
-        request = BatchRequest(
-            source=prepared.subject.source,
-            spec=spec,
-            settings=prepared.subject.settings,
-            memory=amount,
-            objective=objective,
-            global_batch=global_batch,
-            multiple_of=multiple_of,
-            timeout_s=_TIMEOUT_S,
-            longest_step_s=longest_step,
-        )
-        chosen = None if plan is None else _plan(plan)
+    asked = BatchRequest(
+        source=_source(model),
+        spec=spec,
+        settings=accumulating(step.settings, of_step),
+        memory=amount("memory", memory),
+        objective=one_of("objective", objective, get_args(Objective)),
+        global_batch=of_step,
+        multiple_of=whole("multiple_of", multiple_of, 1),
+        timeout_s=_TIMEOUT_S,
+        longest_step_s=seconds("longest_step", longest_step, 0.001),
+    )
+    chosen = None if plan is None else plan_given(plan)
+    with _prepared(model, spec, replace(step, settings=asked.settings), verbose) as (prepared, progress):
+        request = replace(asked, source=prepared.subject.source)
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
 
 
@@ -324,11 +335,11 @@ def baseline(
     dims: Mapping[str, int] | None = None,
     force: bool = False,
     loss: Loss | None = None,
-    optimizer: str = "",
+    optimizer: Optimizer = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     verbose: bool = False,
 ) -> Recorded:
@@ -337,14 +348,15 @@ def baseline(
     Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
     Other arguments and errors are those of :func:`optimize`.
     """
-    check_targets([Path(output)], force=force)
-    settings = _settings(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    with _prepared(model, _description(inputs, dims), settings, verbose) as (prepared, progress):
+    path = path_given("output", output)
+    check_targets([path], force=force)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    with _prepared(model, _description(inputs, dims), step, verbose) as (prepared, progress):
         request = BaselineRequest(
-            source=ModelSource(location=type(model).__name__),
+            source=_source(model),
             spec=prepared.subject.spec,
-            settings=settings,
-            output=os.fspath(output),
+            settings=step.settings,
+            output=str(path),
             force=force,
         )
         return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model), progress))
@@ -356,26 +368,33 @@ def check(
     baseline: str | os.PathLike[str] = "memopt-baseline.json",
     *,
     dims: Mapping[str, int] | None = None,
-    fail_on: Sequence[str] = ("peak:0",),
+    fail_on: str | Sequence[str] = ("peak:0",),
     loss: Loss | None = None,
+    optimizer: Optimizer = None,
     verbose: bool = False,
 ) -> Checked:
     """Hold a step against its baseline, as ``memopt check``, under the plan that the model carries.
 
-    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only the loss,
-    which is code, is given again.  Raises :class:`BaselineError` for a baseline that is missing, or of another step.
+    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only what is code
+    is given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` for a baseline that is
+    missing, or of another step.
     """
+    limits = tuple(map(parse_limit, names("fail_on", fail_on)))
+    if not limits:
+        raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
+    functions = _functions(loss, optimizer)
     spec = _description(inputs, dims)
     request = CheckRequest(
-        source=ModelSource(location=type(model).__name__),
-        baseline_path=os.fspath(baseline),
-        limits=tuple(map(parse_limit, fail_on)),
+        source=_source(model),
+        baseline_path=str(path_given("baseline", baseline)),
+        limits=limits,
         spec=spec,
-        loss=_name_of(loss),
+        loss=functions[0].reference or None,
+        optimizer=functions[1].reference or None,
     )
     before, settings = step_of_baseline(request)
-    settings = replace(settings, device=device_named(settings.device))
-    with _prepared(model, spec, settings, verbose) as (prepared, progress):
+    step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
+    with _prepared(model, spec, step, verbose) as (prepared, progress):
         carrying = replace(prepared, carried=plan_of(model).of_model)
         return Checked(check_prepared(request, before, carrying, progress))
 
@@ -387,10 +406,36 @@ _TIMEOUT_S = 600.0
 # ---------------------------------------------------------------------------------------------- how
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """How a step is run, and the functions of the user's that it calls."""
+
+    settings: StepSettings
+    functions: tuple[UserFunction, UserFunction]
+
+
+def _step(
+    loss: Loss | None,
+    optimizer: Optimizer,
+    accumulate: int,
+    clip_norm: float | None,
+    precision: Precision,
+    device: str | torch.device | None,
+    seed: int,
+) -> _Step:
+    functions = _functions(loss, optimizer)
+    return _Step(settings=settings_of(*functions, accumulate, clip_norm, precision, device, seed), functions=functions)
+
+
+def _functions(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
+    """Raises :class:`OptionError` for what is neither called nor a name."""
+    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
+
+
 def _searched(
     model: nn.Module,
-    given: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
-    settings: StepSettings,
+    given: Given,
+    step: _Step,
     search: SearchOverrides,
     goal: SearchGoal,
     search_time: float | None,
@@ -398,25 +443,33 @@ def _searched(
     verbose: bool,
 ) -> Optimized:
     started, resolved = time.monotonic(), resolve(search)
-    with _prepared(model, given, settings, verbose) as (prepared, progress):
+    check_goal(goal, resolved)
+    limit_s = None if search_time is None else seconds("search_time", search_time, 0)
+    with _prepared(model, given, step, verbose) as (prepared, progress):
         request = OptimizeRequest(
             source=prepared.subject.source,
             spec=None,
-            settings=settings,
+            settings=step.settings,
             search=search,
             goal=goal,
-            search_limit_s=search_time,
+            search_limit_s=limit_s,
             recommend_batch=recommend_batch,
         )
         found = found_and_proven(request, resolved, prepared, progress)
-        advice = None
+        advice = _advice(request, prepared, found, progress) if recommend_batch and goal.applies else None
         if found.verification is not None:
-            found.notes[:0] = take_off(model)
-            apply_plan(model, found.plan.of_model)
-            advice = _advice(request, prepared, found, progress) if recommend_batch else None
+            _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=()))
+
+
+def _replace_plan(model: nn.Module, found: Findings) -> None:
+    """After all else that can fail."""
+    with taken_off(model) as carried:
+        apply_plan(model, found.plan.of_model)
+    if not carried.is_empty:
+        found.notes.insert(0, TAKEN_OFF)
 
 
 def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:
@@ -425,89 +478,18 @@ def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progr
 
 
 @contextlib.contextmanager
-def _prepared(
-    model: nn.Module,
-    given: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
-    settings: StepSettings,
-    verbose: bool,
-) -> Iterator[tuple[Prepared, Progress]]:
-    with logged(verbose) as progress, processes.kept(), prepared_model(model, given, settings) as prepared:
+def _prepared(model: nn.Module, given: Given, step: _Step, verbose: bool) -> Iterator[tuple[Prepared, Progress]]:
+    prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
+    with logged(verbose) as progress, processes.kept(), prepare as prepared:
         for note in prepared.notes:
             progress.note(note)
         yield prepared, progress
 
 
-def _settings(
-    loss: Loss | None,
-    optimizer: str,
-    accumulate: int,
-    clip_norm: float | None,
-    precision: Precision,
-    device: str | None,
-    seed: int,
-) -> StepSettings:
-    return StepSettings(
-        device=resolve_device() if device is None else device,
-        precision=precision,
-        loss=_name_of(loss),
-        optimizer=optimizer,
-        micro_batches=accumulate,
-        clip_norm=clip_norm,
-        seed=seed,
-    )
-
-
-def _name_of(loss: Loss | None) -> str | None:
-    """``file.py:function``, by which a subprocess finds it.  Raises :class:`OptionError` if it cannot."""
-    if loss is None or isinstance(loss, str):
-        return loss
-    name = getattr(loss, "__qualname__", "")
-    try:
-        file = inspect.getsourcefile(loss)
-    except TypeError:  # an object that is called
-        file = None
-    if file is None or not os.path.isfile(file) or not name.isidentifier():
-        raise OptionError(
-            "the loss cannot be handed to a profiling subprocess: it is no function of a file",
-            hint='Define it at the top of a file, or name it: loss="losses.py:loss".',
-        )
-    return f"{os.path.abspath(file)}:{name}"
-
-
-def _given(inputs: Inputs, dims: Mapping[str, int] | None) -> tuple[Any, ...] | Mapping[str, Any] | InputSpec:
-    """Values as they are; text as a description.  Raises :class:`OptionError` and :class:`UsageError`."""
-    texts = [inputs] if isinstance(inputs, str) else inputs
-    if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-        tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), dict(dims or {})
-        check_inputs(tensors, sizes)
-        require_used(sizes, tensors, "inputs")
-        return InputSpec(tensors=tensors, dims=sizes, source="inputs")
-    if dims:
-        raise OptionError("dims are given, and the inputs have sizes of their own", hint='Describe them: "Bx3x64x64".')
-    if isinstance(inputs, Tensor):
-        return (inputs,)
-    if isinstance(inputs, tuple | Mapping):
-        return inputs
-    raise OptionError(
-        f"inputs is a {type(inputs).__name__}",
-        hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
-    )
+def _source(model: nn.Module) -> ModelSource:
+    return ModelSource(location=type(model).__name__)
 
 
 def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
-    given = _given(inputs, dims)
+    given = given_inputs(inputs, dims)
     return given if isinstance(given, InputSpec) else described(given)
-
-
-def _memory(given: str | float) -> int | float:
-    """Bytes, or a share, which is a float up to 1."""
-    amount = parse_amount(given) if isinstance(given, str) else given
-    if not amount > 0 or (isinstance(amount, float) and amount > 1):
-        raise OptionError(f"{given!r} is neither bytes nor a share up to 1", hint='Write "24GiB", "60%" or 0.6.')
-    return amount
-
-
-def _plan(given: Plan | str | os.PathLike[str] | None) -> Plan:
-    if given is None:
-        return Plan()
-    return given if isinstance(given, Plan) else read_plan(given)[1]

@@ -8,14 +8,14 @@ from typing import Any
 
 from memopt_cli.api import resolve_device
 from memopt_cli.apply import apply_plan
-from memopt_cli.errors import OptionError
+from memopt_cli.arguments import budget_of
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.live_model import found_and_proven, logged
 from memopt_cli.pipeline.live_step import prepared_step
+from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.summary import summarize
 from memopt_cli.plan.policy import resolve
-from memopt_cli.records import Budget, MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
-from memopt_cli.units import parse_amount
+from memopt_cli.records import MemOptSummary, OptimizeRequest, SearchGoal, SearchOverrides, StepSettings
 from memopt_cli.user_step import Step, models_of
 
 
@@ -24,7 +24,7 @@ def optimize_step(
     inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     level: int = 3,
-    budget: int | str | None = None,
+    budget: str | float | None = None,
     max_slowdown: float | None = None,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:
@@ -33,7 +33,7 @@ def optimize_step(
     ``make_step`` is called several times, here and in profiling subprocesses: what it makes must be the same each time.
     Defined at the top of a module or script it can be imported there; else all is profiled in this process.
     ``inputs``: of one step, positional or by name; dimension 0 of the first tensor is the batch.
-    ``budget``: the most that the step may take, in bytes or as text (``8GiB``, or ``60%`` of what it takes now): the
+    ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
     fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
     (``None``: 1.33; ``math.inf``: no limit).  ``verbose``: log the course of the search.
 
@@ -44,11 +44,8 @@ def optimize_step(
     started = time.monotonic()
     search = SearchOverrides(level=level, max_slowdown=max_slowdown)
     resolved = resolve(search)
-    goal = SearchGoal()
-    if budget is not None:
-        goal = SearchGoal(budget=Budget.of(parse_amount(budget) if isinstance(budget, str) else budget))
-    if budget is not None and level == 0:
-        raise OptionError("a budget is met by a plan, which level 0 does not search for", hint="Raise level.")
+    goal = SearchGoal(budget=budget_of(budget))
+    check_goal(goal, resolved)
     settings = StepSettings(device=resolve_device())
     with processes.kept(), logged(verbose) as progress, prepared_step(make_step, inputs, settings) as prepared:
         for note in prepared.notes:

@@ -34,7 +34,7 @@ class MadeOptimizer:
     """What a function of the user's returns for the model."""
 
     reference: str
-    """``file.py:function``."""
+    """``file.py:function``; or that of a function in memory, which ends in :data:`IN_MEMORY`."""
 
 
 OptimizerChoice = NoOptimizer | NamedOptimizer | MadeOptimizer
@@ -58,6 +58,8 @@ Left out: LBFGS, which wants a closure; SparseAdam, which wants sparse gradients
 rate of zero; ASGD, whose step takes memory by what its numbers say.
 """
 
+IN_MEMORY = " (in memory)"
+"""Ends the reference of a function that nobody else finds by it."""
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
 _OWN = "Or write train.py:function, which takes the model and returns its optimizer."
 
@@ -74,7 +76,7 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     """
     if text in ("", "none"):
         return NoOptimizer()
-    if is_function(text):
+    if is_function(text) or text.endswith(IN_MEMORY):
         return MadeOptimizer(text)
     name, colon, implementation = text.partition(":")
     if name == "lbfgs":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli import apply
-from memopt_cli.equality import generators_kept
+from memopt_cli.equality import generators_kept, gradients_kept
 from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -66,7 +66,7 @@ def apply_plan(
 def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
     if not is_plain:
         raise OptionError(
-            "verify, loss and optimizer are of one model, not of a step",
+            "verify, loss and optimizer are for a model, not for a step",
             hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
         )
     apply.apply_plan(models_of(step), plan)
@@ -86,18 +86,10 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
-    gradients = [(p, p.grad) for p in model.parameters()]
-    try:
-        model.zero_grad(set_to_none=True)
-        with generators_kept():
-            install = functools.partial(apply.apply_plan, plan=plan.of_model)
-            resize = functools.partial(first_samples, args, kwargs)
-            found = compared(
-                step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize
-            )
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with gradients_kept(model), generators_kept():
+        install = functools.partial(apply.apply_plan, plan=plan.of_model)
+        resize = functools.partial(first_samples, args, kwargs)
+        found = compared(step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
     if not found.passed:
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
         raise VerificationError(

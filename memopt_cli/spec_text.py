@@ -39,6 +39,7 @@ _RATE = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
 _FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 _EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
 
 
@@ -144,6 +145,13 @@ def parse_limit(text: str) -> Limit:
     except UsageError as err:
         hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
         raise UsageError(f"'{text}': '{amount}' is not a memory size", hint=hint) from err
+
+
+def parse_device(text: str) -> str:
+    """Text that names a device, there or not.  Raises :class:`UsageError`."""
+    if not _DEVICE.fullmatch(text):
+        raise UsageError(f"'{text}' is none of auto, cpu, cuda:N")
+    return text
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ import pytest
 
 from memopt_cli.measure import processes
 
-ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers", "failures"}
+ALWAYS = {"subprocess", "fork", "multiprocessing", "_Servers", "failures", "spawn_memopt"}
 PROFILING = {"Session", "memory_optimization", "memopt", "recommend_batch"}
 """These start profiling subprocesses, but not beside a fixture of :data:`HERE`."""
 HERE = {"in_process", "pipeline", "requests"}

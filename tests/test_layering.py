@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
-BASE = {"errors", "units", "records", "documents", "spec_text", "optimizer_text", "__version__"}
+BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "__version__"}
 BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "user_step", "own_step", "equality", "workspace"}
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
@@ -28,6 +28,9 @@ PARTS: dict[str, set[str]] = {
     "progress": {"errors", "units", "records"},
     "documents": {"errors"},
     "spec_text": {"errors", "optimizer_text", "records", "units"},
+    "batch_axis": {"errors", "records", "spec_text"},
+    "devices": {"errors"},
+    "fingerprints": {"records"},
     "runtime": set(),
     "step": BASE | {"runtime", "optimizers"},
     "user_step": {"errors", "runtime"},
@@ -37,8 +40,7 @@ PARTS: dict[str, set[str]] = {
     **dict.fromkeys(STAGES, BELOW_STAGES),
     "online.jobs": BASE | {"measure"},
     "online.answers": BELOW_STAGES | {"loading", "trace", "measure", "measure.answers", "online", "online.jobs"},
-    "model_batching.jobs": BASE | {"measure"},
-    "model_batching.answers": BELOW_STAGES | {"apply", "measure.answers", "model_batching", "model_batching.jobs"},
+    "model_batching.answers": BELOW_STAGES | {"apply", "measure", "measure.answers", "model_batching"},
     "batching": BELOW_STAGES | {"batch_size"},  # a library beside the commands: the pipeline does without
     "measure": BELOW_STAGES | {"measure.processes"},
     "measure.model_file": BELOW_STAGES | STAGES,
@@ -49,14 +51,18 @@ PARTS: dict[str, set[str]] = {
     "measure.processes": set(),
     "measure.server": {"measure.processes", "measure.sandbox", "measure.worker", "measure.answers", "runtime"},
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
-    "pipeline": BELOW_STAGES | STAGES | {"measure.local", "measure.model_file", "online.jobs", "model_batching.jobs"},
+    "pipeline": BELOW_STAGES
+    | STAGES
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
     "proven": BELOW_STAGES | {"apply", "verify", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "optimized_step": BELOW_STAGES | STAGES | {"api", "measure.processes", "pipeline"},
+    "arguments": BELOW_STAGES | {"api", "devices", "model_batching", "pipeline", "write"},
+    "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
     "export": BASE | {"plain", "write"},
-    "live": BELOW_STAGES | {"api", "apply", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
+    "live": BELOW_STAGES
+    | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},
@@ -129,6 +135,7 @@ def wrong_imports_in(path: Path, relative: Path) -> Iterator[str]:
                 yield f"{relative}:{getattr(node, 'lineno', 0)}: {problem}"
 
 
+@pytest.mark.slow
 def test_every_import_points_downwards() -> None:
     assert wrong_imports(REPOSITORY) == []
 
@@ -192,6 +199,11 @@ def modules_after(statement: str) -> set[str]:
 
 def test_the_command_line_starts_without_torch() -> None:
     assert "torch" not in modules_after("import memopt_cli.cli.app")
+
+
+def test_a_command_prepares_without_torch() -> None:
+    """Its own process needs none before a model was loaded, in another: a refusal costs one import, not two."""
+    assert "torch" not in modules_after("import memopt_cli.pipeline")
 
 
 def test_the_pytest_plugin_starts_without_torch() -> None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
+from memopt_cli import live
+from memopt_cli.apply import apply_plan
 from memopt_cli.cli.app import main
-from memopt_cli.errors import BaselineError, OptionError, UnsafeFileError, UsageError
+from memopt_cli.errors import BaselineError, UnsafeFileError, UsageError
 from memopt_cli.records import Measurement
 from tests.live_model import Block, mean_square
 
@@ -44,14 +46,15 @@ def x() -> Tensor:
 @pytest.fixture(scope="module")
 def optimized(x: Tensor) -> tuple[nn.Module, Any]:
     model = made()
-    return model, memopt_cli.optimize(model, x, budget=0.8, level=1, loss=mean_square)
+    # The least there is: which of several plans within a budget is the fastest, times tell, and those vary.
+    return model, memopt_cli.optimize(model, x, budget=0.72, level=1, loss=mean_square)
 
 
 def test_a_budget_is_met_in_place_and_gradients_stay(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
     model, found = optimized
     original, applied = found.summary.levels
     assert isinstance(applied.outcome, Measurement)
-    assert applied.outcome.allocated_peak_bytes <= 0.8 * original.outcome.allocated_peak_bytes
+    assert applied.outcome.allocated_peak_bytes <= 0.72 * original.outcome.allocated_peak_bytes
     assert memopt_cli.plan_of(model) == found.plan != memopt_cli.Plan()
     assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
 
@@ -63,7 +66,7 @@ def test_the_answer_is_that_of_the_command_to_the_byte(
     file = tmp_path / "net.pt"
     torch.save(made(), file)
     loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
-    flags = ["--level", "1", "--budget", "80%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
+    flags = ["--level", "1", "--budget", "72%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
     assert main(["optimize", str(file), "-i", f"{BATCH}x{WIDTH}", *flags, "--json", "-q"]) == 0
     told = json.loads(capsys.readouterr().out)["summary"]
     peaks = [row.outcome.allocated_peak_bytes for row in found.summary.levels]
@@ -171,22 +174,59 @@ def test_what_fails_leaves_the_model_as_it_was(x: Tensor) -> None:
     assert all(map(torch.equal, state.values(), model.state_dict().values()))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"inputs": [1, 2]}, OptionError, "inputs is a list"),
-        ({"inputs": "Bx3"}, UsageError, "dimensions without a size: B"),
-        ({"dims": {"B": 4}}, OptionError, "the inputs have sizes of their own"),
-        ({"budget": 1.5}, OptionError, "1.5 is neither bytes nor a share up to 1"),
-        ({"budget": "lots"}, UsageError, "lots"),
-        ({"loss": lambda y: y.sum()}, OptionError, "the loss cannot be handed to a profiling subprocess"),
-        ({"level": 7}, OptionError, "level"),
-        ({"optimizer": "no such"}, UsageError, "no such"),
-    ],
-)
-def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], message: str, x: Tensor) -> None:
-    with pytest.raises(error, match=message):
-        memopt_cli.optimize(made(), **{"inputs": x, **given})
+def test_a_closure_is_called_here_and_touches_nothing_of_the_model(x: Tensor) -> None:
+    """A loss that reads the weights of the model itself would leave gradients on them."""
+    model, target = made(), torch.zeros_like(x)
+    mean_square(model(x)).backward()
+    before = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = [gradient.clone() for gradient in before]
+    found = memopt_cli.optimize(
+        model,
+        x,
+        level=1,
+        max_slowdown=math.inf,
+        loss=lambda output: (output - target[: len(output)]).pow(2).mean() + sum(p.sum() for p in model.parameters()),
+        optimizer=lambda copied: torch.optim.AdamW(copied.parameters(), amsgrad=True),
+    )
+    assert not found.plan.is_empty
+    assert any("a subprocess cannot import the loss" in note for note in found.summary.notes)
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, kept, before))
+
+
+def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
+    labels = torch.zeros(BATCH, dtype=torch.long)
+    found = memopt_cli.optimize(
+        made(), x, level=1, max_slowdown=math.inf, loss=lambda output: nn.functional.cross_entropy(output, labels)
+    )
+    assert found.summary.verification is not None
+    assert found.summary.verification.batch == BATCH
+
+
+def test_a_batch_module_is_refused(x: Tensor) -> None:
+    batched = memopt_cli.BatchModule(made(), batch=2)
+    for call in (memopt_cli.optimize, memopt_cli.frontier, memopt_cli.profile, memopt_cli.baseline):
+        with pytest.raises(UsageError, match="is a BatchModule"):
+            call(batched, x.expand(2, *x.shape))
+    with pytest.raises(UsageError, match="is a BatchModule"):
+        memopt_cli.recommend_batch(batched, x.expand(2, *x.shape))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interruption_as_the_plan_goes_on_leaves_the_other(
+    error: type[BaseException], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),), packed=True)
+    model = memopt_cli.apply_plan(made(), plan)
+
+    def fails(*given: Any) -> None:
+        apply_plan(*given)
+        raise error
+
+    monkeypatch.setattr(live, "apply_plan", fails)
+    with pytest.raises(error):
+        memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert memopt_cli.plan_of(model) == plan
 
 
 SCRIPT = """
@@ -208,7 +248,9 @@ print(found.summary.notes)
     ("given", "told"),
     [
         ("loss=None", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
-        ("loss=loss", "memopt is called by a module as it is imported"),
+        ("loss=loss", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
+        ("loss=lambda output: output.mean()", "Profiled in this process"),
+        ("loss='train.py:loss'", "memopt is called by a module as it is imported"),
     ],
 )
 def test_a_script_without_a_main_part(given: str, told: str, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from memopt_cli.errors import MeasurementError
 from memopt_cli.units import format_bytes
 
@@ -32,6 +30,8 @@ class Capacity:
 def device_capacity(device: str) -> Capacity:
     """CUDA: the device's memory.  CPU: the least of the machine's memory, the cgroup's limit and the process's."""
     if device.startswith("cuda"):
+        import torch  # which a run on the CPU does without, here
+
         return Capacity(torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device))
     limits = [Capacity(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
     for path in _CGROUP_LIMITS:
@@ -52,6 +52,8 @@ def free_capacity(device: str) -> Capacity:
     """
     if not device.startswith("cuda"):
         return device_capacity(device)
+    import torch
+
     total = device_capacity(device)
     free, holders = _ask_nvml(str(torch.cuda.get_device_properties(device).uuid))
     others = f"; held by others: {', '.join(holders)}" if holders else ""
@@ -82,7 +84,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
         import pynvml
     except ImportError as err:
         raise MeasurementError(
-            "a share of a CUDA device's memory cannot be told without NVML",
+            "a share of a CUDA device's memory cannot be found without NVML",
             hint="pip install nvidia-ml-py, or give bytes: --memory 24GiB.",
         ) from err
     try:
@@ -95,7 +97,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as err:
         raise MeasurementError(
-            f"NVML does not tell what the device has free: {err}", hint="Give bytes: --memory 24GiB."
+            f"NVML does not say what the device has free: {err}", hint="Give bytes: --memory 24GiB."
         ) from err
 
 

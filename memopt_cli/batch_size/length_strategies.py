@@ -1,4 +1,4 @@
-"""Ways to batch sequences of given lengths, side by side: padding, buckets, packing, a token budget."""
+"""Ways to batch sequences of given lengths, side by side: padding, buckets, sequence packing, a token budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt_cli.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler
 from memopt_cli.documents import MOST_BYTES, printable, read_bytes
 from memopt_cli.errors import BatchShapeError, UsageError
 
@@ -32,7 +31,7 @@ class StrategyReport:
     """What one epoch costs when batched one way."""
 
     strategy: str
-    """``padding`` (random batches), ``buckets``, ``packing`` (random batches) or ``token_budget``."""
+    """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
     batches: int
     tokens: int
     """Sum of all lengths."""
@@ -69,6 +68,8 @@ def compare_length_strategies(
     ``batch_size`` sequences make a batch, except under the token budget, ``max_tokens`` positions: by default what an
     average batch has, and at least the longest sequence.  ``memory`` and ``step_s`` model one step.
     """
+    from memopt_cli.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler  # import torch
+
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
     buckets = LengthBucketSampler(lengths, batch_size, seed=seed)
@@ -78,7 +79,7 @@ def compare_length_strategies(
     plans = {
         "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in drawn],
         "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
-        "packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
+        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
         TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(
@@ -111,7 +112,8 @@ def read_lengths(path: str | Path) -> list[int]:
         text = line.strip()
         if text and not _LENGTH.fullmatch(text):
             raise UsageError(
-                f"{path}, line {number}: '{printable(text[:40])}' is no length", hint="Write one number above 0 a line."
+                f"{path}, line {number}: '{printable(text[:40])}' is not a length",
+                hint="Write one number above 0 a line.",
             )
         if text:
             lengths.append(int(text))

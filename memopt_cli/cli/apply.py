@@ -62,7 +62,7 @@ def apply(
         timeout_s=timeout,
     )
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.apply(request, progress=progress, ask=ask)

@@ -55,7 +55,7 @@ def baseline(
         timeout_s=timeout,
     )
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.baseline(request, progress=progress, ask=ask)

@@ -77,8 +77,8 @@ def check(
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
-    Exits with 1 if it needs more than a limit allows, and says why; with 5 without a baseline, or with one that was
-    recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
+    Exits with 1 if it needs more than a limit allows, and says why; with 5 if there is no baseline, or if it
+    was recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(
         source=loading.source(context, model),
@@ -96,7 +96,7 @@ def check(
     report = _report("json" if json else format)
     try:
         context.with_resource(processes.kept(early=True))
-        from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+        from memopt_cli import pipeline  # not before the arguments are known to be right
 
         with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
             found = pipeline.check(request, progress=progress, ask=ask)

@@ -30,7 +30,7 @@ def compare(
 
     Nothing is measured, and nothing fails on a limit.
     """
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     found = pipeline.compare_files(before, after)
     forms: dict[str, ComparisonReport] = {"table": TextReport(), "json": JsonReport(), "md": MarkdownReport()}

@@ -21,7 +21,7 @@ def inspect(
     Format, modules, parameters, and what loading it would import.
     """
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()
     report.inspected(pipeline.inspect(model), sys.stdout)

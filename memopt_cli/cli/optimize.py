@@ -109,7 +109,7 @@ def optimize(
     )
     files.check()
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)

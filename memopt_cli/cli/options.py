@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Callable
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
 from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
 from memopt_cli.records import Precision
-from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_factory
+from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_device, parse_factory
 from memopt_cli.units import parse_amount
 
 _LOG = logging.getLogger("memopt_cli")
@@ -101,9 +100,10 @@ def _check_model(location: str) -> str:
 
 
 def _check_device(device: str | None) -> str | None:
-    if device is not None and not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device, re.ASCII):
-        raise typer.BadParameter(f"'{device}' is none of auto, cpu, cuda:N")
-    return device
+    try:
+        return None if device is None else parse_device(device)
+    except UsageError as err:
+        raise typer.BadParameter(err.message) from err
 
 
 def _check_function(text: str | None) -> str | None:
@@ -326,7 +326,7 @@ Key = Annotated[
         metavar="NAME",
         rich_help_panel=LOADING,
         show_default=False,
-        help="Entry to use of a file that holds several models, or of --weights: model, or ema.model.",
+        help="Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
     ),
 ]
 AllowPackage = Annotated[
@@ -357,7 +357,7 @@ CodePath = Annotated[
         default_factory=list,
         show_default=False,
         rich_help_panel=LOADING,
-        help="Your own code, a .py file or a folder: import it, and trust its module classes. Repeatable.",
+        help="Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
     ),
 ]
 Weights = Annotated[

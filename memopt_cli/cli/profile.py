@@ -73,7 +73,7 @@ def profile(
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check()
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         found = pipeline.profile(request, progress=progress, ask=ask)

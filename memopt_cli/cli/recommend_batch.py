@@ -73,12 +73,14 @@ def recommend_batch(
     if request.strategies:
         batch.check_strategies(request, objective)
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         if request.strategies:
-            compared = pipeline.compare_strategies(request, progress=progress, ask=ask)
+            from memopt_cli.pipeline.strategies import compare_strategies  # imports torch
+
+            compared = compare_strategies(request, progress=progress, ask=ask)
             report.strategies_compared(compared, sys.stdout)
             return
         found = pipeline.recommend_batch(request, progress=progress, ask=ask)

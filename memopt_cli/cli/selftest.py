@@ -29,10 +29,10 @@ def selftest(
     --json to a report. Exits with 1 if something does not hold.
     """
     context.with_resource(processes.kept(early=True))
-    from memopt_cli import pipeline  # imports torch: not before the arguments are known to be right
+    from memopt_cli.pipeline import promises  # imports torch
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, _):
-        found = pipeline.selftest(device, progress=progress)
+        found = promises.selftest(device, progress=progress)
     report: Report = JsonReport() if json else TextReport()
     report.tested(found, sys.stdout)
     if found.failed:

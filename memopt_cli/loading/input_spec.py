@@ -6,7 +6,6 @@ import functools
 import hashlib
 import inspect
 import io
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.batch_axis import BATCH, NO_BATCH_ARGUMENT
 from memopt_cli.documents import printable, quoted_path, read_bytes, read_yaml
 from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
 from memopt_cli.loading.archive import check_archive
@@ -25,7 +25,6 @@ from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.spec_text import (
     check_spec,
-    format_tensor,
     is_factory,
     parse_dims,
     parse_dtype,
@@ -39,19 +38,13 @@ from memopt_cli.user_step import StepModels
 
 __all__ = [
     "batch_of",
-    "check_batch",
     "find_spec",
-    "format_tensor",
     "guessed_spec",
     "make_inputs",
     "parse_dims",
     "parse_tensor",
     "read_spec_file",
-    "with_batch",
 ]
-
-BATCH = "B"
-"""Symbol of the batch dimension."""
 
 _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
 """Names that an input script may use for the usual symbols."""
@@ -299,7 +292,8 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
         raise
     except Exception as err:  # a damaged archive can make NumPy raise anything
         raise FileFormatError(
-            f"{path} is no .npz file of plain arrays: {first_line(err)}", hint="Save it with numpy.savez(path, x=...)."
+            f"{path} is not an .npz file of plain arrays: {first_line(err)}",
+            hint="Save it with numpy.savez(path, x=...).",
         ) from err
 
 
@@ -332,7 +326,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
             parameter.KEYWORD_ONLY,
         ):
             hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
-            raise UsageError(f"--input-script {script} wants the size of {name}", hint=hint)
+            raise UsageError(f"--input-script {script} needs the size of {name}", hint=hint)
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
@@ -366,48 +360,8 @@ def batch_of(spec: InputSpec) -> int:
             f"{spec.data_file} holds no tensor with a batch: its first one has no dimensions, or there is none",
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
-    hint = _SCRIPT_BATCH if spec.script is not None else "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
+    hint = NO_BATCH_ARGUMENT if spec.script is not None else "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
     raise UsageError("the batch size of the inputs is not known", hint=hint)
-
-
-_SCRIPT_BATCH = "Let the function of the script take an argument batch, and add for example --dim B=8."
-
-
-def check_batch(spec: InputSpec, batch: int) -> None:
-    """Raise :class:`UsageError` for inputs whose batch cannot be varied: of a data file or a script that takes none,
-    and those of which not all have the dimension that would be taken for it."""
-    with_batch(spec, batch + 1)
-    sized = [tensor for tensor in spec.tensors if tensor.shape]
-    if BATCH in spec.dims or len({tensor.shape[0] for tensor in sized}) <= 1:
-        return
-    shapes = ", ".join(map(format_tensor, sized))
-    first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
-    raise UsageError(
-        f"which dimension of the inputs is the batch is not known: they do not share their first one ({shapes})",
-        hint=f"Name it in every input that has it, as in -i {shlex.quote(format_tensor(first))} --dim "
-        f"{BATCH}={batch}; inputs such as one graph's nodes and edges have none.",
-    )
-
-
-def with_batch(spec: InputSpec, batch: int) -> InputSpec:
-    """The same inputs at another batch size.
-
-    The symbol ``B`` is given the size; without it, dimension 0 of every tensor that shares the first one's is.
-    Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
-    """
-    if spec.data_file is not None:
-        raise UsageError(
-            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them with -i or --input-script."
-        )
-    if BATCH in spec.dims:
-        return replace(spec, dims={**spec.dims, BATCH: batch})
-    if not spec.tensors:
-        raise UsageError(f"{spec.script} is given no batch size", hint=_SCRIPT_BATCH)
-    old = spec.tensors[0].shape[:1]
-    return replace(
-        spec,
-        tensors=tuple(replace(t, shape=(batch, *t.shape[1:])) if t.shape[:1] == old else t for t in spec.tensors),
-    )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

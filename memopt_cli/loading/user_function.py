@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from memopt_cli.errors import UsageError, first_line
 
 
-def user_function(reference: str, flag: str) -> Callable[..., Any]:
+def user_function(
+    reference: str, flag: str, known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> Callable[..., Any]:
     """The function that ``file.py:function`` names; naming it on the command line is the trust to run the file.
 
-    Raises :class:`UsageError`, which names ``flag``, if there is no such file or function.
+    ``known``: functions in memory, by their references.  Raises :class:`UsageError`, which names ``flag``, if there is
+    no such file or function.
     """
+    if reference in known:
+        return known[reference]
     path, _, name = reference.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
+    Conditions,
     Counted,
     Fingerprint,
     InputSpec,
@@ -87,6 +88,13 @@ def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
     (answer,) = get_args(base)
     found: type[Answer] = answer
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionsJob(Job[Conditions]):
+    """Under what its steps are measured; no model is loaded for it."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.conditions:conditions"
 
 
 # ---------------------------------------------------------------------------------------------- of the model file
@@ -234,12 +242,46 @@ class MeasureJob(StepJob[Measured]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedInTurns:
+    """Wall times of steps of the original and with a plan, one after the other in one process."""
+
+    original_times_s: tuple[float, ...]
+    planned_times_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeInTurnsJob(StepJob[TimedInTurns]):
+    """How much longer a plan makes the step, by pairs of steps: what slows the machine down slows both."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
+    plan: Plan
+    pairs: int = 3
+    """Pairs of timed steps, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob(StepJob[BatchProbe]):
     """The allocated peak at another batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:probe"
     plan: Plan
     batch: int
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
+    """Sizes of other symbols than described."""
+    limit_bytes: int | None = None
+    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasJob(StepJob[BatchProbe]):
+    """The allocated peak of a step that copies of the model take as one."""
+
+    answered_by: ClassVar[str] = "memopt_cli.model_batching.answers:probe"
+    plan: Plan
+    batch: int
+    """Of each copy."""
+    replicas: int
+    """Copies, at least 2."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
     """Sizes of other symbols than described."""
     limit_bytes: int | None = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from types import TracebackType
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
 
 import torch
@@ -24,14 +25,29 @@ from memopt_cli.records import Failure, from_data, to_data
 
 Answer = TypeVar("Answer")
 
+_one_at_a_time = threading.RLock()
+
 
 class LocalSession(Session):
-    """A session whose worker lives in this process; the caller's random numbers and gradient mode are left alone."""
+    """A session whose worker lives in this process; the caller's random numbers and gradient mode are left alone.
 
-    def __init__(self, subject: Subject, timeout_s: float, build: Callable[[], nn.Module] | None = None) -> None:
-        """``build`` makes the model, which the session may change; without it, it is loaded as a subprocess would."""
+    Of several threads' sessions one works at a time: what measures is of the whole process.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        timeout_s: float,
+        build: Callable[[], nn.Module] | None = None,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        """``build`` makes the model, which the session may change; without it, it is loaded as a subprocess would.
+
+        ``functions``: those that the step's settings name, in place of files'.
+        """
         super().__init__(subject, timeout_s)
         self._build = build
+        self._functions = functions
         self._worker: Worker | None = None
 
     def __enter__(self) -> Self:
@@ -49,7 +65,7 @@ class LocalSession(Session):
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
         """The answer to a job."""
-        with undisturbed():
+        with _one_at_a_time, undisturbed():
             try:
                 answer = self._work().do(_over_the_wire(job, type(job)))
                 return _over_the_wire(answer, answer_of(type(job)))
@@ -60,7 +76,7 @@ class LocalSession(Session):
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
         """The same, of a file that is written into ``file``."""
-        with undisturbed():
+        with _one_at_a_time, undisturbed():
             try:
                 self._work().save(job, file)
                 return Saved(size_bytes=file.tell())
@@ -70,7 +86,7 @@ class LocalSession(Session):
                 return failure_of(error)
 
     def _work(self) -> Worker:
-        self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build)
+        self._worker = self._worker or Worker(_over_the_wire(self._subject, Subject), self._build, self._functions)
         return self._worker
 
 

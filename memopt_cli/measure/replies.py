@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
-from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, Traced, answer_of
+from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, TimedInTurns, Traced, answer_of
 from memopt_cli.measure.wire import reply_in
 from memopt_cli.records import (
     BatchProbe,
@@ -44,6 +44,8 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
     match found:
         case Measured(measurement=measurement):
             _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
+        case TimedInTurns(original_times_s=times, planned_times_s=others):
+            _require(min(len(times), len(others)) > 0 and all(t > 0 for t in (*times, *others)))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
             _require(step_s > 0 and batch > 0 and replicas > 0)
         case Traced(trace=trace):

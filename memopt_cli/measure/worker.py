@@ -12,6 +12,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
@@ -37,15 +38,21 @@ _PIECE = 1 << 20
 class Worker:
     """A subject, and the answers to the jobs that are asked of it, in whatever order."""
 
-    def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None = None) -> None:
-        """``build`` makes the model; without it, it is loaded from its file."""
+    def __init__(
+        self,
+        subject: Subject,
+        build: Callable[[], nn.Module] | None = None,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        """``build`` makes the model; without it, it is loaded from its file.  ``functions``: see :class:`Bench`."""
         self._subject = subject
         self._build = build
+        self._functions = functions
 
     @functools.cached_property
     def bench(self) -> Bench:
         """The model, loaded for the first job that runs a step."""
-        return Bench(self._subject, self._build)
+        return Bench(self._subject, self._build, self._functions)
 
     def do(self, job: Job[Answer]) -> Answer:
         """The answer to a job.  Raises whatever the user's code does."""

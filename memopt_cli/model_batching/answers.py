@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.apply import apply_plan
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.timed import device_of, probed
-from memopt_cli.model_batching.jobs import ReplicasJob
+from memopt_cli.measure.jobs import ReplicasJob
 from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.records import BatchProbe
 

@@ -40,10 +40,16 @@ _FEW_MODELS = 2
 _FEW_SAMPLES = 3
 """Models, and samples of each, that are compared; another number, so that one is not taken for the other."""
 _COMPARING_S = 1.0
-"""Seconds after which no further route is compared, if there is one that can be used."""
+_COMPARING_SHARE = 0.1
+_SHORT_S = 0.25
+"""No further route is compared after that share of a step on all samples, if there is one that can be used; but for a
+short time always, and never for longer than the first of these."""
 _MOST_ROUNDS = 30
 _TIMING_S = 1.0
-"""Seconds after which no further round of timing begins; steps that would take longer are timed on few samples."""
+"""Seconds that timing may take after the first steps; where a step of each would take longer, they take it on few
+samples."""
+_TIMING_SHARE = 0.25
+"""Of a step on all samples, what timing on few may take after the first steps."""
 _FAR_BEHIND = 1.5
 """A route whose best step takes so many times as long as that of the fastest is timed no more."""
 
@@ -68,6 +74,8 @@ class RouteTrial:
 
 
 Build = Callable[[nn.Module, int], Route]
+Timer = Callable[[], float]
+"""Takes one step, and says how many seconds it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,9 @@ class Candidate:
     name: RouteName
     variant: str
     build: Build
+
+
+_Tried = list[tuple[Candidate, RouteTrial]]
 
 
 def candidates(tree: nn.Module, wanted: str) -> list[Candidate]:
@@ -119,7 +130,7 @@ def select(
             tried = _tried(found, _unchecked(_few(whole)), most_s=0.0)
         else:
             reference = _Reference(whole)
-            tried = _tried(found, reference.trial_of, most_s=_COMPARING_S if wanted == "auto" else 0.0)
+            tried = _tried(found, reference.trial_of, most_s=reference.patience_s if wanted == "auto" else 0.0)
             tried = _timed(tried, [reference.given, whole]) if wanted == "auto" else tried
     usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
     if not usable:
@@ -133,14 +144,12 @@ def select(
     return tried[fastest][0].build(tree, models), trials
 
 
-def _tried(
-    found: list[Candidate], compare: Callable[[Candidate], RouteTrial], most_s: float
-) -> list[tuple[Candidate, RouteTrial]]:
+def _tried(found: list[Candidate], compare: Callable[[Candidate], RouteTrial], most_s: float) -> _Tried:
     """Each candidate and what ``compare`` says, which is asked no more once one can be used and the time is over.
 
     The loop is what the others are compared with: it can always be used.
     """
-    tried: list[tuple[Candidate, RouteTrial]] = []
+    tried: _Tried = []
     started, is_found = time.perf_counter(), False
     for candidate in found:
         is_late = is_found and time.perf_counter() - started >= most_s and candidate.name != "loop"
@@ -227,25 +236,27 @@ class _Reference:
         if self._effects is None:
             self.given = whole
             self._run()
+        step_s = self._took_s / 2 * _size(whole) / _size(self.given)
+        self.patience_s = min(_COMPARING_S, max(_SHORT_S, _COMPARING_SHARE * step_s))
+        """Seconds after which no further route is compared, if there is one that can be used."""
 
     def _run(self) -> None:
         loop = Candidate("loop", "", LoopRoute)
         self._effects: dict[str, Tensor] | None = None
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]]
-        self._tree: nn.Module
         self._precision: str
         for precision in ("fp64", "stored"):
-            self._precision, self._tree = precision, copy.deepcopy(self.given.tree)
-            self._inputs = (self.given.args, self.given.kwargs)
+            self._precision, self._inputs = precision, (self.given.args, self.given.kwargs)
             if precision == "fp64":
-                self._tree.double()
                 self._inputs = in_double(self._inputs)
-            _make_different(self._tree)
+            started = time.perf_counter()
             try:
                 self._effects = self._effects_of(loop)
                 return
             except Exception as error:
                 self._failure = first_line(error)
+            finally:
+                self._took_s = time.perf_counter() - started
 
     def trial_of(self, candidate: Candidate) -> RouteTrial:
         """Whether a route can be built, runs, and computes the same."""
@@ -277,12 +288,22 @@ class _Reference:
                 found = self._steps_of(candidate)
         return {name: tensor for name, tensor in found.items() if _RANDOM not in name}
 
+    def _different_models(self) -> nn.Module:
+        """Made anew each time: to keep them and to copy that would take longer, and twice the memory."""
+        if self._precision == "stored":
+            tree = first_models(self.given.tree, self.given.models)
+        else:
+            tree = first_models(self.given.tree, self.given.models, dtype=torch.float64)
+            tree.double()  # what modules convert that is neither parameter nor buffer
+        _make_different(tree)
+        return tree
+
     def _steps_of(self, candidate: Candidate) -> dict[str, Tensor]:
-        trial = _Trial(candidate, copy.deepcopy(self._tree), self.given.models)
+        trial = _Trial(candidate, self._different_models(), self.given.models)
         args, kwargs = self._inputs
         step = Step(model=trial, args=args, kwargs=kwargs, settings=_settings(args, kwargs), loss=_loss)
         found = {f"{name} of step 1": tensor for name, tensor in effects(step).items()}
-        if _weights_in(self._tree) > _MANY_WEIGHTS:
+        if _weights_in(self.given.tree) > _MANY_WEIGHTS:
             with generators_kept(), torch.no_grad():
                 seed_everything(StepSettings().seed)
                 outputs = tensors_of(step.forward())
@@ -353,59 +374,68 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # ---------------------------------------------------------------------------------------------- timing
 
 
-def _timed(tried: list[tuple[Candidate, RouteTrial]], sizes: Sequence[_Given]) -> list[tuple[Candidate, RouteTrial]]:
-    """The trials with the times of their steps, taken in turns; one that fails in its own precision is refused.
+def _timed(tried: _Tried, sizes: Sequence[_Given]) -> _Tried:
+    """The trials with the times of their steps; one that fails in its own precision is refused.
 
-    ``sizes``: what steps may be taken on, the least first; the last is taken if steps on it are short.
+    ``sizes``: what steps may be taken on, the least first; the last is taken if steps on it are short.  Where they
+    take long, timing takes no more than a share of one, or a single step of each on the least.
     """
     for given in sizes:
-        steps: dict[int, Callable[[], float]] = {}
-        first: dict[int, float] = {}
-        for index in [index for index, (_, trial) in enumerate(tried) if not trial.refused]:
-            candidate, trial = tried[index]
-            try:
-                steps[index] = _timer(candidate, given)
-                first[index] = steps[index]()
-            except Exception as error:
-                steps.pop(index, None)
-                if candidate.name != "loop":
-                    tried[index] = candidate, replace(trial, refused=first_line(error))
-        if sum(first.values()) * _size(sizes[-1]) / _size(given) > _TIMING_S:
-            break
-    taken = [first[index] for index in steps]
-    seconds = _median_seconds(list(steps.values()), taken) if len(steps) > 1 else [math.nan] * len(steps)
-    for index, median in zip(steps, seconds, strict=True):
-        candidate, trial = tried[index]
-        tried[index] = candidate, replace(trial, step_s=median)
-    return tried
+        if sum(not trial.refused for _, trial in tried) < 2:
+            return tried  # nothing to choose from
+        steps, first_s = _first_steps(tried, given)
+        whole_s = [_size(sizes[-1]) / _size(given) * seconds for seconds in first_s.values()]
+        if sum(whole_s) > _TIMING_S:
+            most_s = min(_TIMING_S, _TIMING_SHARE * min(whole_s))
+            return _with_seconds(tried, _median_seconds(steps, first_s, most_s))
+    return _with_seconds(tried, _median_seconds(steps, first_s, _TIMING_S))
+
+
+def _first_steps(tried: _Tried, given: _Given) -> tuple[dict[int, Timer], dict[int, float]]:
+    """Of each candidate that runs, by its index: what takes a step, and the seconds of a first one."""
+    steps: dict[int, Timer] = {}
+    first_s: dict[int, float] = {}
+    for index, (candidate, trial) in enumerate(tried):
+        if trial.refused:
+            continue
+        try:
+            step = _timer(candidate, given)
+            first_s[index], steps[index] = step(), step
+        except Exception as error:
+            if candidate.name != "loop":
+                tried[index] = candidate, replace(trial, refused=first_line(error))
+    return steps, first_s
+
+
+def _with_seconds(tried: _Tried, seconds: dict[int, float]) -> _Tried:
+    return [(candidate, replace(trial, step_s=seconds.get(i, math.nan))) for i, (candidate, trial) in enumerate(tried)]
 
 
 def _size(given: _Given) -> int:
     return max(1, sum(tensor.numel() for tensor in tensors_of((given.args, given.kwargs))))
 
 
-def _median_seconds(steps: list[Callable[[], float]], first_s: list[float]) -> list[float]:
+def _median_seconds(steps: dict[int, Timer], first_s: dict[int, float], most_s: float) -> dict[int, float]:
     """Of steps taken in turns, so that the load of the machine is the same for all that are still in the race.
 
-    ``first_s``: what the first step of each took, which warms it up; where that is long, no more are taken.
+    ``first_s``: what the first step of each took, which warms it up; where another would take longer than ``most_s``,
+    that is the answer.
     """
-    if sum(first_s) > _TIMING_S:
-        return first_s
-    taken: list[list[float]] = [[] for _ in steps]
-    racing, started = list(range(len(steps))), time.perf_counter()
-    for done in range(1, _MOST_ROUNDS + 1):
+    taken: dict[int, list[float]] = {index: [] for index in steps}
+    racing, started, done = list(steps), time.perf_counter(), 0
+    round_s = sum(first_s.values())
+    while len(racing) > 1 and done < _MOST_ROUNDS and time.perf_counter() - started + round_s <= most_s:
         for index in racing:
             taken[index].append(steps[index]())
+        done, round_s = done + 1, sum(taken[index][-1] for index in racing)
         if done > 1:  # a single step may have been disturbed
-            fastest = min(map(min, taken))
+            fastest = min(map(min, taken.values()))
             racing = [index for index in racing if min(taken[index]) <= _FAR_BEHIND * fastest]
-        if len(racing) == 1 or time.perf_counter() - started > _TIMING_S:
-            break
-    return list(map(statistics.median, taken))
+    return {index: statistics.median(seconds) for index, seconds in taken.items()} if done else first_s
 
 
-def _timer(candidate: Candidate, given: _Given) -> Callable[[], float]:
-    """Takes one forward and backward on a copy of the model, and says how many seconds they took."""
+def _timer(candidate: Candidate, given: _Given) -> Timer:
+    """Takes one forward and backward on a copy of the model."""
     settings = _settings(given.args, given.kwargs)
     args, kwargs = map_leaves(_own_leaf, (given.args, given.kwargs))
     trial = _Trial(candidate, copy.deepcopy(given.tree), given.models)

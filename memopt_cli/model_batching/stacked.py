@@ -108,13 +108,14 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
     return model
 
 
-def first_models(tree: nn.Module, count: int) -> nn.Module:
-    """A copy of a stacked model with the first ``count`` of its models."""
+def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a stacked model with the first ``count`` of its models, its floating tensors in ``dtype``."""
     shared = shared_names(tree)
     kept: dict[int, Any] = {}
     for slot in slots_of(tree):
         tensor = slot.tensor.detach()
-        first = tensor.clone() if slot.name in shared else tensor[:count].clone()
+        first = tensor if slot.name in shared else tensor[:count]
+        first = first.to(dtype if first.is_floating_point() else None, copy=True)
         kept.setdefault(id(slot.tensor), first if slot.is_buffer else nn.Parameter(first, slot.tensor.requires_grad))
     return _copied(tree, kept)
 

@@ -4,20 +4,16 @@ from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
-from memopt_cli.pipeline.promises import selftest
 from memopt_cli.pipeline.recommendation import recommend_batch
 from memopt_cli.pipeline.regression import baseline, check, compare_files
-from memopt_cli.pipeline.strategies import compare_strategies
 
 __all__ = [
     "apply",
     "baseline",
     "check",
     "compare_files",
-    "compare_strategies",
     "inspect",
     "optimize",
     "profile",
     "recommend_batch",
-    "selftest",
 ]

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from memopt_cli.batch_axis import check_batch
 from memopt_cli.batch_size.lines import between
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.input_spec import check_batch
-from memopt_cli.measure.jobs import CountJob, Job, ProbeJob
+from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
@@ -24,7 +23,7 @@ def check_varied(prepared: Prepared) -> None:
     """Raise :class:`UsageError` for a model, or for inputs, whose batch cannot be varied."""
     if prepared.facts.fixed_sizes:
         raise UsageError(
-            f"torch.export fixed every size in {prepared.subject.source.location}, the batch too",
+            f"torch.export fixed every size in {prepared.subject.source.location}, the batch size included",
             hint="Export it again with dynamic_shapes={'x': {0: torch.export.Dim('batch')}}, x being its input.",
         )
     check_batch(prepared.subject.spec, prepared.batch)

@@ -31,6 +31,8 @@ class Climb:
     """Allocated peak of its dry run."""
     options: SearchOptions
     measure: Callable[[Plan], Measurement | Failure]
+    confirm: Callable[[LevelRow, float], LevelRow]
+    """The row of a measured plan and how slow it may be -> the row, and the original too, timed anew if in doubt."""
     progress: Progress
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
@@ -125,6 +127,7 @@ class Climb:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
             row = self.measured(row)
+            row = self._confirmed(row)
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row
@@ -143,6 +146,11 @@ class Climb:
             faster = found_row(row.level, found, tried, started, dry_run=self.dry_run)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         return self._unchanged(row)
+
+    def _confirmed(self, row: LevelRow) -> LevelRow:
+        row = self.confirm(row, self._limit)
+        self.original = replace(self.original, outcome=self.measure(self.original.plan))
+        return row
 
     def _expected(self, row: LevelRow) -> Span | None:
         """What measuring takes; ``None`` where it cannot be said, or nothing is measured."""

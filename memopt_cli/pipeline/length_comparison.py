@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from memopt_cli.batch_size.length_strategies import (
     TOKEN_BUDGET,
     BatchExtent,
@@ -31,7 +29,7 @@ def length_symbol(spec: InputSpec) -> str:
     found = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
     if found is None:
         raise UsageError(
-            "--lengths wants a dimension S or T in the inputs: which of their sizes is the length is not known",
+            "--lengths needs a dimension S or T in the inputs, to know which of their sizes is the length",
             hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
         )
     return found
@@ -66,6 +64,8 @@ class Fit:
 
 def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
     """Least squares; without the last term where it would be negative."""
+    import torch  # not before a model was run
+
     rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
     values = torch.tensor([[value] for _, value in points], dtype=torch.float64)
     design = torch.tensor(rows, dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
@@ -10,16 +9,16 @@ import logging
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import remove_plan
+from memopt_cli.equality import gradients_kept
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
@@ -28,6 +27,7 @@ from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import Resolved
 from memopt_cli.progress import Progress, Span
@@ -42,9 +42,9 @@ from memopt_cli.records import (
     Trust,
     Verification,
 )
-from memopt_cli.runtime import named_parts, refusal, reset_hidden_state, segment_of
-from memopt_cli.runtime.state import copy_of
-from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.runtime import refusal, reset_hidden_state
+from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
@@ -57,12 +57,16 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def prepared_model(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec, settings: StepSettings
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
+    settings: StepSettings,
+    functions: Sequence[UserFunction] = (),
 ) -> Iterator[Prepared]:
     """A model in memory, ready to be profiled; it is not changed, nor are the inputs, which may be described alone.
 
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
-    subprocess could not read is profiled in this process, and a note says why.
+    subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
+    settings name, that a subprocess could not import.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
@@ -75,15 +79,19 @@ def prepared_model(
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
-        notes = (f"Profiled in this process, without a time limit: {handed.obstacle}.",) if handed.obstacle else ()
+        obstacle = next(filter(None, (handed.obstacle, *(function.obstacle for function in functions))), "")
+        notes = (f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
-        yield Prepared(
-            subject=Subject(source=source, spec=spec, settings=settings),
-            facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(spec)),
-            notes=notes,
-            open_session=functools.partial(LocalSession, build=build) if handed.obstacle else None,
-        )
+        facts = replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(spec))
+        called = {used.reference: used.function for used in functions if used.function is not None}
+        with gradients_kept(model) if obstacle and called else contextlib.nullcontext():
+            yield Prepared(
+                subject=Subject(source=source, spec=spec, settings=settings),
+                facts=facts,
+                notes=notes,
+                open_session=functools.partial(LocalSession, build=build, functions=called) if obstacle else None,
+            )
 
 
 class _Called(Exception):
@@ -166,6 +174,7 @@ def once() -> Iterator[None]:
 
 def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None:
     """To a file that a subprocess reads.  Raises :class:`OptionError` for what it cannot."""
+    _require_batch(inputs)
     detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)
     try:
@@ -177,12 +186,22 @@ def save_inputs(inputs: tuple[Any, ...] | Mapping[str, Any], path: Path) -> None
         ) from err
 
 
+def _require_batch(inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+    first = next(iter(tensors_of(inputs)), None)
+    if first is None or not first.dim():
+        raise OptionError(
+            f"the inputs have no batch: {'there is no tensor' if first is None else 'the first tensor is a scalar'}",
+            hint="Give the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
+        )
+
+
 def described(inputs: tuple[Any, ...] | Mapping[str, Any]) -> InputSpec:
     """Inputs as they could be written on the command line: the first dimension of the first tensor is the batch.
 
     Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
     no tensor.
     """
+    _require_batch(inputs)
     named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
     return InputSpec(tensors=tuple(_described(name, value) for name, value in named), source="inputs")
 
@@ -277,85 +296,10 @@ def _hand_over(model: nn.Module, path: Path) -> _HandOver:
     return _HandOver(code_paths=(str(main_script()),) if needs_script else ())
 
 
-def unreachable(name: str) -> str:
-    """Why a subprocess cannot import a qualified name, or empty."""
-    package, _, rest = name.partition(".")
-    return _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
-
-
-def _unreachable_by_import(package: str) -> str:
-    """Why an import that does not know the package yet would not find it, or empty."""
-    if package in sys.builtin_module_names:
-        return ""
-    found = any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
-    return "" if found else "it was not imported from a file"
-
-
-def main_script() -> Path | None:
-    """The file that Python was started with, if its parts can be imported by themselves."""
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
-        return None
-    return Path(file).resolve()
-
-
-def _unreachable_in_main(name: str) -> str:
-    """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
-    script = main_script()
-    if script is None or not script.is_file():
-        return "__main__ is no script"
-    tree = ast.parse(script.read_bytes())
-    if not _called_from_main_part(tree):
-        return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
-    if name.partition(".")[0] not in _defined(tree.body):
-        return f"{script.name} defines it in its main part"
-    return ""
-
-
-def _called_from_main_part(tree: ast.Module) -> bool:
-    """Whether the script is being run, at this moment, within ``if __name__ == "__main__"``.
-
-    Anything else would run again, memopt too, when a subprocess imports the script.
-    """
-    frame: FrameType | None = sys._getframe()
-    module_level: FrameType | None = None
-    while frame is not None:
-        if frame.f_globals is vars(sys.modules["__main__"]) and _is_module(frame.f_code):
-            module_level = frame
-        frame = frame.f_back
-    if module_level is None:
-        return False
-    line = module_level.f_lineno
-    return any(node.lineno <= line <= (node.end_lineno or line) for node in tree.body if _is_main_part(node))
-
-
-def _is_module(code: CodeType) -> bool:
-    return code.co_name == "<module>"
-
-
-def _is_main_part(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.If):
-        return False
-    test = ast.unparse(node.test)
-    return "__name__" in test and "__main__" in test
-
-
-def _defined(body: list[ast.stmt]) -> set[str]:
-    """Names of the classes and functions that a script defines before its main part, in branches and so on too."""
-    nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
-    return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-
-
 # ---------------------------------------------------------------------------------------------- what is told, and where
 
 
-def take_off(net: nn.Module) -> list[str]:
-    """Remove a plan that the model carries, and say so."""
-    if all(segment_of(module) is None for _, module in named_parts(net)):
-        return []
-    remove_plan(net)
-    return ["The model carried a plan already; it was taken off first."]
+TAKEN_OFF = "The model carried a plan already; it was taken off first."
 
 
 def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:

@@ -15,8 +15,9 @@ from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
-from memopt_cli.pipeline.live_model import main_script, once, save_inputs, unreachable
+from memopt_cli.pipeline.live_model import once, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.reach import main_script, unreachable
 from memopt_cli.records import STEP, InputSpec, LoadedModel, ModelSource, StepSettings, Trust
 from memopt_cli.user_step import Step, StepModels
 

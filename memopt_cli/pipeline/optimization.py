@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
@@ -58,10 +58,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     """
     started = time.monotonic()
     resolved = resolve(request.search)
-    if request.goal != SearchGoal() and resolved.options.level == 0:
-        raise OptionError(
-            "--budget, --frontier and --pick search for a plan, which level 0 does not", hint="Raise --level."
-        )
+    check_goal(request.goal, resolved)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
@@ -75,6 +72,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         paths = replace(paths, plan_only=True)
     kept = Kept(request=request, prepared=prepared, found=found, paths=paths, progress=progress, started=started)
     return kept.result()
+
+
+def check_goal(goal: SearchGoal, resolved: Resolved) -> None:
+    """Raises :class:`OptionError` for one that the level cannot reach."""
+    if goal != SearchGoal() and resolved.options.level == 0:
+        raise OptionError(
+            "a budget, the frontier and a pick of it are searched for, which level 0 does not", hint="Raise --level."
+        )
 
 
 def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:
@@ -120,7 +125,10 @@ def _job(
 ) -> _Job:
     options = resolved.options
     measurements = PlanMeasurements(
-        prepared=prepared, timeout_s=request.timeout_s, warm_up=options.warmup_in_profile_workers
+        prepared=prepared,
+        timeout_s=request.timeout_s,
+        progress=progress,
+        warm_up=options.warmup_in_profile_workers,
     )
     return _Job(request=request, options=options, measurements=measurements, progress=progress, notes=notes)
 
@@ -179,6 +187,7 @@ class _Job:
             if search is None or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [rows[0], *self._seek_again(search, rows[0])]
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.notes += self._obstacles(search.probes)
         return rows
 
@@ -265,11 +274,12 @@ class _Job:
             measured = original.outcome
             peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(planned.within(self.budget_bytes))
+            rows.append(self._within(search, original, planned, self.budget_bytes))
         if goal.frontier:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
+        rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
@@ -281,6 +291,7 @@ class _Job:
             original_bytes=search.first.peak_bytes,
             options=self.options,
             measure=self.measurements.measure,
+            confirm=self.measurements.confirm,
             progress=self.progress,
             dry_run=search.traced.has_dry_runs,
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
@@ -293,26 +304,56 @@ class _Job:
         self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
 
+    def _within(self, search: _Search, original: LevelRow, planned: GoalSearch, limit_bytes: int) -> LevelRow:
+        """The fastest plan within a budget.
+
+        The optimizer in backward costs no time: it is tried first where the original does not fit, and last, under the
+        plan of the least peak, where no plan does.
+        """
+        outcome = original.outcome
+        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > limit_bytes:
+            alone = self._tried_in_backward(search, original, replace(original, level=planned.level))
+            if isinstance(alone, LevelRow) and _is_within(alone, limit_bytes):
+                return alone
+        try:
+            return planned.within(limit_bytes)
+        except NothingFitsError:
+            found = self._tried_in_backward(search, original, planned.least())
+            if isinstance(found, LevelRow) and _is_within(found, limit_bytes):
+                return found
+            raise
+
     def _in_backward(
         self, search: _Search, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
     ) -> LevelRow | None:
         """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
-        settings = self.measurements.prepared.subject.settings
-        if applied is None or not may_run_in_backward(settings):
+        if applied is None:
             return applied
-        plan = applied_row([original, *rows], applied).plan
-        found = InBackwardTrial(
-            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
-            measure=self.measurements.measure,
-            original=original,
-            most_slowdown=self.options.max_slowdown or math.inf,
-            dry_run=search.traced.has_dry_runs,
-        ).of(replace(applied, plan=plan))
+        row = replace(applied, plan=applied_row([original, *rows], applied).plan)
+        found = self._tried_in_backward(search, original, row)
         if isinstance(found, str):
             self.notes += [found] if found else []
             return applied
         rows[rows.index(applied)] = found
         return found
+
+    def _tried_in_backward(self, search: _Search, original: LevelRow, row: LevelRow) -> LevelRow | str:
+        """As :meth:`InBackwardTrial.of`; nothing is tried in a step that forbids it."""
+        if not may_run_in_backward(self.measurements.prepared.subject.settings):
+            return ""
+        return InBackwardTrial(
+            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
+            measure=self.measurements.measure,
+            original=original,
+            most_slowdown=self._most_slowdown_in_backward(),
+            dry_run=search.traced.has_dry_runs,
+        ).of(row)
+
+    def _most_slowdown_in_backward(self) -> float:
+        """That of the levels, or the one that was asked for beside a goal."""
+        if self.request.goal == SearchGoal():
+            return self.options.max_slowdown or math.inf
+        return self.request.search.get("max_slowdown") or math.inf
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
@@ -358,6 +399,10 @@ class _Job:
         if prover.replaced:
             self.faster = self.smaller = None
         return proven
+
+
+def _is_within(row: LevelRow, limit_bytes: int) -> bool:
+    return isinstance(row.outcome, Measurement) and row.outcome.allocated_peak_bytes <= limit_bytes
 
 
 def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:

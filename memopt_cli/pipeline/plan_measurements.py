@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import MeasuredSteps
-from memopt_cli.records import Failure, Measurement, Plan
+from memopt_cli.progress import Progress
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan
+
+_DOUBT = 0.1
+"""A measured slowdown that differs from the predicted one by a larger share of it is looked at again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +22,7 @@ class PlanMeasurements:
 
     prepared: Prepared
     timeout_s: float
+    progress: Progress
     warm_up: bool
     """Take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
@@ -33,6 +39,32 @@ class PlanMeasurements:
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return _outcome(found)
 
+    def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
+        """The row of a measured plan, timed anew if its step seems slower than it may be, or other than predicted.
+
+        That is done in turns with the original, in one subprocess, so that a busy machine neither refuses a plan nor
+        praises it; both have these step times then.  Nothing changes where it fails.
+        """
+        original = self._found.get(ORIGINAL)
+        if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
+            self.progress.stage("timing the plan again, in turns with the original")
+            self._time_in_turns(row.plan)
+            return replace(row, outcome=self.measure(row.plan))
+        return row
+
+    def _time_in_turns(self, plan: Plan) -> None:
+        with self.session() as session:
+            found = session.ask(TimeInTurnsJob(plan=plan))
+        if isinstance(found, TimedInTurns):
+            self._retimed(ORIGINAL, found.original_times_s)
+            self._retimed(plan, found.planned_times_s)
+
+    def _retimed(self, plan: Plan, step_times_s: tuple[float, ...]) -> None:
+        measured = self._found[plan]
+        if isinstance(measured, Measured):
+            measurement = replace(measured.measurement, step_times_s=step_times_s)
+            self._found[plan] = replace(measured, measurement=measurement)
+
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """What its steps left and those of the original; ``None`` where not both were measured.
 
@@ -46,6 +78,14 @@ class PlanMeasurements:
     def session(self, data: Data = "full size") -> Session:
         """A fresh profiling subprocess, and what it may run."""
         return self.prepared.session(self.timeout_s, data)
+
+
+def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> bool:
+    if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
+        return False
+    slowdown = row.outcome.slowdown(original)
+    predicted = row.predicted_slowdown or slowdown
+    return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + _DOUBT
 
 
 def _outcome(found: Measured | Failure) -> Measurement | Failure:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import BinaryIO, Protocol
 
-import torch
-
+from memopt_cli.batch_axis import BATCH
+from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.input_spec import BATCH
 from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, SaveJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
@@ -28,21 +27,6 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.spec_text import format_tensor
-
-
-def resolve_device(text: str) -> str:
-    """``auto``, ``cpu`` or ``cuda[:N]`` -> a device that exists.  Raises :class:`UsageError`."""
-    if text == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if text == "cpu":
-        return text
-    index = int(text.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise UsageError(
-            f"there is no device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices",
-            hint="Use --device cpu, or check the driver and the PyTorch build.",
-        )
-    return f"cuda:{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +143,12 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
         "--precision": settings.precision != "stored",
         "--loss": settings.loss is not None,
         "--optimizer": settings.optimizer not in ("", "none"),
-        "--accumulate": settings.micro_batches > 1,
+        "--accumulate, or --global-batch,": settings.micro_batches > 1,
         "--clip-norm": settings.clip_norm is not None,
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
-        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint=f"Omit {flag}.")
+        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint="Omit it.")
 
 
 def open_model(
@@ -205,7 +189,7 @@ def file_header(prepared: Prepared) -> FileHeader:
     return FileHeader(
         schema_version=SCHEMA_VERSION,
         memopt=version("memopt"),
-        torch=str(torch.__version__),
+        torch=version("torch"),
         model=subject.source.location,
         sha256=prepared.facts.sha256,
         spec=subject.spec,

@@ -26,10 +26,10 @@ from memopt_cli.records import (
     StepProfile,
     StepTrace,
     StorageTrace,
+    ancestry,
     break_down,
 )
 from memopt_cli.spec_text import is_factory
-from memopt_cli.trace import ancestry
 from memopt_cli.units import format_bytes
 from memopt_cli.write import read_plan
 

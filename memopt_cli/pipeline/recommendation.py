@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
 from memopt_cli.batch_size.runs import MOST_PROBES, Limits
 from memopt_cli.batch_size.search import BatchSearch
 from memopt_cli.errors import NothingFitsError, UsageError
-from memopt_cli.loading.input_spec import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batch_cases import Case, CaseSearch
@@ -301,7 +301,7 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:
         raise UsageError(
-            f"{dim_range.symbol} is no dimension of the inputs, whose symbols are: "
+            f"{dim_range.symbol} is not a dimension of the inputs, whose symbols are: "
             f"{', '.join(sorted(symbols)) or 'none'}",
             hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
         )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import torch
-
+from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import Measured, MeasureJob, Traced, TraceJob
-from memopt_cli.optimizer_text import is_function
+from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.profiling import is_alive, live_bytes, saved_tensors
@@ -47,12 +46,13 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
 
 def record_prepared(request: BaselineRequest, prepared: Prepared, progress: Progress) -> BaselineResult:
     """The same of a model that is ready, and a target that was looked at."""
-    target = Path(request.output)
-    measured = Baseline(
-        header=replace(file_header(prepared), model=request.source.location),
-        conditions=conditions_of(prepared.subject.settings),
-        memory=_measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress),
-    )
+    target, plan = Path(request.output), _plan(request.plan_path, prepared)
+    with prepared.session(request.timeout_s, _DATA) as session:
+        measured = Baseline(
+            header=replace(file_header(prepared), model=request.source.location),
+            conditions=_conditions(session),
+            memory=_measure(session, plan, progress),
+        )
     (file,) = write_all({target: content(baseline_json(measured))}, force=request.force)
     return BaselineResult(baseline=measured, file=file)
 
@@ -83,9 +83,10 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, StepSettings]:
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared, progress: Progress) -> Comparison:
     """The same as :func:`check`, of a model that is ready."""
     _require_same_model(request, before, prepared)
-    now = replace(before, header=file_header(prepared), conditions=conditions_of(prepared.subject.settings))
-    _require_alike(request, before, now)
-    memory = _measure(prepared, _plan(request.plan_path, prepared), request.timeout_s, progress)
+    with prepared.session(request.timeout_s, _DATA) as session:
+        now = replace(before, header=file_header(prepared), conditions=_conditions(session))
+        _require_alike(request, before, now)
+        memory = _measure(session, _plan(request.plan_path, prepared), progress)
     return compare(before, replace(now, memory=memory), request.limits)
 
 
@@ -108,8 +109,9 @@ def _refuse_reach(request: CheckRequest, before: Baseline) -> None:
     spec, described, missing = before.header.spec, _describes(request.spec), {}
     if before.conditions and before.conditions.settings.loss and not request.loss:
         missing["--loss"] = before.conditions.settings.loss
-    if before.conditions and is_function(before.conditions.settings.optimizer) and not request.optimizer:
-        missing["--optimizer"] = before.conditions.settings.optimizer
+    optimizer = parse_optimizer(before.conditions.settings.optimizer if before.conditions else "")
+    if isinstance(optimizer, MadeOptimizer) and not request.optimizer:
+        missing["--optimizer"] = optimizer.reference
     if spec.script and not described:
         missing["--input-script"] = spec.script
     if missing:
@@ -150,7 +152,7 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
 def _same_device(device: str) -> str:
     """A device of the same kind, if there is one."""
     kind = device.partition(":")[0]
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and resolve_device("auto") == "cpu":
         raise BaselineError(
             f"the baseline was recorded on {device}, and PyTorch sees no CUDA device here",
             hint="Check on a machine with a GPU, or keep a second baseline for the CPU: memopt baseline --device cpu.",
@@ -202,16 +204,25 @@ def _plan(path: str | None, prepared: Prepared) -> Plan:
     return prepared.carried if path is None else read_plan(path)[1]
 
 
-def _measure(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> StepMemory:
-    with prepared.session(timeout_s, "small batch") as session:  # the original may not fit where the plan does
-        progress.stage("measuring a step")
-        measured = session.ask(MeasureJob(plan=plan))
-        if not isinstance(measured, Measured):
-            raise_failure(measured)
-        progress.stage("recording a step")
-        traced = session.ask(TraceJob(plan=plan, fake=False))
-        if not isinstance(traced, Traced):
-            raise_failure(traced, "a step of the model could not be recorded: ")
+_DATA: Final = "small batch"
+"""The original may not fit where the plan does."""
+
+
+def _conditions(session: Session) -> Conditions:
+    """Where the step will be run, and how."""
+    found = session.ask(ConditionsJob())
+    return found if isinstance(found, Conditions) else raise_failure(found)
+
+
+def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:
+    progress.stage("measuring a step")
+    measured = session.ask(MeasureJob(plan=plan))
+    if not isinstance(measured, Measured):
+        raise_failure(measured)
+    progress.stage("recording a step")
+    traced = session.ask(TraceJob(plan=plan, fake=False))
+    if not isinstance(traced, Traced):
+        raise_failure(traced, "a step of the model could not be recorded: ")
     return _step_memory(plan, measured.measurement, traced.trace)
 
 
@@ -252,38 +263,3 @@ def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
         )
         for path in dict.fromkeys((*known, *held))
     )
-
-
-# ---------------------------------------------------------------------------------------------- conditions
-
-
-def conditions_of(settings: StepSettings) -> Conditions:
-    """Where a step is run, here and now, and how."""
-    return Conditions(
-        settings=settings,
-        backend=_backend(settings.device),
-        device_name=_device_name(settings.device),
-        python=platform.python_version(),
-        threads=torch.get_num_threads(),
-    )
-
-
-def _backend(device: str) -> tuple[str, ...]:
-    """Libraries that PyTorch takes kernels from, beside its own."""
-    if device == "cpu":
-        return ("mkldnn",) if _is_used(torch.backends.mkldnn) else ()
-    libraries = {"cudnn": _is_used(torch.backends.cudnn), "rocm": torch.version.hip is not None}
-    return tuple(name for name, used in libraries.items() if used)
-
-
-def _is_used(library: Any) -> bool:
-    return bool(library.is_available() and library.enabled)
-
-
-def _device_name(device: str) -> str:
-    if device != "cpu":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -82,7 +82,7 @@ from memopt_cli.records.search import (
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
 from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint
-from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace
+from memopt_cli.records.trace import ModuleCall, ModuleTrace, OpTrace, Phase, StepTrace, StorageTrace, ancestry
 from memopt_cli.records.verification import Fingerprint, FingerprintCheck, FurtherCheck, TensorPrint, Verification
 from memopt_cli.records.wire import from_data, refuse_unknown, to_data
 
@@ -194,6 +194,7 @@ __all__ = [
     "Verdict",
     "Verification",
     "WantedGlobal",
+    "ancestry",
     "break_down",
     "describe",
     "from_data",

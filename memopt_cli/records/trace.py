@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,3 +139,11 @@ class StepTrace:
     """The tensor peak with the workspaces of operators."""
     packing_bytes_per_s: float = 0.0
     """How fast the device packs a tensor and unpacks it again, of the bytes that go through both; 0: not measured."""
+
+
+def ancestry(path: str) -> Iterator[str]:
+    """``a.b``, ``a`` and the root."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
 from memopt_cli.runtime.objects import Objects
-from memopt_cli.runtime.private_torch import not_compiled, unseen
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
@@ -30,7 +31,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
 
@@ -135,9 +136,9 @@ def _one_by_one(
         try:
             output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
-            if first is None:
-                raise
-            first.fail(error)
+            if first is not None:
+                first.failed(error)
+            raise
         if first is not None:
             inputs.started = ignore_start  # the graph must not hold it
             first.check()
@@ -201,15 +202,17 @@ class _FirstChunk:
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
 
-    def fail(self, error: Exception) -> NoReturn:
-        """It has ended so.  Raises :class:`_NotInChunks`, or the error if that is one of the whole as well."""
+    def failed(self, error: Exception) -> None:
+        """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
+        kept for all rows, say, or a mask of all, does not fit a part of them.
+        """
         gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
-        if self._start is None or gathers or self._start.lost():
-            raise error
-        uncut = ", ".join(self._uncut())
+        is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
+        if self._start is None or gathers or is_full or self._start.lost():
+            return
+        uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        reason = f"{what}cannot run on a chunk ({type(error).__name__}: {error})"
-        raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent)) from error
+        raise _NotInChunks(f"{what}fails on a chunk ({line})", functools.partial(self._start.enter, self._lent))
 
     def _uncut(self) -> Iterator[str]:
         """The keywords whose tensors have a length as if they were to be cut."""

@@ -31,6 +31,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.lifted.module import LiftedModule
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
     forbids_hooks,
@@ -44,7 +45,6 @@ from memopt_cli.runtime.running import (
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, name_of
 
 
 class PackingContainer(Installed):

@@ -50,7 +50,7 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
 
 def remove_in_backward(model: nn.Module) -> None:
     """The optimizers that update parameters of ``model`` in backward do so in their step again."""
-    for optimizer in list(_of(model)):
+    for optimizer in list(optimizers_in_backward(model)):
         _installed.pop(optimizer).remove()
 
 
@@ -61,7 +61,7 @@ def is_in_backward(optimizer: Optimizer | None) -> bool:
 
 def has_in_backward(model: nn.Module) -> bool:
     """Whether parameters of ``model`` are updated in backward."""
-    return any(True for _ in _of(model))
+    return any(True for _ in optimizers_in_backward(model))
 
 
 def is_updating() -> bool:
@@ -69,7 +69,8 @@ def is_updating() -> bool:
     return getattr(_thread, "is_updating", False)
 
 
-def _of(model: nn.Module) -> Iterator[Optimizer]:
+def optimizers_in_backward(model: nn.Module) -> Iterator[Optimizer]:
+    """Those that update parameters of ``model`` in backward."""
     own = {*map(id, model.parameters())}
     return (optimizer for optimizer, installed in list(_installed.items()) if own & installed.names.keys())
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     StopRecomputation,
@@ -27,7 +28,6 @@ from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     is_transforming,
 )
-from memopt_cli.runtime.state import name_of
 
 _thread = threading.local()
 

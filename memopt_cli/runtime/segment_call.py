@@ -20,6 +20,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
+from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     not_compiled,
@@ -33,7 +34,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, overwrites_input
-from memopt_cli.runtime.state import StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
 from memopt_cli.runtime.unsafe import as_of_checkpoint, run_plainly, runs_plainly
 

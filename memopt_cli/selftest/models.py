@@ -108,6 +108,19 @@ class Recurrent(nn.Module):
         return out
 
 
+class TooLarge(nn.Module):
+    """Its output fits no device; ``x`` of shape (batch, width), which does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (2^40 batch, width)."""
+        out: Tensor = self.layer(x).repeat(2**40, 1)
+        return out
+
+
 def transformer() -> nn.Module:
     """Input of shape (batch, length, 64)."""
     return nn.Sequential(*(TransformerBlock() for _ in range(4)))

@@ -6,7 +6,7 @@ from memopt_cli.trace.counting import codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
-from memopt_cli.trace.modules import ancestry, asked_compressor, codec_paths
+from memopt_cli.trace.modules import asked_compressor, codec_paths
 from memopt_cli.trace.recording import record
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "FakeStep",
     "OperatorTime",
     "StorageLog",
-    "ancestry",
     "asked_compressor",
     "codec_paths",
     "codecs_of",

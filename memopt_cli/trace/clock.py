@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from memopt_cli.records import OpTrace, StepTrace
+from memopt_cli.records import OpTrace, StepTrace, ancestry
 from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.found_statistics import repeatable_norm
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything, synchronize, take
-from memopt_cli.trace.modules import ancestry
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 
 _PACKED_ELEMENTS = 2**22

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.own_step import OwnStep
-from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace
+from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace, ancestry
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.state import ModuleState, StartingState
+from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import (
@@ -27,7 +28,7 @@ from memopt_cli.trace.log import (
     resident_bytes,
     run_step,
 )
-from memopt_cli.trace.modules import ModuleNotes, ancestry, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.workspace import Workspaces
 
@@ -47,9 +48,10 @@ def record(
     exactly (not on fake tensors).  ``frees``: run forward once more to learn when it lets go of each storage by itself.
     ``workspaces``: what the kernels were seen to take.  ``codecs``: what tensors without data are packed in.
     """
-    reset_gradients(step)
+    step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # copies take the place of the tensors that are held here
+    reset_gradients(step)  # nothing holds what it finds: a step of one's own may drop that
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.model) as running:
         log = StepLog(running, workspaces)
@@ -66,7 +68,7 @@ def record(
     start.enter()
     records = _Records(log)
     own = isinstance(step, OwnStep)
-    freed = records.freed(_lives_without_autograd(step) if frees and not own else [])
+    freed = records.last_uses() if own else records.freed(_lives_without_autograd(step) if frees else [])
     before.restore()
     saved = records.saved_bytes()
     return StepTrace(
@@ -144,16 +146,21 @@ class _Records:
         same = [(s.born, s.nbytes) for s in self._log.storages[: len(lives)]] == [
             (born, size) for born, size, _ in lives
         ]
-        ends = dict(enumerate(died for *_, died in lives)) if same else self._last_uses()
+        if not same:
+            return self.last_uses()
+        ends = dict(enumerate(died for *_, died in lives))
         return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages]
 
-    def _last_uses(self) -> dict[int, int | None]:
-        """Of what autograd saves; nobody but forward holds the others, until they die."""
+    def last_uses(self) -> list[int | None]:
+        """When forward used what autograd saves for the last time; nobody but forward holds the others, until they die.
+
+        Of a step of one's own that is all that is known: autograd cannot be left out of it.
+        """
         log = self._log
         forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
         uses = {index: op for op, ran in forward for index in ran.reads}
-        saved = (s for s in log.storages if s.born > 0 and s.index in log.savers and log.forward_end(s))
-        return {s.index: max(uses.get(s.index, 0), s.born) for s in saved}
+        saved = {s.index for s in log.storages if s.born > 0 and s.index in log.savers and log.forward_end(s)}
+        return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages]
 
     def op_records(self) -> tuple[OpTrace, ...]:
         """Every operator of the step; ``seconds`` are not known here."""

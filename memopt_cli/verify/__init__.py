@@ -1,6 +1,6 @@
 """The optimized model against the original: the measured step, the recorded one, and in short what follows it."""
 
-from memopt_cli.verify.fingerprint import compared, fingerprint, left_by, left_on, repeated
+from memopt_cli.verify.fingerprint import fingerprint, left_by, left_on, repeated
 from memopt_cli.verify.further_steps import first_samples
 from memopt_cli.verify.recorded_step import verify
 from memopt_cli.verify.sizes import least_sizes
@@ -8,7 +8,6 @@ from memopt_cli.verify.updates import compare_updates
 
 __all__ = [
     "compare_updates",
-    "compared",
     "fingerprint",
     "first_samples",
     "least_sizes",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.equality import AT_UPDATE, generator_state, named_state
-from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
+from memopt_cli.records import Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
 
@@ -32,8 +31,6 @@ _PIECE = 1 << 14
 """Elements that are looked at together, on the CPU: a fingerprint needs hardly any memory."""
 _SHIFT = 4099
 """The weights of the next piece begin so many later, a prime number: pieces that change places are noticed."""
-_ROUNDING_SHARE = 1e-3
-"""A gradient whose elements are so small beside those of the largest one may be rounding alone."""
 
 
 def left_by(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
@@ -110,66 +107,3 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
 def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
     """Of a tensor on the CPU, contiguous; not copied."""
     return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
-
-
-def compared(
-    original: Fingerprint,
-    planned: Fingerprint,
-    *,
-    batch: int,
-    dims: Mapping[str, int],
-    exact: bool,
-    epsilon: float = 0.0,
-) -> tuple[FingerprintCheck, bool]:
-    """How far apart two steps of these sizes are, by what they left, and whether that is allowed.
-
-    ``exact``: nothing may differ.  Else floating tensors may by half of the digits of their dtype, or of another of
-    ``epsilon`` where that has fewer.
-    """
-    reference, others = ({found.name: found for found in side.tensors} for side in (original, planned))
-    names = sorted({*reference, *others} - {*original.put_off, *planned.put_off})
-    typical = max((_typical(found) for name, found in reference.items() if name.startswith("gradient")), default=0.0)
-    differing: list[tuple[float, float, str]] = []
-    for name in names:
-        one, other = reference.get(name), others.get(name)
-        if one is not None and other is not None and one.bits == other.bits:
-            continue
-        allowed = 0.0 if exact or one is None else _allowed(one, epsilon)
-        apart = _relative(one, other, _ROUNDING_SHARE * typical if name.startswith("gradient") else 0.0)
-        differing.append((apart, allowed, name))
-    passed = original.repeats and planned.repeats and all(apart < allowed for apart, allowed, _ in differing)
-    apart, allowed, name = max(differing, key=_excess, default=(0.0, 0.0, ""))
-    check = FingerprintCheck(
-        batch=batch,
-        dims=dict(dims),
-        compared=len(names),
-        equal=len(names) - len(differing),
-        tolerance=allowed,
-        worst_name=name,
-        worst_difference=apart,
-    )
-    return check, passed
-
-
-def _excess(differing: tuple[float, float, str]) -> float:
-    apart, allowed, _ = differing
-    return apart / allowed if allowed else math.inf
-
-
-def _typical(found: TensorPrint) -> float:
-    """Of its elements, the root of the mean square."""
-    return found.norm / math.sqrt(found.elements) if found.elements else 0.0
-
-
-def _allowed(found: TensorPrint, epsilon: float) -> float:
-    return math.sqrt(max(found.epsilon, epsilon)) if found.epsilon else 0.0
-
-
-def _relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:
-    """The distance over the norm of the first, whose elements count as no smaller than ``least``; else infinite."""
-    if one is None or other is None or one.kind != other.kind:
-        return math.inf
-    scale = max(one.norm, least * math.sqrt(one.elements))
-    squares = [(a - b) ** 2 for a, b in zip(one.projections, other.projections, strict=True)]
-    apart = math.sqrt(statistics.fmean(squares)) / scale if scale else math.inf
-    return apart if apart == apart else math.inf  # NaN: one of them is not finite

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -601,8 +602,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     properties = SimpleNamespace(total_memory=24 << 30, uuid="1234")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     return fake
 
 
@@ -618,7 +619,7 @@ def test_what_a_cuda_device_has_free_and_who_holds_the_rest(nvml: FakeNvml) -> N
 
 def test_without_nvml_a_share_is_refused(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.nvmlDeviceGetMemoryInfo = lambda handle: nvml.nvmlDeviceGetHandleByUUID("GPU-0")
-    with pytest.raises(MeasurementError, match=r"NVML does not tell.*not found"):
+    with pytest.raises(MeasurementError, match=r"NVML does not say.*not found"):
         free_capacity("cuda:0")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MeasurementError, match="without NVML") as caught:

@@ -48,6 +48,7 @@ def test_rows_beyond_the_size_are_carried_over(memory: Any) -> None:
     assert list(manager.flush()) == []
 
 
+@pytest.mark.slow
 def test_the_documented_training_loop(memory: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)

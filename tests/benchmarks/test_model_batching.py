@@ -22,6 +22,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp-17x64", "gru-16x32", "transformer-16x8"])
 def test_smooth_models_equal_the_loop_in_both_precisions(benchmark: Any, name: str) -> None:
     torch.manual_seed(0)
@@ -30,6 +31,7 @@ def test_smooth_models_equal_the_loop_in_both_precisions(benchmark: Any, name: s
     assert 0 < gaps.fp32 <= 1e-5
 
 
+@pytest.mark.slow
 def test_at_a_kink_float32_is_no_farther_from_float64_than_the_loop_is(benchmark: Any) -> None:
     torch.manual_seed(0)
     gaps = benchmark.gaps_of(benchmark.CASES["lenet-100x4"])

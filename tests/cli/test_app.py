@@ -155,6 +155,21 @@ def test_answers_without_torch(arguments: list[str]) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (2 if "no.pt" in arguments else 0, False)
 
 
+@pytest.mark.parametrize("command", ["optimize", "profile", "baseline", "recommend-batch", "inspect"])
+def test_a_file_is_refused_without_torch(command: str, tmp_path: Path) -> None:
+    """Not in the command's own process: one import is what a refusal costs."""
+    (tmp_path / "model.pt").write_bytes(b"cposix\nsystem\n(Vtouch canary\ntR.")
+    code = (
+        "import sys; from memopt_cli.cli.app import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    more = [] if command == "inspect" else ["-i", "2x3"]
+    done = run("-c", code, command, "model.pt", *more, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0 if command == "inspect" else 4, False)
+    assert "posix.system" in done.stdout + done.stderr
+    assert not (tmp_path / "canary").exists()
+
+
 def test_runs_as_a_module() -> None:
     done = run("-m", "memopt_cli", "--help")
     assert done.returncode == 0

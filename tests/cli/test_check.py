@@ -168,6 +168,7 @@ def recorded(memopt: Callable[..., Any], in_process: None, tmp_path: Path) -> Ca
     return memopt
 
 
+@pytest.mark.slow
 def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert recorded("check", "net.pt").code == 0
     save_net(tmp_path / "net.pt", 96)
@@ -186,6 +187,7 @@ def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert recorded("check", "net.pt").code == 3
 
 
+@pytest.mark.slow
 def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 96)
     lines = recorded("check", "net.pt").out.splitlines()
@@ -194,6 +196,7 @@ def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert any(line.startswith("parameters changed: 0 (Linear) +8.1 KiB, 2 (Linear) +512 B") for line in lines)
 
 
+@pytest.mark.slow
 def test_programs_get_the_verdict(recorded: Callable[..., Any], tmp_path: Path) -> None:
     found = json.loads(recorded("check", "net.pt", "--json").out)
     assert found["regression"] is False
@@ -202,6 +205,7 @@ def test_programs_get_the_verdict(recorded: Callable[..., Any], tmp_path: Path) 
     assert json.loads(recorded("check", "net.pt", "--format", "json").out)["regression"] is True
 
 
+@pytest.mark.slow
 def test_the_summary_page_of_github(
     recorded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +221,7 @@ def test_the_summary_page_of_github(
     assert text.count("### memopt") == 2
 
 
+@pytest.mark.slow
 def test_two_files(recorded: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 96)
     assert recorded("baseline", "net.pt", "-i", "512x64", "-o", "b.json").code == 0
@@ -257,6 +262,7 @@ def test_a_baseline_names_no_file_elsewhere(recorded: Callable[..., Any], where:
     assert recorded("check", "net.pt", "--input-data", "none.pt").code == 2
 
 
+@pytest.mark.slow
 def test_inputs_beside_a_baseline(recorded: Callable[..., Any]) -> None:
     import torch
 

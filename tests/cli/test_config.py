@@ -39,12 +39,14 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.dictionaries(st.sampled_from(KEYS), values, max_size=4).map(yaml.safe_dump).map(str.encode))
 def test_a_config_file_of_any_values(data: bytes, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert_runs_or_is_refused(data, capsys)
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=80) | st.text("{}[]:-&*!|>?%@`'\" \n\tab1.0", max_size=60).map(str.encode))
 def test_a_config_file_of_any_bytes(data: bytes, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +71,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["/dev/zero", "../there", "link", "in/../../there", "circle", "a\0b"])
 @pytest.mark.parametrize(("command", "key"), FILES)
 def test_a_found_file_names_no_file_elsewhere(

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -274,7 +275,9 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
         asked.append(request)
         raise StepError("enough")
 
-    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "compare_strategies", compare_strategies, raising=False)
+    module = ModuleType("memopt_cli.pipeline.strategies")
+    vars(module)["compare_strategies"] = compare_strategies
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3
     assert asked[0].strategies == ("bptt", "online")
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)

@@ -74,6 +74,7 @@ def test_a_missing_library_is_told_first(
     assert "pip install 'memopt[html]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_files_of_a_real_run(memopt: Callable[..., Any]) -> None:
     import torch

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import string
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +16,9 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from memopt_cli.batch_size.length_strategies import compare_length_strategies
 from memopt_cli.errors import BatchShapeError, UsageError
+from tests.examples.loaded import example
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["Shyam", "Ram", "O'Neill", "Lee"]
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 names_module = example("name_batches")
@@ -133,6 +120,7 @@ def test_batched_equals_unbatched(classifier: Any) -> None:
         assert batched.grad.abs().max() > 1e-6
 
 
+@pytest.mark.slow
 def test_one_update_learns(classifier: Any) -> None:
     torch.manual_seed(0)
     net = classifier.NameClassifier(hidden=16)
@@ -165,6 +153,7 @@ def test_accuracy_is_the_share_of_hits_and_the_mode_is_put_back() -> None:
     assert net.training
 
 
+@pytest.mark.slow
 def test_the_example_learns_real_names(classifier: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten times as good as guessing one of 18, after two passes over names of which the test names are none."""
     accuracy = classifier.main(epochs=4)

@@ -21,6 +21,7 @@ def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     assert files.failures(name, seed=1, count=40, keep=tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", files.FORMATS)
 def test_sound_files_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from tests.fuzz.models import Block
 from tests.fuzz.peaks import LEFT_OUT, Peaks, outcome
 
 
+@pytest.mark.slow
 def test_predicted_counted_and_allocated_peaks_agree() -> None:
     found = {index: outcome(drawn_case(1, index)) for index in range(20)}
     assert {index: result for index, result in found.items() if result.is_failure} == {}

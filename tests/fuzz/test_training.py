@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.records import SegmentPlan
-from memopt_cli.runtime.state import Generators
+from memopt_cli.runtime.generators import Generators
 from tests.fuzz.cases import Case, build, drawn_case, from_text, to_text
 from tests.fuzz.models import KINDS, Block
 from tests.fuzz.scenarios import Scenario
@@ -21,6 +21,7 @@ CASES = 150
 ROOT = (SegmentPlan(path=""),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CASES, CASES // 6))
 def test_a_plan_changes_nothing(first: int) -> None:
     found = {index: outcome(drawn_case(1, index)) for index in range(first, first + CASES // 6)}
@@ -29,6 +30,7 @@ def test_a_plan_changes_nothing(first: int) -> None:
     assert counted["same"] > len(found) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_block_computes_and_is_trained(kind: str) -> None:
     inner = (Block(kind="linear"),) if KINDS[kind].holds else ()
@@ -97,6 +99,7 @@ def _putting_nothing_back(self: Generators) -> None:
 DROPOUT = Block(kind="dropout")
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_noticed_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (Block(kind="linear"), Block(kind="residual", inner=(DROPOUT, Block(kind="gelu"))))
     scenario = Scenario(between=("draw",), update="adam", after=("copied",))

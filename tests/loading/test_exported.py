@@ -94,6 +94,7 @@ def with_segments(model: nn.Module) -> nn.Module:
     return twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTABLE)
 def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Path) -> None:
     with torch.random.fork_rng():
@@ -114,6 +115,7 @@ def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Pat
         assert differing(expected, step(again, *arguments)) == []
 
 
+@pytest.mark.slow
 def test_everything_at_once_and_dynamic_sizes(tmp_path: Path) -> None:
     def arguments(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (torch.randn(size, 3), True), {"rest": {"k": (torch.randn(size, 1),)}}
@@ -409,6 +411,7 @@ class Odd(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: self.layers["a-b"](y).sin(), lambda y: y * 2 - self.scales[0], (x,))
 
 
+@pytest.mark.slow
 def test_odd_names_and_branches(tmp_path: Path) -> None:
     written = Odd()
     export(copy.deepcopy(written), tmp_path / "m.pt2", torch.ones(3, 2))

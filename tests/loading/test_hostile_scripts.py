@@ -19,7 +19,8 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.loading import exported_graph, load_model, read_file
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.description import describe
-from memopt_cli.loading.exported_graph import Builder, Call, GraphReader, Method, Op, Scope, settled
+from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settled
+from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import ModelSource
@@ -128,6 +129,7 @@ def test_operators_on_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(looks) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "work"), [(_calls, _sequence), (range, _scope)], ids=["sequence", "methods"])
 def test_twice_as_many_take_twice_as_long(make: Callable[[int], Any], work: Callable[[Any], None]) -> None:
     fewer, more = make(4000), make(8000)

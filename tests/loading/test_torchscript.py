@@ -91,6 +91,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[torch.jit.Scri
     return torch.jit.load(io.BytesIO(archive(request.param))), loaded.module, CORPUS[request.param].arguments
 
 
+@pytest.mark.slow
 def test_two_steps_in_either_mode_are_the_scripts(case: tuple) -> None:
     script, module, arguments = case
     assert [n for n, _ in module.named_modules()] == [n for n, _ in script.named_modules()]
@@ -104,6 +105,7 @@ def test_two_steps_in_either_mode_are_the_scripts(case: tuple) -> None:
             assert differing(run(script, given), run(module, given)) == []
 
 
+@pytest.mark.slow
 def test_copies_saved_files_and_segments_do_what_the_original_does(case: tuple, tmp_path: Path) -> None:
     _, module, arguments = case
     torch.manual_seed(0)
@@ -133,6 +135,7 @@ def test_copies_are_independent(name: str, tmp_path: Path) -> None:
     assert differing(before, run(module, given)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path) -> None:
     arguments = CORPUS[name].arguments()
@@ -269,6 +272,7 @@ class Padded(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_trust_loads_what_is_refused_for_its_operators(tmp_path: Path) -> None:
     path = tmp_path / "padded.ts"
     torch.jit.save(torch.jit.script(Padded()), str(path))

@@ -31,6 +31,7 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     SizesJob,
     Subject,
+    TimeInTurnsJob,
     Traced,
     TraceJob,
     VerifyJob,
@@ -94,12 +95,14 @@ JOBS = [
     CountJob(plan=plan("0", "1"), fake=False),
     ChunkingJob(path="0"),
     MeasureJob(plan=plan("1"), steps=2),
+    TimeInTurnsJob(plan=plan("1"), pairs=1),
     ProbeJob(plan=plan("1"), batch=5),
     VerifyJob(plan=plan("0", "1"), batch=4),
     VerifyJob(plan=plan("0", chunks=2, batch_statistics=True), batch=4),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_a_job_leaves_the_model_as_it_was(optimizer: str, worker: Callable[..., Worker]) -> None:
     one = worker(optimizer=optimizer)
@@ -124,6 +127,7 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
     assert after["classes"] == before["classes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Worker]) -> None:
     one = worker(optimizer=optimizer)
@@ -161,6 +165,7 @@ def without_times(record: Any) -> Any:
     return [without_times(item) for item in record] if isinstance(record, list | tuple) else record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the data", "nothing"])
 def test_answers_do_not_depend_on_the_order(where: str) -> None:
     build = depends_on_data if where == "the data" else functools.partial(two_alike, nn.Tanh())
@@ -177,6 +182,7 @@ def test_answers_do_not_depend_on_the_order(where: str) -> None:
 IN_CHUNKS = plan("2", chunks=2, inexact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [ORIGINAL, plan("0", "1"), IN_CHUNKS], ids=["original", "plan", "chunks"])
 def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable[..., Worker]) -> None:
     one = worker()
@@ -202,6 +208,7 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     assert found.holders[0].held_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_a_measured_step_is_not_taken_again_to_time_its_operators(
     optimizer: str, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
@@ -283,9 +290,9 @@ def test_a_probe_takes_a_long_step_once(
 
 @pytest.mark.parametrize(
     ("long_s", "warm_up", "steps", "timed"),
-    [(0.0, True, 4, 2), (math.inf, True, 6, 3), (0.0, False, 5, 3), (math.inf, False, 5, 3)],
+    [(0.0, True, 5, 2), (math.inf, True, 6, 3), (0.0, False, 5, 3), (math.inf, False, 5, 3)],
 )
-def test_a_long_step_is_timed_once_warm_and_once_while_its_memory_is_recorded(
+def test_a_long_step_is_timed_twice_warm(
     long_s: float,
     warm_up: bool,
     steps: int,
@@ -300,6 +307,17 @@ def test_a_long_step_is_timed_once_warm_and_once_while_its_memory_is_recorded(
     found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
     assert len(taken) == steps
     assert len(found.step_times_s) == timed
+
+
+def test_a_plan_is_timed_in_turns_with_the_original(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    one, runs = worker(), []
+    one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
+    found = one.do(TimeInTurnsJob(plan=plan("2"), pairs=3))
+    assert len(found.original_times_s) == len(found.planned_times_s) == 3
+    assert len(runs) == 4 * (1 + 2), "a segment runs twice"
 
 
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:

@@ -35,6 +35,7 @@ def test_merged_data_has_the_model_fastest() -> None:
     assert inner_batch_size(merged, MODELS) == IMAGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["g b", "b g", "(g b)", "(b g)"])
 def test_what_is_split_is_merged_again(order: Any) -> None:
     merged = merge_batch(X)

@@ -225,6 +225,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_fused_layer_equals_separate_layers(layer: str, equals_separate: Callable[..., BatchModule]) -> None:
     make, inputs = LAYERS[layer]

@@ -354,34 +354,83 @@ def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: p
     def timer(candidate: Any, given: selection._Given) -> Callable[[], float]:
         size = (given.models, given.args[0].shape[1])
         assert size[0] == given.args[0].shape[0] == given.tree[0].weight.shape[0]  # type: ignore[index, union-attr]
-        timed.append(size)
-        return lambda: math.prod(size) * seconds
+
+        def step() -> float:
+            timed.append(size)
+            return math.prod(size) * seconds
+
+        return step
 
     monkeypatch.setattr(selection, "_timer", timer)
     for seconds, sizes in ((0.1, {(2, 3)}), (1e-6, {(2, 3), (G, 50)})):  # noqa: B007
         timed.clear()
         BatchModule(small(), G, example_inputs=(torch.randn(G, 50, 5),))
         assert set(timed) == sizes
+    for seconds, samples, takes_several in ((0.03, 6, False), (0.03, 50, True)):
+        timed.clear()
+        batched = BatchModule(small(), G, example_inputs=(torch.randn(G, samples, 5),))
+        assert set(timed) == {(2, 3)}
+        assert (len(timed) > len(batched.trials)) == takes_several
+        assert all(trial.step_s == 6 * seconds for trial in batched.trials)
 
 
-def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
-    calls = [0, 0, 0]
+@pytest.mark.parametrize(("share", "samples", "tried"), [(0.0, 1000, False), (1e6, 1000, True), (0.0, 3, False)])
+def test_another_route_is_compared_where_that_is_short_beside_a_step(
+    share: float, samples: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_SHORT_S", 0.0)
+    monkeypatch.setattr(selection, "_COMPARING_S", 1e6)
+    monkeypatch.setattr(selection, "_COMPARING_SHARE", share)
+    batched = BatchModule(small(), G, example_inputs=(torch.randn(G, samples, 5),))
+    assert ["not tried" not in trial.refused for trial in batched.trials] == [True, tried, True]
 
-    def step(index: int, *seconds: float) -> Callable[[], float]:
+
+def timers(*taken: tuple[float, ...]) -> tuple[dict[int, Callable[[], float]], list[int]]:
+    """Steps that take so many seconds in turn, and how often each was taken."""
+    calls = [0] * len(taken)
+
+    def step(index: int, seconds: tuple[float, ...]) -> Callable[[], float]:
         def run() -> float:
             calls[index] += 1
             return seconds[calls[index] % len(seconds)]
 
         return run
 
-    steps = [step(0, 3.0), step(1, 0.9, 1.3, 1.4), step(2, 1.1, 1.1, 9.0)]  # behind, a lucky one, a disturbed one
-    assert selection._median_seconds(steps, [0.3, 0.3, 0.3]) == [3.0, 1.3, 1.1]
+    return {index: step(index, seconds) for index, seconds in enumerate(taken)}, calls
+
+
+def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
+    steps, calls = timers((0.3,), (0.09, 0.13, 0.14), (0.11, 0.11, 0.9))  # behind, a lucky one, a disturbed one
+    assert selection._median_seconds(steps, dict.fromkeys(steps, 0.1), most_s=2.0) == {0: 0.3, 1: 0.13, 2: 0.11}
     assert calls[0] == 2
     assert calls[1] == calls[2] > 2
 
 
 def test_steps_that_take_long_are_not_taken_again() -> None:
-    assert selection._median_seconds([lambda: 1 / 0, lambda: 1 / 0], [0.9, 0.8]) == [0.9, 0.8]
+    steps: dict[int, Callable[[], float]] = {0: lambda: 1 / 0, 1: lambda: 1 / 0}
+    assert selection._median_seconds(steps, {0: 0.9, 1: 0.8}, most_s=1.0) == {0: 0.9, 1: 0.8}
+
+
+def test_the_loop_alone_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second step of its models may fail, where what they keep has a graph still."""
+    timed: list[str] = []
+    monkeypatch.setattr(selection, "_timer", lambda candidate, _: timed.append(candidate.name))
+    batched = different(Stateful(), example_inputs=(images(),))
+    assert [(t.name, math.isnan(t.step_s)) for t in batched.trials if not t.refused] == [("loop", True)]
+    assert not timed
+
+
+def test_a_model_whose_steps_all_fail_raises_its_own_error() -> None:
+    class Float64Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.double())
+
+    with pytest.raises(RuntimeError, match="same dtype"):
+        BatchModule(Float64Alone(), G)(images())
 
 
 def test_of_large_models_the_second_step_is_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,6 +666,7 @@ def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
     return left, count(step).tensor_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["fused", "loop"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_runs_of_layers_are_recomputed_inside_a_batched_model(route: RouteName, when: str) -> None:
@@ -632,6 +682,7 @@ def test_runs_of_layers_are_recomputed_inside_a_batched_model(route: RouteName, 
     assert peak < 0.8 * whole
 
 
+@pytest.mark.slow
 def test_other_runs_are_met_by_the_next_call() -> None:
     batched = BatchModule(apply_plan(Flat().double(), RUNS), G, route="fused")
     _, least = step_of(batched)

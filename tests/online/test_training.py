@@ -86,12 +86,14 @@ def counted_peak(steps: int, *, online: bool) -> int:
     return log.peaks.tensor_bytes
 
 
+@pytest.mark.slow
 def test_online_memory_is_constant_in_time_and_that_of_back_propagation_through_time_grows() -> None:
     assert counted_peak(16, online=True) == counted_peak(256, online=True)
     short, middle, long = (counted_peak(steps, online=False) for steps in (16, 32, 64))
     assert 2 * (middle - short) == long - middle > short
 
 
+@pytest.mark.slow
 def test_ten_epochs_of_the_reference_network_learn_as_back_propagation_through_time_does() -> None:
     runs = [curves(seed, epochs=10) for seed in range(5)]
     for found in runs:
@@ -101,6 +103,7 @@ def test_ten_epochs_of_the_reference_network_learn_as_back_propagation_through_t
     assert manual <= min(2.6, through + 0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("automatic", [False, True])
 def test_a_compiled_step_is_the_step(automatic: bool) -> None:
     net = lif_net()
@@ -136,6 +139,7 @@ def test_a_compiled_step_is_the_step(automatic: bool) -> None:
         torch.testing.assert_close(value, after[name])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_neurons_behind_a_matrix_product() -> None:

@@ -82,6 +82,7 @@ def test_state_goes_in_and_comes_out_as_it_was(case: tuple[nn.Module, Tensor]) -
         assert all(torch.equal(found[name], tensor) for name, tensor in single.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_step_of_nesterov_with_weight_decay_is_that_of_each_model(case: tuple[nn.Module, Tensor]) -> None:
     (model, images), targets = case, torch.randint(0, 5, (MODELS, IMAGES))
     batched, alone = many(model)

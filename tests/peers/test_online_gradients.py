@@ -71,6 +71,7 @@ def test_short_sequences_are_exact_too(net: Network, steps: int) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=EXACT * max(1.0, float(gradient.norm())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_windows_differentiate_every_path_within(net: Network, window: int) -> None:
     inputs, labels = sequence()
@@ -78,6 +79,7 @@ def test_windows_differentiate_every_path_within(net: Network, window: int) -> N
     assert relative(found, cut_graph_gradients(net, inputs, labels, window, within=uncut)) <= EXACT
 
 
+@pytest.mark.slow
 def test_automatic_batching_gives_the_same(net: Network) -> None:
     inputs, labels = sequence()
     expected, algorithm = learn(online(net), inputs, labels), D_RTRL(net)
@@ -309,7 +311,7 @@ class Reparametrized(Network):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OfCell(of_an_attribute), r"cell\.slow is carried from one time step to the next, and is no declared"),
+        (lambda: OfCell(of_an_attribute), r"cell\.slow is carried from one time step to the next, and is not a"),
         (lambda: OfCell(by_its_attribute), r"the weight of cell\.leak reaches cell\.g without a call of cell\.leak"),
         (lambda: OfCell(complex_decay), r"cell\.g is complex"),
         (lambda: OfCell(mixed_where_large), r"cell\.g \(7,\) does not reach cell\.g, \(7,\) per sample, neuron by"),

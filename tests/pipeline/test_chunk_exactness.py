@@ -61,6 +61,7 @@ def in_chunks(summary: MemOptSummary) -> list[SegmentPlan]:
     return [segment for segment in summary.plan.segments if segment.path == "0" and segment.chunks > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_batch_norms_of_every_dimension_run_in_chunks_and_are_exact(dims: int, optimize: Callable[..., Any]) -> None:
     torch.save(net(NORMS[dims - 1]), "net.pt")
@@ -72,6 +73,7 @@ def test_batch_norms_of_every_dimension_run_in_chunks_and_are_exact(dims: int, o
     assert summary.verification.inexact == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [False, True])
 def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
     allowed: bool, optimize: Callable[..., Any]
@@ -84,6 +86,7 @@ def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
     assert ("NOT exact, as allowed: in " in done.out) is allowed
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_it_says_what_did_not_run_in_chunks(optimize: Callable[..., Any]) -> None:
     torch.save(net(nn.SyncBatchNorm), "net.pt")
     done = optimize("-i", "8x1x24x24", "--target", "Block", "--budget", "100KiB")

@@ -16,6 +16,7 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Counted,
     Failure,
+    LevelRow,
     Measurement,
     OutOfMemory,
     Plan,
@@ -79,13 +80,22 @@ def climb(
     *,
     max_slowdown: float | None = 1.33,
     measure_all: bool = False,
+    confirmed: Measurement | None = None,
 ) -> tuple[Climb, list[int]]:
     """The climb to the highest of the levels, and the peaks that were measured."""
     asked: list[int] = []
 
+    known: dict[Plan, Any] = {Plan(): measured(ORIGINAL)}
+
     def measure(plan: Plan) -> Any:
-        asked.append(int(plan.segments[0].path[1:]))
-        return outcome(asked[-1])
+        if plan not in known:
+            asked.append(int(plan.segments[0].path[1:]))
+            known[plan] = outcome(asked[-1])
+        return known[plan]
+
+    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+        known[row.plan] = confirmed or row.outcome
+        return replace(row, outcome=known[row.plan])
 
     planner: Any = FakePlanner(plans)
     original = replace(found_row(0, priced(ORIGINAL, 1.0), 0, 0.0, dry_run=True), outcome=measured(ORIGINAL))
@@ -95,6 +105,7 @@ def climb(
         original_bytes=ORIGINAL,
         options=SearchOptions(level=max(plans), max_slowdown=max_slowdown),
         measure=measure,
+        confirm=confirm,
         progress=Progress(),
         dry_run=True,
         measure_all=measure_all,
@@ -126,6 +137,14 @@ def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
     assert rows[0].outcome == measured(600, 2.0)
     assert found.applied == rows[1]
     assert rows[1].plan == Plan()
+
+
+def test_what_is_confirmed_is_believed() -> None:
+    found, asked = climb({1: {600: 1.2}}, lambda peak: measured(peak, 1.6), confirmed=measured(600, 1.25))
+    (row,) = found.rows()
+    assert found.applied == row
+    assert row.outcome == measured(600, 1.25)
+    assert (asked, found.notes) == ([600], [])
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:

@@ -78,6 +78,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("command", RUN)
 def test_no_plan_runs_code_or_reads_another_file(
@@ -96,6 +97,7 @@ def test_no_plan_runs_code_or_reads_another_file(
         assert "elsewhere" not in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("given", [(), ("--dim", "B=2")])
 def test_no_baseline_runs_code_or_reads_another_file(
@@ -200,6 +202,7 @@ def assert_short(done: Any) -> None:
     assert len(done.err) < 1000, done.err[:2000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NO_TENSORS)
 def test_inputs_of_a_file_are_looked_at_as_those_that_are_typed(name: str, memopt: Memopt, in_process: None) -> None:
     torch.save(nn.Linear(3, 3), "model.pt")

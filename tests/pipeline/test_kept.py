@@ -42,6 +42,7 @@ def names(*ends: str) -> set[str]:
 PLAN = names("plan.yaml", "summary.json")
 
 
+@pytest.mark.slow
 def test_the_plan_is_there_before_anything_follows(
     memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_plan_is_there_before_anything_follows(
     assert memopt_cli.plan_of(memopt_cli.load("net.memopt.pt")).segments == plan.segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["faulty:CannotBeSaved", "leaky:build"])
 def test_a_model_that_cannot_be_saved(
     model: str, memopt: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +86,7 @@ def test_a_model_that_cannot_be_saved(
     assert memopt_cli.plan_of(built).segments == plan.segments
 
 
+@pytest.mark.slow
 def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module) -> None:
     Path("net.memopt.pt").write_text("mine")
     assert memopt("optimize", "net.pt", *STEP).code == 2
@@ -91,6 +94,7 @@ def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.
     assert (done.code, done.changed) == (0, PLAN | names("batch.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_a_file_that_has_come_to_exist_meanwhile(
     flags: tuple[str, ...], memopt: Memopt, net: nn.Module, answered: Callable[..., None]
@@ -131,6 +135,7 @@ def test_ctrl_c_before_a_plan_is_verified_keeps_nothing(
     assert (done.code, done.out, done.changed) == (130, "", set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)])
 def test_what_fails_in_the_advice_costs_the_advice_alone(
     flags: tuple[str, ...], memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch

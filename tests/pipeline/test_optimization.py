@@ -219,6 +219,7 @@ def test_the_recommended_batch_was_run(run: Run) -> None:
     assert run.yaml("batch")["batch_shaping"]["adaptive_sizing"]["max_batch_size"] == advice.recommended_batch
 
 
+@pytest.mark.slow
 def test_the_optimized_model_trains(run: Run) -> None:
     model = run.optimized()
     assert any(isinstance(module, GCContainer) for module in model.modules())
@@ -257,6 +258,7 @@ def test_names_are_as_they_were(run: Run) -> None:
     assert isinstance(optimized, nn.Sequential)
 
 
+@pytest.mark.slow
 def test_it_loads_without_running_code(run: Run) -> None:
     loaded = memopt_cli.load(run.folder / "net.memopt.pt")
     assert segments(loaded) == segments(run.optimized())
@@ -359,6 +361,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert summary.advice.recommended_batch < 16 * 100
 
 
+@pytest.mark.slow
 def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     optimize: Memopt, answered: Callable[..., None]
 ) -> None:
@@ -383,6 +386,7 @@ def test_where_the_original_was_killed_nothing_runs_at_full_size_but_plans(
     assert summary.verification.passed
 
 
+@pytest.mark.slow
 def test_where_recording_a_full_step_was_killed_it_is_planned_from_a_few_samples(
     optimize: Memopt, answered: Callable[..., None]
 ) -> None:
@@ -475,6 +479,7 @@ SMALL_BATCH = ("-i", "Bx64", "--dim", "B=64")
 """With fewer numbers of chunks to try: whole searches end soon."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", [("--level", "4"), ("--frontier",), ("--pick", "1")])
 def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
@@ -497,6 +502,7 @@ def test_a_lazy_module_is_named(optimize: Memopt) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     torch.save(deep_net(), "net.pt")
     done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "80%", "--json")
@@ -513,17 +519,19 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     assert segments(memopt_cli.load("net.memopt.pt"))
 
 
+@pytest.mark.slow
 def test_a_frontier_is_not_measured_where_nothing_fits(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(deep_net(), "net.pt")
+    torch.save(small_net(), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--frontier", "--budget", "1KiB")
     assert done.code == 6, done.err
 
 
+@pytest.mark.slow
 def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save(deep_net(), "net.pt")
+    torch.save(deep_net(blocks=2), "net.pt")
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
@@ -538,6 +546,7 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
     assert "the search was ended after 0 s (--search-time): a longer one may find a better plan\n" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "44%"), ("--frontier",)])
 def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
@@ -570,6 +579,7 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
         assert segments(memopt_cli.load("net.memopt.pt"))
 
 
+@pytest.mark.slow
 def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
     counted: list[int] = []
@@ -587,11 +597,16 @@ def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Cal
     assert os.listdir() == ["net.pt"]
 
 
-def deep_net() -> nn.Sequential:
+def deep_net(blocks: int = 6) -> nn.Sequential:
     """Segments pay here."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
     torch.save(deep_net(), "net.pt")
     plans: list[Plan] = []
@@ -608,6 +623,7 @@ def test_ctrl_c_before_anything_was_found_ends(optimize: Memopt, answered: Calla
     assert os.listdir() == ["net.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 4])
 def test_levels(level: int, optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
@@ -625,6 +641,7 @@ def test_levels(level: int, optimize: Memopt) -> None:
     assert peaks[summary.applied_level] == min(peaks)
 
 
+@pytest.mark.slow
 def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", *SPEC, "--level", "1", "--json", "-q", "-o", "out.pt")
@@ -635,6 +652,7 @@ def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
     assert data["summary"]["levels"][0]["outcome"]["kind"] == "Measurement"
 
 
+@pytest.mark.slow
 def test_dry_run_reports_and_writes_nothing(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("net.memopt.pt").write_text("not in the way of a dry run")
@@ -644,6 +662,7 @@ def test_dry_run_reports_and_writes_nothing(optimize: Memopt) -> None:
     assert "verified" in done.out
 
 
+@pytest.mark.slow
 def test_a_factory_with_weights(optimize: Memopt) -> None:
     Path("user_models.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(64, 3)\n")
     weights = nn.Linear(64, 3).state_dict()
@@ -686,6 +705,7 @@ def save_program(kind: str, path: str) -> None:
         torch.jit.save(script, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "path", "flags"),
     [
@@ -714,6 +734,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
         assert losses(optimized) == as_trained(losses(UserNet()))
 
 
+@pytest.mark.slow
 def test_inputs_beside_the_model(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("net.inputs.yaml").write_text("inputs: [{shape: Bx64}]\ndims: {B: 12}\n")
@@ -724,6 +745,7 @@ def test_inputs_beside_the_model(optimize: Memopt) -> None:
     assert "at batch 12" in done.out
 
 
+@pytest.mark.slow
 def test_a_guess_is_called_a_guess(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     done = optimize("net.pt", "--level", "0")
@@ -740,6 +762,7 @@ def test_nothing_to_guess_from(optimize: Memopt) -> None:
     assert "memopt optimize net.pt -i " in done.err
 
 
+@pytest.mark.slow
 def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(user_code)
     import faulty
@@ -768,6 +791,7 @@ def test_a_file_of_inputs_is_read_in_subprocesses_alone(memopt: Memopt, monkeypa
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("loss.py").write_text("def square(output):\n    return (output ** 2).mean()\n")
@@ -782,6 +806,7 @@ def test_optimizer_precision_and_loss(optimize: Memopt) -> None:
     assert row.outcome.resident_bytes >= 4 * parameters
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_own(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("train.py").write_text(
@@ -804,6 +829,7 @@ def heavy_net() -> nn.Sequential:
 FEW = ("-i", "8x128", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
 
 
+@pytest.mark.slow
 def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
     done = optimize("net.pt", *FEW, "--optimizer", "adamw", "--json")
@@ -826,6 +852,23 @@ def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: M
     assert all(p.grad is not None for p in saved.parameters())
 
 
+@pytest.mark.slow
+def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    goal = ("-i", "8x128", "--level", "1", "--no-recommend-batch", "--budget", "85%", "--json")
+    done = optimize("net.pt", *goal, "--optimizer", "adamw")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert summary.plan == Plan(in_backward=True)
+    assert summary.budget_bytes is not None
+    (found,) = (row.outcome for row in summary.levels if row.plan.in_backward)
+    assert isinstance(found, Measurement)
+    assert found.allocated_peak_bytes <= summary.budget_bytes
+    forbidden = optimize("net.pt", *goal, "--force", "--optimizer", "adamw", "--clip-norm", "1")
+    assert forbidden.code == 6  # its gradients are all there at once, and no segment lowers that
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [
@@ -859,6 +902,7 @@ def make(model):
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
     Path("train.py").write_text(LOOKING_AT_ALL)
@@ -869,6 +913,7 @@ def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optim
     assert any("does not run in backward" in note and "several parameters at once" in note for note in summary.notes)
 
 
+@pytest.mark.slow
 def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in_process: None) -> None:
     torch.save(heavy_net(), "net.pt")
     done = memopt("optimize", "net.pt", *FEW, "--optimizer", "sgd", "--plan-only")
@@ -898,6 +943,7 @@ def test_a_plan_that_changes_the_result_is_not_written(optimize: Memopt, monkeyp
     assert "verification failed: output[0] differs by 0.5" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "where"), [("one_sees_backward", "."), ("one_sees_backward_in_eval", " in eval mode.")]
 )
@@ -917,6 +963,7 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     assert {segment.path for segment in plan.segments} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
     optimize: Memopt, answered: Callable[..., None]
 ) -> None:
@@ -954,6 +1001,7 @@ def test_apply_compares_if_asked_to(model: str, differs: str, memopt: Memopt, in
     assert done.out.endswith("\nwrote faulty.memopt.pt\n")
 
 
+@pytest.mark.slow
 def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code: str) -> None:
     done = optimize("faulty:Remembers", "-i", "2x3", "--code-path", user_code, "--level", "0")
     assert done.code == 0, done.err

@@ -57,6 +57,7 @@ def profiled(location: str, spec: str = "128x256", *, trust: Trust = Trust(), **
     return profile(made, progress=Progress(), ask=None)
 
 
+@pytest.mark.slow
 def test_it_adds_up(model_file: str) -> None:
     found = profiled(model_file, settings=StepSettings(optimizer="sgd"))
     assert isinstance(found.measurement, Measurement)
@@ -77,6 +78,7 @@ def test_it_adds_up(model_file: str) -> None:
     assert json.dumps(to_data(found))
 
 
+@pytest.mark.slow
 def test_modules_include_those_below(model_file: str) -> None:
     uses = {use.path: use for use in profiled(model_file).modules}
     inner = [uses[f"0.{i}"] for i in range(4)]
@@ -103,6 +105,7 @@ def test_spikes_are_known_to_pack(tmp_path: Path) -> None:
     assert (spikes.compressor, spikes.nbytes, spikes.packed_bytes) == ("bit", 96 * 64 * 4, 96 * 64 * 4 // 32)
 
 
+@pytest.mark.slow
 def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     segments = tuple(SegmentPlan(path=str(i)) for i in range(3))
     plan = {"schema_version": 1, **header(), **to_data(Plan(segments=segments))}

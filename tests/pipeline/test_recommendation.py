@@ -127,6 +127,7 @@ def lstm(tmp_path: Path) -> str:
 class TestInProcess:
     """One process for all: what is searched, not how it is run."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])
     @pytest.mark.parametrize("memory", [MIB, 3 * MIB])
     def test_other_limits(self, memory: int, optimizer: str, tmp_path: Path) -> None:
@@ -136,6 +137,7 @@ class TestInProcess:
         more = batch + max(1, math.ceil(0.05 * batch))
         assert peak_of(location, "16x64", more, optimizer=optimizer) > memory
 
+    @pytest.mark.slow
     def test_kernels_that_dry_runs_do_not_see(self, lstm: str) -> None:
         batch = recommended(lstm, "4x9x16", memory=2 * MIB).batch
         assert peak_of(lstm, "4x9x16", batch) <= 2 * MIB
@@ -154,6 +156,7 @@ class TestInProcess:
         with pytest.raises(StepError, match="cannot run on tensors without data"):
             recommended(location, "BxTx64", dims={"B": 2, "T": 1}, memory=MIB, dim_range=symbols)
 
+    @pytest.mark.slow
     def test_the_fastest_was_run_and_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
         found = recommended(location, "16x64", memory=3 * MIB, objective="throughput")
@@ -162,11 +165,13 @@ class TestInProcess:
         assert found.batch == advice.fastest_batch == max(rates, key=lambda batch: rates[batch])
         assert advice.recommended_batch // 2 in rates
 
+    @pytest.mark.slow
     def test_multiples(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
         largest = recommended(location, "16x64", memory=MIB).batch
         assert recommended(location, "16x64", memory=MIB, multiple_of=8).batch == largest // 8 * 8
 
+    @pytest.mark.slow
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
@@ -179,6 +184,7 @@ class TestInProcess:
         assert found.batch == after.recommended_batch > 1.2 * before.recommended_batch
         assert peak_of(location, "16x64", found.batch, plan) <= 2 * MIB < peak_of(location, "16x64", found.batch)
 
+    @pytest.mark.slow
     def test_a_range_of_steps(self, lstm: str) -> None:
         symbols = DimRange(symbol="T", low=4, high=32)
         found = recommended(lstm, "BxTx16", dims={"B": 4, "T": 4}, memory=MIB, dim_range=symbols)
@@ -191,6 +197,7 @@ class TestInProcess:
         assert batches == sorted(batches, reverse=True)
         assert batches[0] > 4 * batches[-1]
 
+    @pytest.mark.slow
     def test_more_cases_than_runs(self, lstm: str) -> None:
         symbols = DimRange(symbol="T", low=1, high=256)
         found = recommended(lstm, "BxTx16", dims={"B": 4, "T": 1}, memory=2 * MIB, dim_range=symbols)
@@ -200,6 +207,7 @@ class TestInProcess:
         assert kinds.count(BatchAdvice) >= 4
         assert found.verified
 
+    @pytest.mark.slow
     def test_a_size_at_which_nothing_fits(self, lstm: str) -> None:
         symbols = DimRange(symbol="T", low=16, high=8192)
         found = recommended(lstm, "BxTx16", dims={"B": 1, "T": 16}, memory=MIB, dim_range=symbols)
@@ -207,6 +215,7 @@ class TestInProcess:
         assert isinstance(found.rows[-1].outcome, NoBatchFits)
         assert found.batch > 0
 
+    @pytest.mark.slow
     def test_accumulation_is_of_a_batch_that_was_run(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", conv_net())
         found = recommended(location, "4x1x16x16", memory=5 * MIB, global_batch=512)
@@ -217,6 +226,7 @@ class TestInProcess:
         (note,) = (note for note in found.notes if "batch normalization" in note)
         assert f"those of {found.accumulation.batch} samples" in note
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])
     def test_micro_batches_fit_beside_the_gradients_of_earlier_ones(self, optimizer: str, tmp_path: Path) -> None:
         location, settings = saved(tmp_path / "net.pt", deep_net()), StepSettings(optimizer=optimizer)
@@ -228,6 +238,7 @@ class TestInProcess:
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
         assert any("gradients of earlier ones" in note for note in found.notes)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
     def test_what_an_optimizer_would_add_is_said(self, optimizer: str, said: list[str], tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -238,6 +249,7 @@ class TestInProcess:
         assert len(notes) == len(said)
         assert all(size in note for size, note in zip(said, notes, strict=True))
 
+    @pytest.mark.slow
     def test_without_batch_norm_or_accumulation_there_is_no_such_note(self, tmp_path: Path) -> None:
         plain = saved(tmp_path / "plain.pt", deep_net())
         normed = saved(tmp_path / "normed.pt", conv_net())
@@ -253,13 +265,14 @@ class TestInProcess:
         path = str(tmp_path / "lengths.txt")
         found = recommended(lstm, "BxSx16", dims={"B": 4, "S": 20}, memory=MIB, lengths_path=path)
         ways = {way.name: way for way in found.lengths}
-        assert list(ways) == ["padding", "buckets", "packing", "token_budget"]
-        assert ways["packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
+        assert list(ways) == ["padding", "buckets", "sequence_packing", "token_budget"]
+        assert ways["sequence_packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
         assert ways["padding"].batches == math.ceil(200 / found.batch)
         longest = peak_of(lstm, "4x40x16", found.batch)
         assert ways["padding"].peak_bytes == pytest.approx(longest, rel=0.05)
         assert all(way.epoch_s >= 0 for way in found.lengths)
 
+    @pytest.mark.slow
     def test_every_way_to_batch_sequences_fits(self, lstm: str, tmp_path: Path) -> None:
         lengths = [1 + 7 * i % 40 for i in range(200)]
         (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
@@ -285,6 +298,7 @@ class TestInProcess:
                 lstm, "BxSx16", dims={"B": 4, "S": 4}, lengths_path=str(tmp_path / "lengths.txt"), dim_range=sizes
             )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("objective", ["throughput", "max"])
     def test_a_plan_that_is_slower(self, objective: str, tmp_path: Path, answered: Callable[..., None]) -> None:
         def timed(session: Session, job: ProbeJob, ask: Callable[..., Any]) -> Any:
@@ -307,7 +321,7 @@ class TestInProcess:
             source=ModelSource(location=saved(tmp_path / "net.pt", conv_net()), trust=Trust(pickle=True)),
             spec=InputSpec(tensors=(parse_tensor("x:100x16"), parse_tensor("edges:2x300@int64=0..100")), source="here"),
         )
-        with pytest.raises(UsageError, match="which dimension of the inputs is the batch is not known") as caught:
+        with pytest.raises(UsageError, match="it is not known which one is the batch") as caught:
             recommend_batch(request, progress=Progress(), ask=None)
         assert "-i x:Bx16 --dim B=100" in str(caught.value.hint)
 
@@ -334,11 +348,12 @@ class TestInProcess:
         with pytest.raises(StepError, match=r"runs at batch 8 only: module '1' \(LayerNorm\) rejected its input 9x16"):
             recommended(location, "8x16", memory=MIB)
 
+    @pytest.mark.slow
     def test_an_exported_program_of_fixed_sizes(self, tmp_path: Path) -> None:
         for name, shapes in (("fixed", None), ("free", ({0: torch.export.Dim("batch")},))):
             program = torch.export.export(nn.Linear(16, 4), (torch.randn(8, 16),), dynamic_shapes=shapes)
             torch.export.save(program, tmp_path / f"{name}.pt2")
-        with pytest.raises(UsageError, match=r"torch.export fixed every size in .*fixed.pt2, the batch too"):
+        with pytest.raises(UsageError, match=r"torch.export fixed every size in .*fixed.pt2, the batch size included"):
             recommended(str(tmp_path / "fixed.pt2"), "8x16", memory=MIB)
         assert recommended(str(tmp_path / "free.pt2"), "8x16", memory=MIB).batch > 100
 

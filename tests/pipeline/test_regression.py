@@ -131,6 +131,7 @@ def test_a_baseline_adds_up_and_reads_back(history: History) -> None:
     assert made.header.sha256
 
 
+@pytest.mark.slow
 def test_nothing_changed_five_times(history: History) -> None:
     recorded = history.record()
     for _ in range(5):
@@ -141,6 +142,7 @@ def test_nothing_changed_five_times(history: History) -> None:
         assert not found.peak_moved
 
 
+@pytest.mark.slow
 def test_a_layer_is_widened(history: History) -> None:
     history.record()
     history.commit("widened")
@@ -159,6 +161,7 @@ def test_a_layer_is_widened(history: History) -> None:
     assert not any("model file is the same" in line for line in said)
 
 
+@pytest.mark.slow
 def test_within_a_limit(history: History) -> None:
     history.record()
     history.commit("widened")
@@ -166,6 +169,7 @@ def test_within_a_limit(history: History) -> None:
     assert [v.limit.text for v in history.check("peak:50%", "peak:1KiB").exceeded] == ["peak:1KiB"]
 
 
+@pytest.mark.slow
 def test_a_plan_is_dropped(history: History) -> None:
     history.commit("under a plan")
     assert history.record().memory.plan.segments == PLAN.segments
@@ -180,6 +184,7 @@ def test_a_plan_is_dropped(history: History) -> None:
     assert "plan: 2 segments dropped (features.0, features.1)" in reasons(found)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_counts_as_one_that_is_carried(history: History, tmp_path: Path) -> None:
     history.commit("under a plan")
     recorded = history.record()
@@ -193,6 +198,7 @@ def test_a_plan_from_a_file_counts_as_one_that_is_carried(history: History, tmp_
     assert found.changes[0].after == recorded.memory.tensor_peak_bytes
 
 
+@pytest.mark.slow
 def test_packing_is_dropped(history: History) -> None:
     history.commit("packed")
     assert history.record().memory.plan.packed
@@ -202,6 +208,7 @@ def test_packing_is_dropped(history: History) -> None:
     assert "plan: packing of what is saved dropped" in reasons(found)
 
 
+@pytest.mark.slow
 def test_a_buffer_is_added(history: History) -> None:
     history.record()
     history.commit("buffer")
@@ -214,6 +221,7 @@ def test_a_buffer_is_added(history: History) -> None:
     assert not found.peak_moved
 
 
+@pytest.mark.slow
 def test_modules_are_only_renamed(history: History) -> None:
     history.record()
     history.commit("renamed")
@@ -223,6 +231,7 @@ def test_modules_are_only_renamed(history: History) -> None:
     assert (found.modules, found.new_saved, found.peak_moved) == ((), (), False)
 
 
+@pytest.mark.slow
 def test_a_rename_is_not_what_a_regression_comes_from(history: History) -> None:
     history.record()
     history.commit("renamed and widened")
@@ -236,6 +245,7 @@ def test_a_rename_is_not_what_a_regression_comes_from(history: History) -> None:
 # ---------------------------------------------------------------------------------------------- like with like
 
 
+@pytest.mark.slow
 def test_another_torch_is_told_and_compared(history: History) -> None:
     history.record()
     history.rewrite(torch="2.6.0")
@@ -252,6 +262,7 @@ def never(*_: object, **__: object) -> None:
     raise AssertionError("what is not comparable is not measured")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -272,6 +283,7 @@ def test_another_baseline_is_not_comparable(
     assert "memopt baseline" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
@@ -307,6 +319,7 @@ def test_a_baseline_of_another_model_is_not_comparable(history: History, answere
     assert "memopt baseline" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_model_may_change_its_file_or_its_class(history: History) -> None:
     history.record()
     torch.save(Other(OrderedDict(model().named_children())), history.model)
@@ -322,6 +335,7 @@ def trusted(history: History) -> ModelSource:
     return ModelSource(location=history.model, trust=Trust(packages=(__name__.partition(".")[0],)))
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_switched_off_is_another(tmp_path: Path) -> None:
     """That it matters: an LSTM's tensor peak is another one without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -336,6 +350,7 @@ def test_a_backend_that_is_switched_off_is_another(tmp_path: Path) -> None:
     assert other.memory.tensor_peak_bytes < recorded.memory.tensor_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_step_is_the_baselines_unless_said_otherwise(history: History) -> None:
     history.record(settings=StepSettings(precision="fp64", optimizer="sgd", seed=5))
     found = history.check(precision="fp64", device="cpu")
@@ -362,10 +377,11 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
     if content is not None:
         Path(history.baseline).write_text(content)
     answered(MeasureJob, never)
-    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is no baseline: "):
+    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is not a baseline: "):
         history.check()
 
 
+@pytest.mark.slow
 def test_a_baseline_is_not_replaced_unasked(history: History) -> None:
     history.record()
     with pytest.raises(UsageError, match="exists"):
@@ -376,6 +392,7 @@ def test_a_baseline_is_not_replaced_unasked(history: History) -> None:
 # ---------------------------------------------------------------------------------------------- two files
 
 
+@pytest.mark.slow
 def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
     history.record()
     before = Path(history.baseline).rename(tmp_path / "before.json")
@@ -388,6 +405,7 @@ def test_two_baselines_side_by_side(history: History, tmp_path: Path) -> None:
     assert change_of(found, "parameters") > 0
 
 
+@pytest.mark.slow
 def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path: Path) -> None:
     from memopt_cli.pipeline import optimize
     from memopt_cli.records import OptimizeRequest, SearchOverrides
@@ -410,6 +428,7 @@ def test_a_summary_is_no_baseline_but_can_be_compared(history: History, tmp_path
         history.check()
 
 
+@pytest.mark.slow
 def test_every_form_of_report_is_told_the_same(history: History) -> None:
     from memopt_cli.report.github import GithubReport
     from memopt_cli.report.json import JsonReport

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from memopt_cli.batch_size.runs import Limits
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.model_batching.jobs import ReplicasJob
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.replicas import CHOOSING, ReplicaSearch
@@ -216,6 +215,7 @@ def peak_of(location: str, batch: int, replicas: int, plan: Plan = ORIGINAL) -> 
 class TestInProcess:
     """One process for all: what is searched, not how it is run."""
 
+    @pytest.mark.slow
     def test_copies_and_batch_are_of_a_run_that_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         found = recommended(request(location, 4, memory=2 * MIB, output=str(tmp_path / "b.yaml")))
@@ -235,6 +235,7 @@ class TestInProcess:
         assert [run.get("replicas", 1) for run in data["replica_probes"]] == [1, 2, 4]
         assert found.probes == len(row.replicas.probes) + len(row.outcome.probes) - 1
 
+    @pytest.mark.slow
     def test_copies_are_run_at_a_multiple(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         (row,) = recommended(request(location, 2, spec("12x32"), memory=2 * MIB, multiple_of=8)).rows
@@ -246,6 +247,7 @@ class TestInProcess:
         assert row.replicas is not None
         assert row.replicas.probes[0].batch == 8
 
+    @pytest.mark.slow
     def test_an_interruption_keeps_the_copies_that_were_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -270,11 +272,13 @@ class TestInProcess:
         with pytest.raises(KeyboardInterrupt):
             recommended(request(location, 8, memory=2 * MIB))
 
+    @pytest.mark.slow
     def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         one, four, eight = (peak_of(location, 16, n) for n in (1, 4, 8))
         assert eight - four == pytest.approx(4 * one, rel=0.1)
 
+    @pytest.mark.slow
     def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
@@ -289,6 +293,7 @@ class TestInProcess:
         assert all(with_plan.allocated_peak_bytes < without.allocated_peak_bytes for with_plan, without in peaks)
         assert {run.route for run in after.probes} <= {"", "fused", "loop"}  # vmap cannot run segments
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("out_of_memory", [False, True])
     def test_copies_that_do_not_fit_without_the_plan_leave_its_answer(
         self, out_of_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MeasurementError, UsageError
 from memopt_cli.online import LIF, OverTime
-from memopt_cli.pipeline import compare_strategies, strategies
+from memopt_cli.pipeline import strategies
+from memopt_cli.pipeline.strategies import compare_strategies
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchRequest,
@@ -75,32 +76,35 @@ def peaks(curve: StrategyCurve) -> list[int]:
 
 @pytest.mark.usefixtures("in_process")
 class TestInProcess:
+    @pytest.mark.slow
     def test_online_memory_is_flat_and_that_of_bptt_is_a_line(self, tmp_path: Path) -> None:
-        found = compared(tmp_path, spiking(), "bptt", "online", steps=DimRange(symbol="T", low=16, high=512))
+        found = compared(tmp_path, spiking(), "bptt", "online", steps=DimRange(symbol="T", low=16, high=128))
         bptt, full, factored = found.curves
         assert [curve.label for curve in found.curves] == ["bptt", "online D-RTRL", "online ES-D-RTRL"]
-        assert [point.steps for point in bptt.points] == [16, 32, 64, 128, 256, 512]
+        assert [point.steps for point in bptt.points] == [16, 32, 64, 128]
         for curve in found.curves:
-            assert [p.measured for p in curve.points] == [True, True, False, False, False, True]
+            assert [p.measured for p in curve.points] == [True, True, False, True]
         for curve in (full, factored):
             assert max(peaks(curve)) <= 1.01 * min(peaks(curve))
         assert peaks(factored)[0] < peaks(full)[0]
-        growth = [peaks(bptt)[i] - peaks(bptt)[0] for i in (1, 5)]
-        assert growth[1] == pytest.approx(31 * growth[0], rel=0.02)
+        growth = [peaks(bptt)[i] - peaks(bptt)[0] for i in (1, 3)]
+        assert growth[1] == pytest.approx(7 * growth[0], rel=0.02)
         assert (bptt.exact, full.exact, factored.exact) == (True, True, False)
         assert "cosine" in factored.remark
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("low", [1, 2])
     def test_a_range_from_the_first_steps_shows_online_flat_too(self, tmp_path: Path, low: int) -> None:
         """What a first step has not made yet, and states that it found, are no growth."""
         net = OverTime(nn.Sequential(nn.Linear(32, 512), LIF(512), nn.Linear(512, 4)))
-        found = compared(tmp_path, net, "online", steps=DimRange(symbol="T", low=low, high=64))
+        found = compared(tmp_path, net, "online", steps=DimRange(symbol="T", low=low, high=32))
         for sentence, curve in zip(verdicts(found), found.curves, strict=True):
             assert "does not grow with T" in sentence
             assert max(peaks(curve)) <= 1.01 * min(peaks(curve))
         trace_bytes = 4 * 8 * 512 * 32
         assert peaks(found.curves[0])[-1] < 3 * trace_bytes  # the trace as it was and as it becomes, and the rest
 
+    @pytest.mark.slow
     def test_a_plan_is_verified(self, tmp_path: Path) -> None:
         wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 64))
         net = OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4)))
@@ -113,6 +117,7 @@ class TestInProcess:
         assert "bit for bit" in planned.remark
         assert all(b < a for a, b in zip(peaks(bptt), peaks(planned), strict=True))
 
+    @pytest.mark.slow
     def test_beyond_the_memory_is_an_estimate(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=16, high=256)
         whole = compared(tmp_path, spiking(), "bptt", steps=steps).curves[0]
@@ -121,16 +126,17 @@ class TestInProcess:
         assert [p.measured for p in curve.points] == [True, True, True, False, False]
         assert peaks(curve)[-1] == pytest.approx(peaks(whole)[-1], rel=0.02)
 
+    @pytest.mark.slow
     def test_one_size_tells_no_growth(self, tmp_path: Path) -> None:
-        steps = DimRange(symbol="T", low=4, high=64)
+        steps = DimRange(symbol="T", low=4, high=16)
         found = compared(tmp_path, BriefOnly(), "bptt", "online", steps=steps)
         bptt, online, _ = found.curves
         assert [p.steps for p in bptt.points] == [4]
         assert bptt.slope_bytes is None
         assert "; T=8: " in bptt.remark
-        assert len(online.points) == 5
+        assert len(online.points) == 3
         table = peak_table(found)
-        assert list(table.columns[1].cells)[1:5] == ["–"] * 4
+        assert list(table.columns[1].cells)[1:3] == ["–"] * 2
         assert "growth not known, as T=4 alone was measured" in next(verdicts(found))
 
     def test_the_second_size_is_within_the_limits_too(self, tmp_path: Path) -> None:
@@ -138,6 +144,7 @@ class TestInProcess:
         curve = compared(tmp_path, spiking(), "bptt", steps=steps, longest_step_s=1e-6).curves[0]
         assert [(p.steps, p.measured) for p in curve.points] == [(16, True)]
 
+    @pytest.mark.slow
     def test_gradients_are_compared_where_something_is_carried_over(self, tmp_path: Path) -> None:
         """At one step, the smallest number here, the second layer's neurons have carried nothing over."""
         net = OverTime(nn.Sequential(nn.Linear(32, 16), LIF(16), nn.Linear(16, 16), LIF(16)))

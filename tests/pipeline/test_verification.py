@@ -33,7 +33,8 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import chunked
-from memopt_cli.runtime.state import Generators, StartingState
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.state import StartingState
 
 ORIGINAL = Plan()
 
@@ -124,6 +125,7 @@ def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
 # ---------------------------------------------------------------------------------------------- what is right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [ORIGINAL, EXACT], ids=["original", "segments"])
 def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at: list[VerifyJob]) -> None:
     one = prepared()
@@ -148,6 +150,7 @@ def test_a_quick_step_is_compared_in_full_as_it_is() -> None:
     assert found.measured is not None
 
 
+@pytest.mark.slow
 def test_chunks_are_proven_in_float64_at_the_least_size_that_has_all(verified_at: list[VerifyJob]) -> None:
     one = prepared()
     found = proven(one, CHUNKED, steps_of(one, CHUNKED))
@@ -179,6 +182,7 @@ class OfOneSize(Net):
         return super().forward(x.view(64, -1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [EXACT, CHUNKED], ids=["segments", "chunks"])
 def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: Plan) -> None:
     one = prepared(OfOneSize)
@@ -267,6 +271,7 @@ SEEN_AT_FULL_SIZE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "slip", "named"), SEEN_AT_FULL_SIZE)
 def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     plan: Plan, slip: Callable[[pytest.MonkeyPatch], None], named: str, verified_at: list[VerifyJob]
@@ -296,6 +301,7 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
 
 
+@pytest.mark.slow
 def test_without_a_slip_the_same_steps_agree() -> None:
     one = prepared()
     for plan in (EXACT, CHUNKED):
@@ -318,6 +324,7 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
     assert "the original's own step is not repeatable" in found.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
     one = prepared(precision=precision)

@@ -34,11 +34,13 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return SUBJECTS[request.param]()
 
 
+@pytest.mark.slow
 def test_the_original_is_replayed_exactly(subject: Subject) -> None:
     assert subject.model.predict(Plan()).allocated_peak_bytes == subject.trace.allocated_peak_bytes
     assert subject.error(Plan()) == 0.0
 
 
+@pytest.mark.slow
 def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
     chance = random.Random(1)
     errors = []
@@ -49,6 +51,7 @@ def test_random_plans_are_close_to_their_dry_runs(subject: Subject) -> None:
     assert max(errors) <= 0.10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_chunks_are_close_to_their_dry_run(chunks: int) -> None:
     subject = SUBJECTS["chain"]()
@@ -112,6 +115,7 @@ def taken(step: Step) -> Workspaces:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute_states", [False, True])
 @pytest.mark.parametrize("chunks", [2, 4, 10])
 def test_states_between_chunks_are_seen(chunks: int, recompute_states: bool) -> None:
@@ -135,6 +139,7 @@ def test_numbers_of_chunks(length: int, factor: int, counts: list[int]) -> None:
     assert list(chunk_counts(length, factor)) == counts
 
 
+@pytest.mark.slow
 def test_nested_segments_are_close_to_their_dry_run() -> None:
     subject = SUBJECTS["resnet"]()
     inner = [p for p in subject.usable if p.startswith("stages.0.")]
@@ -152,6 +157,7 @@ def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
     return Plan(segments=tuple(SegmentPlan(path=p, keep=keep) for p, keep in names.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
 def test_what_segments_keep_is_close_to_the_dry_run(name: str) -> None:
     subject, chance = SUBJECTS[name](), random.Random(2)
@@ -236,6 +242,7 @@ def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
     assert model.predict(segments("0")).step_s - model.step_s < whole * (1 + SEGMENT_OP_S) + SEGMENT_S - 0.99
 
 
+@pytest.mark.slow
 def test_time_is_what_runs_again(subject: Subject) -> None:
     timed = replace(subject.trace, ops=tuple(replace(op, seconds=1.0) for op in subject.trace.ops))
     model = CostModel(timed)
@@ -260,6 +267,7 @@ def in_tree(block: Block, chosen: set[str]) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "resnet", "gpt"])
 def test_the_tree_adds_up_to_the_replay(name: str) -> None:
     subject = SUBJECTS[name]()
@@ -270,6 +278,7 @@ def test_the_tree_adds_up_to_the_replay(name: str) -> None:
         assert in_tree(root, {path})[1] == pytest.approx(replayed, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "gpt"])
 def test_blocks_that_are_alike_have_tensors_of_the_same_sizes(name: str) -> None:
     subject = SUBJECTS[name]()
@@ -368,6 +377,7 @@ class OverSteps(nn.Module):
         return torch.stack([self.neuron(step) for step in x])
 
 
+@pytest.mark.slow
 def test_what_a_call_finds_of_the_call_before_is_held_till_its_backward() -> None:
     layers = nn.Sequential(nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32))
     subject = Subject(layers, torch.randn(8, 64, 32))

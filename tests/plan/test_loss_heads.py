@@ -75,6 +75,7 @@ def test_logits_that_others_read_are_made(loss: Callable[[Tensor, Tensor], objec
     assert heads_of(subject_of(loss)) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [alone, hugging_face])
 def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) -> None:
     subject = subject_of(loss)
@@ -131,6 +132,7 @@ def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 
+@pytest.mark.slow
 def test_a_planner_builds_on_the_head_through_its_loss() -> None:
     subject = subject_of(alone)
     (head,) = heads_of(subject)
@@ -142,6 +144,7 @@ def test_a_planner_builds_on_the_head_through_its_loss() -> None:
         assert subject.dry_run(priced.plan) == priced.peak_bytes
 
 
+@pytest.mark.slow
 def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     """On the original step the logits are the peak, and hide what a block keeps."""
     subject = subject_of(alone, hidden=256)
@@ -155,6 +158,7 @@ def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     assert heads_of(subject)[0] in four.plan.segments
 
 
+@pytest.mark.slow
 def test_the_step_with_the_head_is_recorded_once() -> None:
     subject = subject_of(alone)
     asked: list[Plan] = []
@@ -169,6 +173,7 @@ def test_the_step_with_the_head_is_recorded_once() -> None:
     assert asked == [Plan(segments=heads_of(subject))]
 
 
+@pytest.mark.slow
 def test_where_the_step_with_the_head_cannot_be_recorded_the_head_alone_may_be_in_a_plan() -> None:
     subject = subject_of(alone)
     probes = replace(subject.probes(), trace=lambda plan: NotTried(reason="time is up"))
@@ -177,6 +182,7 @@ def test_where_the_step_with_the_head_cannot_be_recorded_the_head_alone_may_be_i
     assert subject.dry_run(found.plan) == found.peak_bytes
 
 
+@pytest.mark.slow
 def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_peak() -> None:
     """That a block is independent along the batch is found by trying; the whole plan is verified."""
     subject = subject_of(alone, hidden=1024)

@@ -67,6 +67,7 @@ def best(any_step: Subject) -> dict[int, Priced]:
     return {level: plans.best(level) for level in LEVELS}
 
 
+@pytest.mark.slow
 def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Priced]) -> None:
     plans = any_step.planner(without_norms(any_step))
     for found in ([plans.least(level) for level in LEVELS], [best[level] for level in LEVELS]):
@@ -77,6 +78,7 @@ def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Pric
             assert any_step.dry_run(priced.plan) == priced.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dict[int, Priced]) -> None:
     """And no plan is dry-run that the level does not allow."""
     refused = {m.path for m in any_step.trace.modules if m.refusal}
@@ -91,6 +93,7 @@ def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dic
             assert not any(numbered(s.keep) for s in priced.plan.segments if s.chunks > 1)
 
 
+@pytest.mark.slow
 def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subject, best: dict[int, Priced]) -> None:
     chunking = without_norms(any_step)
     for level, other in itertools.combinations_with_replacement(LEVELS, 2):
@@ -101,6 +104,7 @@ def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subje
         assert level_of(found.plan) <= other
 
 
+@pytest.mark.slow
 def test_a_level_takes_no_more_time_than_is_asked(any_step: Subject) -> None:
     plans = any_step.planner(without_norms(any_step))
     for level in (2, 4):
@@ -154,6 +158,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[Plan], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", ["chain", "gpt"])
 def test_limits_hold_in_every_plan(name: str, limit: str) -> None:
@@ -172,6 +177,7 @@ def test_limits_hold_in_every_plan(name: str, limit: str) -> None:
         assert not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["three segments", "one round", "a target", "chunks by three"])
 def test_limits_leave_something_to_do(limit: str) -> None:
     options, _ = LIMITS[limit]
@@ -192,6 +198,7 @@ def small(name: str) -> Subject:
 # ---------------------------------------------------------------------------------------------- within a budget
 
 
+@pytest.mark.slow
 def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
     subject = carriers()
 
@@ -208,6 +215,7 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
     assert found.peak_bytes <= subject.dry_run(by_hand)
 
 
+@pytest.mark.slow
 def test_every_budget_that_can_be_met_is(subject: Subject) -> None:
     plans = subject.planner()
     least, high = plans.least(4).peak_bytes, subject.original.peak_bytes
@@ -224,6 +232,7 @@ def test_every_budget_that_can_be_met_is(subject: Subject) -> None:
     assert plans.within(4, least // 4) is None
 
 
+@pytest.mark.slow
 def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     plans = subject.planner()
     found = plans.frontier(4)
@@ -241,6 +250,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     assert plans.neighbours(segments("nowhere")) == (None, None)
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +324,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
     assert plans.frontier(4)[-1].peak_bytes == min(peaks)
 
 
+@pytest.mark.slow
 def test_chunks_go_below_what_segments_reach() -> None:
     subject = SUBJECTS["chain"]()
     plain = subject.planner().least(4)
@@ -342,6 +353,7 @@ class Loop(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
     """Each call holds its share: chunks of one do not help.  The model is asked last, for it takes longest to try."""
     subject = Subject(OverTime(nn.Sequential(nn.Linear(16, 64), LIF(64), nn.Linear(64, 4))), torch.rand(32, 8, 16))
@@ -383,6 +395,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
     assert not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worth", "asks"), [(0.0, True), (5.0, False)])
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +418,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
     assert found.peak_bytes <= slow.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     axis: int, monkeypatch: pytest.MonkeyPatch
@@ -430,6 +444,7 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
     )  # the original is within that
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
 def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, asks: bool) -> None:
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
@@ -491,6 +506,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     assert relaxed_to(plans, found, enough).plan == in_chunks[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: int) -> None:
     """Of the first block asked the answer is taken for all, until a plan relies on it."""
@@ -512,6 +528,7 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "cut"), [(1, False), (2, False), (3, True), (4, True)])
 def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
     plans = small("chain").planner(lambda path: rule_along(0))
@@ -520,6 +537,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "rule"), [("blocks.3", None), ("blocks.5", rule_along(2))])
 def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: ChunkRule | None) -> None:
     """The solver takes blocks for alike no longer once their answers differ: each plan it makes follows them."""
@@ -558,6 +576,7 @@ def test_plans_that_cannot_run_are_no_answers() -> None:
     assert all("blocks.1" in [s.path for s in plan.segments] for plan in plans.dry_runs.failures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_plan_that_cannot_run_does_not_end_a_level(level: int) -> None:
     subject = SUBJECTS["chain"]()

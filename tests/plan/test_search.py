@@ -206,6 +206,7 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
     return root.input_bytes, max(root.input_bytes, peak), added + root.forward_s + overhead
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trees(most=3), st.none() | st.integers(0, 4), st.floats(0, 1), st.sets(st.integers(0, 2)), st.integers(0, 30))
 def test_the_fastest_plan_of_so_many_chunks_is_found(
@@ -437,6 +438,7 @@ def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() ->
     assert [segment.path for segment in way.segments()] == ["b"]
 
 
+@pytest.mark.slow
 def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     pairs = ways._best_pairs

@@ -226,6 +226,7 @@ def long_trace(count: int = 20_000) -> StepTrace:
     return replace(a_trace(), modules=(module(""),), ops=ops, storages=storages)
 
 
+@pytest.mark.slow
 def test_thinning_keeps_what_can_be_seen() -> None:
     whole = timeline(long_trace())
     few = thinned(whole, most=200)

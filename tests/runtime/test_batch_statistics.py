@@ -61,6 +61,7 @@ NORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 def test_every_norm(exactly: Any, norm: nn.BatchNorm1d, dims: int) -> None:
@@ -103,6 +104,7 @@ def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: 
     assert segment.blocks[0](x).stride() == net.blocks[0](x).stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize("codec", ["null", "bit"])
 def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:
@@ -133,6 +135,7 @@ class Branches(nn.Module):
         return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["scripted", "traced", "exported"])
 def test_norms_of_models_stored_as_programs(exactly: Any, stored: str, tmp_path: Path) -> None:
     block = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh())
@@ -203,6 +206,7 @@ def test_a_norm_shared_with_what_is_outside(exactly: Any) -> None:
     assert optimized.norm.num_batches_tracked == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [SegmentConfig(), SegmentConfig(chunks=2, axis=1)])
 def test_within_another_segment_and_around_one(exactly: Any, outer: SegmentConfig) -> None:
     net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), nn.Tanh()))
@@ -265,6 +269,7 @@ def test_autocast_keeps_dtypes_and_the_precision_of_statistics(dtype: torch.dtyp
     assert torch.allclose(net[1].running_var, optimized[1].running_var, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_less_memory_than_a_plain_segment() -> None:
     """And a dry run counts what a real step does."""
     peaks = []
@@ -406,13 +411,21 @@ def test_script_modules_are_refused() -> None:
             "draws random numbers before a batch norm",
         ),
         (Handing(), "hands its state over as an output"),
-        (Careful(), "catches the exception"),
     ],
 )
 def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
     install_segment(block, EXACT)
     with pytest.raises((ValueError, RuntimeError), match=reason):
         block(torch.randn(6, 4))
+
+
+def test_one_that_catches_the_exception_runs_whole() -> None:
+    block, x = Careful(), torch.randn(6, 4)
+    expected = copy.deepcopy(block)(x)
+    install_segment(block, EXACT)
+    with pytest.warns(UserWarning, match="catches the exception"):
+        output = block(x)
+    assert torch.equal(output, expected)
 
 
 class Reading(Accumulating):

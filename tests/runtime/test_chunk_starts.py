@@ -13,7 +13,7 @@ from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
@@ -156,6 +156,7 @@ def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: p
     assert chunks - 1 <= again <= chunks * math.log2(chunks) / 2 + 1
 
 
+@pytest.mark.slow
 def test_states_are_not_held_between_forward_and_backward() -> None:
     peaks = []
     for recompute_states in (False, True):

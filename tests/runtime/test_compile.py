@@ -67,6 +67,7 @@ def pair(block: nn.Module, config: SegmentConfig) -> tuple[nn.Module, nn.Module]
     return plain, optimized
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "config", "whole"),
     [
@@ -85,6 +86,7 @@ def test_the_same_step(make: Callable[[], nn.Module], config: SegmentConfig, who
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     plain, optimized = pair(nn.Sequential(batch_norm(), Counting()), BIT)
@@ -93,6 +95,7 @@ def test_inductor() -> None:
     torch.testing.assert_close(left_behind(torch.compile(optimized), x), expected)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_its_mask() -> None:
     _, optimized = pair(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)), BIT)
     compiled = torch.compile(optimized[1], backend="aot_eager")
@@ -140,6 +143,7 @@ def forward_of_inner(model: nn.Module, backend: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is])
 @pytest.mark.parametrize(
     ("make", "place"), [(Drawing, root), (batch_norm, outer), (batch_norm, inner), (Drawing, forward_of_inner)]
@@ -221,6 +225,7 @@ def test_state_that_moves_once_a_call(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_the_segment_is_not_dropped() -> None:
     """What a compiled step keeps for backward is what a segment keeps."""
     plain = nn.Sequential(
@@ -249,6 +254,7 @@ def _kept_bytes(model: Any, x: Tensor) -> int:
     return sum(sizes)
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     """Backward alone is compiled: segments that ran in eager mode are recomputed there, and keep nothing before."""
     plain, optimized = pair(nn.Sequential(norm(), Counting()), BIT)
@@ -299,6 +305,7 @@ class Recurrent(nn.Module):
         return y.square()
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_alone_is_compiled() -> None:
     """The compiler leaves it to Python, and must not look into what a segment then does."""
     torch.manual_seed(0)

@@ -87,6 +87,7 @@ def _expanded(x: Tensor) -> Tensor:
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [lambda x: x, _permuted, _channels_last, _strided, _offset, _expanded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=150, deadline=None)
 @given(x=tensors())

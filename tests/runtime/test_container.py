@@ -781,6 +781,7 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "net", "x"), list(_nets()), ids=lambda v: v if isinstance(v, str) else "")
 def test_no_reference_cycle(name: str, net: nn.Module, x: Tensor) -> None:
     inputs: list[weakref.ref[Any]] = []
@@ -797,6 +798,7 @@ def test_no_reference_cycle(name: str, net: nn.Module, x: Tensor) -> None:
             assert inputs[-1]() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "net", "x"), list(_nets()), ids=lambda v: v if isinstance(v, str) else "")
 def test_memory_stays_flat(name: str, net: nn.Module, x: Tensor) -> None:
     """Bytes of live storages, those that autograd's nodes hold included, without the help of the garbage collector."""

@@ -528,6 +528,7 @@ def test_an_entry_that_does_not_fit(change: dict[str, Any], reason: str) -> None
 SIZES = {"vocab_size": 300, "max_position_embeddings": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "kind", "path"),
     [

@@ -464,6 +464,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
 def test_tangents_are_computed_along(config: SegmentConfig) -> None:
     model, optimized = pair(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), config)

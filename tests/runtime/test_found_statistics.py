@@ -232,6 +232,7 @@ def test_norms_of_every_kind(settings: dict[str, Any], judge: Any) -> None:
     judge(net, {"": SegmentConfig()}, torch.randn(8, 3))
 
 
+@pytest.mark.slow
 def test_a_part_that_is_compiled(judge: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), nn.BatchNorm1d(3))
     install_segment(compiled := copy.deepcopy(net), SegmentConfig())

@@ -29,7 +29,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState
 from tests.user_code.spiking import FEATURES, Keeping
 
 BIT = SegmentConfig(compressor="bit")
@@ -184,6 +184,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return ALL[request.param]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [reset_hidden_state, forget_graph])
 def test_a_segment_is_the_same_to_the_bit(model: nn.Module, between: Callable[[nn.Module], object], judge: Any) -> None:
     """Three steps, each from where the one before left the state or from a reset."""
@@ -193,6 +194,7 @@ def test_a_segment_is_the_same_to_the_bit(model: nn.Module, between: Callable[[n
     assert judge.recomputations >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_CHUNKS)
 @pytest.mark.parametrize("between", [reset_hidden_state, forget_graph])
 def test_chunks_of_time_are_the_same(name: str, between: Callable[[nn.Module], object], judge: Any) -> None:
@@ -326,6 +328,7 @@ def test_a_model_of_snntorch_is_saved_by_its_state_dict() -> None:
 # ---------------------------------------------------------------------------------------------- through the stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_saved_model_of_spikingjelly_is_counted_and_verified(level: int, tmp_path: Path) -> None:
     make = IN_CHUNKS["jelly-lif"]
@@ -347,6 +350,7 @@ def _jelly_net() -> nn.Module:
     return nn.Sequential(*(IN_CHUNKS["jelly-lif"]() for _ in range(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_saved_model_of_spikingjelly_through_the_command_line(
     stepped: bool, memopt: Callable[..., Any], in_process: None
@@ -370,6 +374,7 @@ def test_a_saved_model_of_spikingjelly_through_the_command_line(
     assert torch.equal(optimized(drawn(torch.float32)), net(drawn(torch.float32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "targets"),
     [

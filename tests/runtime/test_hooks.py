@@ -65,6 +65,7 @@ def _gradients(paths: list[str], train: Callable[[nn.Module], None], config: Seg
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SegmentConfig(), SegmentConfig(chunks=2)], ids=["whole", "chunks"])
 @pytest.mark.parametrize("paths", [["1"], [""], ["", "1"]], ids=" and ".join)
 @pytest.mark.parametrize("way", ["added", "removed"])

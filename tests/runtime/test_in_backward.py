@@ -183,6 +183,7 @@ def test_a_parameter_thawed_later_takes_the_plain_step() -> None:
     assert_same(*[list(model.parameters()) for model in models])
 
 
+@pytest.mark.slow
 def test_without_its_optimizer_a_model_has_gradients_again() -> None:
     model, optimizer = installed()
     gone = weakref.ref(optimizer)

@@ -283,6 +283,7 @@ def live() -> Callable[[], int]:
     return lambda: sum(isinstance(o, Tensor) for o in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_steps(live: Callable[[], int]) -> None:
     model, x = net(), spikes(16, 2, 16, 16)
 

@@ -111,6 +111,7 @@ def everywhere() -> Iterator[tuple[Path, int, str]]:
             yield from ((path.relative_to(PACKAGE), line, name) for line, name in private_names(path, own))
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_are_used_in_one_file() -> None:
     assert [f"{path}:{line}: {name}" for path, line, name in everywhere()] == []
 

@@ -145,6 +145,7 @@ def test_a_file_of_version_1_still_loads() -> None:
     assert type(remove_plan(model)) is nn.Sequential
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     model = flat()
     for module in model:

@@ -321,6 +321,7 @@ def test_level_2_splits_as_the_module_says() -> None:
         assert any(plan.segments == (split,) for plan in tried) is (level == 2)
 
 
+@pytest.mark.slow
 def test_level_3_cuts_what_the_module_declares_a_sequence() -> None:
     net = Net()
     square = step_of(net, WIDTH, WIDTH, WIDTH)  # sequence, batch and membrane are all of one length

@@ -77,6 +77,7 @@ def gradients(step: Step) -> dict[str, Tensor]:
     return {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_every_format_is_lifted_whole_and_gives_the_same_gradients(files: Path) -> None:
     expected = gradients(step_of(files))
     assert expected
@@ -88,6 +89,7 @@ def test_every_format_is_lifted_whole_and_gives_the_same_gradients(files: Path) 
             torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_format_trains_in_the_memory_of_the_pickled_model(files: Path) -> None:
     expected = peaks(step_of(files), SEGMENTS[files.stem])
     assert (expected[1] < expected[0]) == bool(SEGMENTS[files.stem])

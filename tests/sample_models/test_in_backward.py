@@ -33,6 +33,7 @@ def peak_bytes(plan: Plan) -> int:
     return fake.count().tensor_peak_bytes
 
 
+@pytest.mark.slow
 def test_it_saves_a_copy_of_the_parameters() -> None:
     parameters = sum(p.nbytes for p in gpt.build().parameters())
     plain, in_backward = (peak_bytes(Plan(segments=(*BLOCKS, HEAD), in_backward=one)) for one in (False, True))
@@ -55,6 +56,7 @@ def trained(plan: Plan, options: dict[str, Any]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("segments", [(), BLOCKS, (*BLOCKS, HEAD)], ids=["plain", "blocks", "head in chunks"])
 def test_ten_steps_are_the_same_to_the_bit(segments: tuple[SegmentPlan, ...], options: dict[str, Any]) -> None:

@@ -66,6 +66,7 @@ def build(name: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_step_reaches_every_parameter(name: str, dtype: torch.dtype) -> None:
@@ -80,6 +81,7 @@ def test_a_training_step_reaches_every_parameter(name: str, dtype: torch.dtype) 
         assert parameter.grad.any(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_written_file_holds_the_model(name: str, tmp_path: Path) -> None:
     path = write_sample(name, tmp_path)

@@ -118,12 +118,14 @@ def ops_of(trace: StepTrace, phase: str) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------------- sample models
 
 
+@pytest.mark.slow
 def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, StepTrace]) -> None:
     fake, real = sample
     # Of a recurrent layer's workspace, what no chunk shrinks is known of dry runs alone.
     assert replace(fake, storages=tuple(replace(s, fixed_bytes=()) for s in fake.storages)) == real
 
 
+@pytest.mark.slow
 def test_births_and_deaths_give_the_tensor_peak(sample: tuple[StepTrace, StepTrace]) -> None:
     trace, _ = sample
     assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
@@ -180,6 +182,7 @@ def assert_nested(ranges: list[tuple[int, int]]) -> None:
             assert apart or (start <= other_start and other_end <= end) or (other_start <= start and end <= other_end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "blocks"), [("gpt", "blocks."), ("spiking_vgg", "blocks."), ("resnet", "stages.")])
 def test_backward_meets_blocks_in_reverse(name: str, blocks: str) -> None:
     trace = FakeStep(sample_step(name)).record(2)
@@ -190,6 +193,7 @@ def test_backward_meets_blocks_in_reverse(name: str, blocks: str) -> None:
         assert later.backward_start < later.backward_end <= earlier.backward_start
 
 
+@pytest.mark.slow
 def test_the_kernels_workspace_is_in_the_allocated_peak() -> None:
     workspaces = Workspaces()
     workspaces.record("aten::native_batch_norm_backward", ((2, 64, 16, 16), (2, 64, 16, 16)), 1 << 20)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan, remove_plan, remove_segments
+from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
-from memopt_cli.loading.input_spec import batch_of, make_inputs, with_batch
+from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
@@ -34,8 +36,16 @@ Knowledge = TypeVar("Knowledge")
 class Bench:
     """A loaded model, its steps, and what was found out of the original: nothing that depends on earlier jobs."""
 
-    def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None = None) -> None:
-        """``build`` makes the model; without it, it is loaded from its file."""
+    def __init__(
+        self,
+        subject: Subject,
+        build: Callable[[], nn.Module] | None = None,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        """``build`` makes the model; without it, it is loaded from its file.
+
+        ``functions`` that the settings name are had from here, and the others from their files.
+        """
         self.subject = subject
         self.settings = subject.settings
         self.mode = trace.fake_mode()
@@ -47,8 +57,8 @@ class Bench:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)
         self._start = StartingState(self.model)
-        self._loss = user_function(self.settings.loss, "--loss") if self.settings.loss else None
-        self._make_optimizer = _optimizer_maker(self.settings.optimizer)
+        self._loss = user_function(self.settings.loss, "--loss", functions) if self.settings.loss else None
+        self._make_optimizer = _optimizer_maker(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._known: dict[Callable[[Bench], Any], Any] = {}
 
@@ -151,7 +161,7 @@ def _placed(model: nn.Module, settings: StepSettings, *, without_data: bool) -> 
     return (trace.place_fake if without_data else place)(model, settings)
 
 
-def _optimizer_maker(text: str) -> OptimizerMaker:
+def _optimizer_maker(text: str, functions: Mapping[str, Callable[..., Any]]) -> OptimizerMaker:
     choice = parse_optimizer(text)
-    made = user_function(choice.reference, "--optimizer") if isinstance(choice, MadeOptimizer) else None
+    made = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
     return optimizer_maker(choice, made)

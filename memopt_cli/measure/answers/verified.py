@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.apply import apply_plan, remove_segments
+from memopt_cli.batch_axis import BATCH
 from memopt_cli.errors import StepError, UsageError
-from memopt_cli.loading.input_spec import BATCH
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.records import Plan, Verification

@@ -1,0 +1,56 @@
+"""Which device a step runs on; PyTorch is asked only where there can be another than the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+from memopt_cli.errors import UsageError
+
+_DRIVER: Final = "libcuda.so.1"
+"""NVIDIA's, which PyTorch opens as well."""
+
+
+def resolve_device(text: str) -> str:
+    """``auto``, ``cpu`` or ``cuda[:N]`` -> a device that exists.  Raises :class:`UsageError`."""
+    if text == "cpu" or (text == "auto" and not _may_have_gpu()):
+        return "cpu"
+    import torch  # which takes seconds
+
+    if text == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    index = int(text.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise UsageError(
+            f"there is no device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices",
+            hint="Use --device cpu, or check the driver and the PyTorch build.",
+        )
+    return f"cuda:{index}"
+
+
+def _may_have_gpu() -> bool:
+    """Whether only PyTorch itself can tell: it is built for GPUs, and where it asks NVIDIA's driver, there is one."""
+    if "torch" in sys.modules:
+        return True
+    built_for = _built_for()
+    if built_for != {"cuda"} or sys.platform != "linux":
+        return bool(built_for)
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def _built_for() -> set[str]:
+    """``cuda``, ``hip`` or both, as PyTorch's ``version.py`` says; both where there is none to read."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return {"cuda", "hip"}
+    said = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    return {kind for kind in ("cuda", "hip") if said.get(kind, "") != "None"}

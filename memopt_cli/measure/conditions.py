@@ -1,0 +1,49 @@
+"""Under what a step is measured in this process."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopt_cli.measure.jobs import ConditionsJob, Subject
+from memopt_cli.records import Conditions, StepSettings
+
+
+def conditions(subject: Subject, job: ConditionsJob) -> Conditions:
+    """Of the subject's steps."""
+    return conditions_of(subject.settings)
+
+
+def conditions_of(settings: StepSettings) -> Conditions:
+    """Where a step is run, here and now, and how."""
+    return Conditions(
+        settings=settings,
+        backend=_backend(settings.device),
+        device_name=_device_name(settings.device),
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _backend(device: str) -> tuple[str, ...]:
+    """Libraries that PyTorch takes kernels from, beside its own."""
+    if device == "cpu":
+        return ("mkldnn",) if _is_used(torch.backends.mkldnn) else ()
+    libraries = {"cudnn": _is_used(torch.backends.cudnn), "rocm": torch.version.hip is not None}
+    return tuple(name for name, used in libraries.items() if used)
+
+
+def _is_used(library: Any) -> bool:
+    return bool(library.is_available() and library.enabled)
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

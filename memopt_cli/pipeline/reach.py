@@ -1,0 +1,123 @@
+"""What of this process a profiling subprocess can import, and what it cannot: classes, functions of the user's."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from memopt_cli.optimizer_text import IN_MEMORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserFunction:
+    """A function of the user's that a step calls, as a subprocess finds it or as it is here."""
+
+    reference: str
+    """``file.py:function``, or a name that nobody finds; empty where there is none."""
+    function: Callable[..., Any] | None = None
+    """``None``: found by its reference."""
+    obstacle: str = ""
+    """Why a subprocess cannot find it; empty if it can."""
+
+
+def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:
+    """Of a callable, or of text that names one; ``what`` it is is said in the obstacle."""
+    if given is None or isinstance(given, str):
+        return UserFunction(reference=given or "")
+    name = getattr(given, "__qualname__", type(given).__name__)
+    module = sys.modules.get(getattr(given, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if file is None or not name.isidentifier() or getattr(module, name, None) is not given:
+        reference, reason = f"{what} {name}{IN_MEMORY}", "no file has it by name at its top"
+    else:
+        reference, reason = f"{os.path.abspath(file)}:{name}", _unreachable_alone(module, name)
+    obstacle = f"a subprocess cannot import the {what} {name} ({reason})" if reason else ""
+    return UserFunction(reference=reference, function=given, obstacle=obstacle)
+
+
+def _unreachable_alone(module: ModuleType | None, name: str) -> str:
+    """Why a function cannot be had by running its file by itself, or empty."""
+    if module is sys.modules["__main__"]:
+        return _unreachable_in_main(name)
+    source = Path(str(getattr(module, "__file__", "")))
+    if source.suffix != ".py" or not source.is_file():
+        return f"{source} is no Python file"
+    tree = ast.parse(source.read_bytes())
+    is_relative = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    return f"{source.name} imports relatively" if is_relative else ""
+
+
+def unreachable(name: str) -> str:
+    """Why a subprocess cannot import a qualified name, or empty."""
+    package, _, rest = name.partition(".")
+    return _unreachable_in_main(rest) if package == "__main__" else _unreachable_by_import(package)
+
+
+def _unreachable_by_import(package: str) -> str:
+    """Why an import that does not know the package yet would not find it, or empty."""
+    if package in sys.builtin_module_names:
+        return ""
+    found = any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
+    return "" if found else "it was not imported from a file"
+
+
+def main_script() -> Path | None:
+    """The file that Python was started with, if its parts can be imported by themselves."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
+        return None
+    return Path(file).resolve()
+
+
+def _unreachable_in_main(name: str) -> str:
+    """Why ``__main__.name`` cannot be had by importing the script without its main part, or empty."""
+    script = main_script()
+    if script is None or not script.is_file():
+        return "__main__ is no script"
+    tree = ast.parse(script.read_bytes())
+    if not _called_from_main_part(tree):
+        return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
+    if name.partition(".")[0] not in _defined(tree.body):
+        return f"{script.name} defines it in its main part"
+    return ""
+
+
+def _called_from_main_part(tree: ast.Module) -> bool:
+    """Whether the script is being run, at this moment, within ``if __name__ == "__main__"``.
+
+    Anything else would run again, memopt too, when a subprocess imports the script.
+    """
+    frame: FrameType | None = sys._getframe()
+    module_level: FrameType | None = None
+    while frame is not None:
+        if frame.f_globals is vars(sys.modules["__main__"]) and _is_module(frame.f_code):
+            module_level = frame
+        frame = frame.f_back
+    if module_level is None:
+        return False
+    line = module_level.f_lineno
+    return any(node.lineno <= line <= (node.end_lineno or line) for node in tree.body if _is_main_part(node))
+
+
+def _is_module(code: CodeType) -> bool:
+    return code.co_name == "<module>"
+
+
+def _is_main_part(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    test = ast.unparse(node.test)
+    return "__name__" in test and "__main__" in test
+
+
+def _defined(body: list[ast.stmt]) -> set[str]:
+    """Names of the classes and functions that a script defines before its main part, in branches and so on too."""
+    nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
+    return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

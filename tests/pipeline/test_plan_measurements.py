@@ -1,0 +1,88 @@
+"""Measured plans, and which of them are timed again."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from memopt_cli.measure.jobs import ORIGINAL, Job, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.pipeline.plan_measurements import PlanMeasurements
+from memopt_cli.progress import Progress
+from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Measurement, Plan, SegmentPlan
+from tests.pipeline.measurements import measured
+
+PLAN = Plan(segments=(SegmentPlan(path="0"),))
+GONE = Crashed(reason="exit code 7", output_tail="")
+
+
+@dataclass
+class FakePrepared:
+    """Its sessions say how long a step takes, and how long in turns."""
+
+    planned_s: float
+    in_turns: TimedInTurns | Failure
+    asked: list[type[Job[Any]]] = field(default_factory=list)
+
+    def session(self, timeout_s: float, data: str) -> Any:
+        return contextlib.nullcontext(self)
+
+    def ask(self, job: Job[Any]) -> Any:
+        self.asked.append(type(job))
+        if isinstance(job, TimeInTurnsJob):
+            return self.in_turns
+        assert isinstance(job, MeasureJob)
+        step_s = 1.0 if job.plan == ORIGINAL else self.planned_s
+        return Measured(measurement=measured(8, step_s), left=Fingerprint(tensors=(), put_off=(), repeats=True))
+
+
+def confirmed(prepared: FakePrepared, predicted: float | None, most_slowdown: float) -> tuple[Any, Any]:
+    """What the original and the plan are said to take, after a measurement of each."""
+    asked: Any = prepared
+    measurements = PlanMeasurements(prepared=asked, timeout_s=1.0, progress=Progress(), warm_up=True)
+    measurements.measure(ORIGINAL)
+    row = LevelRow(
+        level=1,
+        plan=PLAN,
+        outcome=measurements.measure(PLAN),
+        predicted_tensor_peak_bytes=8,
+        predicted_allocated_peak_bytes=8,
+        predicted_slowdown=predicted,
+        dry_runs=1,
+        search_s=0.0,
+    )
+    row = measurements.confirm(row, most_slowdown)
+    assert row.outcome == measurements.measure(PLAN)
+    return measurements.measure(ORIGINAL), row.outcome
+
+
+@pytest.mark.parametrize(
+    ("planned_s", "predicted", "most_slowdown"),
+    [(1.4, 1.3, 1.33), (1.5, 1.2, 2.0), (0.8, 1.1, 2.0), (1.4, None, 1.33)],
+)
+def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
+    planned_s: float, predicted: float | None, most_slowdown: float
+) -> None:
+    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=(2.5, 3.5, 4.5))
+    prepared = FakePrepared(planned_s, in_turns)
+    original, planned = confirmed(prepared, predicted, most_slowdown)
+    assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
+    assert isinstance(original, Measurement)
+    assert (original.step_times_s, planned.step_times_s) == (in_turns.original_times_s, in_turns.planned_times_s)
+
+
+@pytest.mark.parametrize(("planned_s", "predicted"), [(1.2, 1.25), (1.3, 1.2), (1.2, None)])
+def test_a_plan_that_takes_the_time_it_was_to_take_is_not(planned_s: float, predicted: float | None) -> None:
+    prepared = FakePrepared(planned_s, GONE)
+    _, planned = confirmed(prepared, predicted, 1.33)
+    assert prepared.asked == [MeasureJob, MeasureJob]
+    assert planned.step_times_s == (planned_s,)
+
+
+def test_where_it_cannot_be_timed_again_its_measurement_stands() -> None:
+    prepared = FakePrepared(1.5, GONE)
+    original, planned = confirmed(prepared, 1.2, 1.33)
+    assert prepared.asked[-1] is TimeInTurnsJob
+    assert (original.step_s, planned.step_s) == (1.0, 1.5)
