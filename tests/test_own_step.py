@@ -224,7 +224,7 @@ def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -
 
 
 def test_commands_of_one_model_take_no_step(steps: Any) -> None:
-    with pytest.raises(OptionError, match=r"the model is a Step, no torch\.nn\.Module"):
+    with pytest.raises(OptionError, match="model is a Step"):
         memopt_cli.profile(steps.two_rounds(), "4x8")
 
 
