@@ -57,8 +57,8 @@ def gpt() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    """Of ``sample_models``, and four images."""
-    return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(4, 3, 64, 64)}
+    """Of ``sample_models``, and two small images."""
+    return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(2, 3, 32, 32)}
 
 
 def lora() -> tuple[nn.Module, dict[str, Any]]:
