@@ -78,9 +78,9 @@ def main(epochs: int = 20, seed: int = 0) -> float:
     names, languages = read_names()
     train_x, train_y, test_x, test_y = split(names, languages)
     print(f"{len(names)} names of {len(set(languages))} languages, 1 to {max(map(len, names))} letters")
-    print(f"{'batched by':14}{'batches':>8}{'padding':>9}")
+    print(f"{'batched by':17}{'batches':>8}{'padding':>9}")
     for row in compare_length_strategies([len(name) for name in names], batch_size=64, max_tokens=512):
-        print(f"{row.strategy:14}{row.batches:8}{row.waste:9.1%}")
+        print(f"{row.strategy:17}{row.batches:8}{row.waste:9.1%}")
     net = NameClassifier()
     opt = torch.optim.Adam(net.parameters(), lr=3e-3)
     train_batch(net, opt, nn.NLLLoss(), 64, x=train_x, y=train_y)  # one update on names drawn at random

@@ -52,7 +52,7 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.runtime.state import name_of
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths
 
 _GUESS_LIMIT_S = 60.0
@@ -321,7 +321,7 @@ def _verified_by_guess(
     try:
         spec = guessed_spec(net)
         if spec is None:
-            raise StepError("no layer tells of its inputs")
+            raise StepError("no layer says what its inputs are")
         inputs, _ = make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)
         with processes.kept(), prepared_model(net, inputs, settings) as prepared:
             found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
@@ -364,7 +364,7 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
     for kind in kinds:
         if not isinstance(kind, type):
             raise OptionError(
-                f"instance holds {kind!r}, which is no class", hint="Give a class, or a tuple of classes."
+                f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
 
@@ -402,7 +402,7 @@ def _split_of(
     split: object = split_fn(module)
     if not isinstance(split, list | tuple | nn.ModuleList):
         raise OptionError(
-            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is no list of modules",
+            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is not a list of modules",
             hint="Return a list or a tuple; an empty one for a module that is not to be split.",
         )
     return list(split)

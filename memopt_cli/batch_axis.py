@@ -24,7 +24,7 @@ def check_batch(spec: InputSpec, batch: int) -> None:
     shapes = ", ".join(map(format_tensor, sized))
     first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
     raise UsageError(
-        f"which dimension of the inputs is the batch is not known: they do not share their first one ({shapes})",
+        f"the inputs do not share their first dimension, so it is not known which one is the batch ({shapes})",
         hint=f"Name it in every input that has it, as in -i {shlex.quote(format_tensor(first))} --dim "
         f"{BATCH}={batch}; inputs such as one graph's nodes and edges have none.",
     )
@@ -43,7 +43,7 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     if BATCH in spec.dims:
         return replace(spec, dims={**spec.dims, BATCH: batch})
     if not spec.tensors:
-        raise UsageError(f"{spec.script} is given no batch size", hint=NO_BATCH_ARGUMENT)
+        raise UsageError(f"{spec.script} is not given a batch size", hint=NO_BATCH_ARGUMENT)
     old = spec.tensors[0].shape[:1]
     return replace(
         spec,

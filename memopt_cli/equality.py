@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from memopt_cli.own_step import OwnStep
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import TorchDispatchMode
-from memopt_cli.runtime.state import Generators, ModuleState, StartingState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, seed_everything
 

@@ -69,7 +69,9 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
             f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with the model alone."
         ) from err
     if not isinstance(optimizer, Optimizer):
-        raise StepError(f"--optimizer: {_name(function)} returned {type(optimizer).__name__}, no torch.optim.Optimizer")
+        raise StepError(
+            f"--optimizer: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0

@@ -66,7 +66,7 @@ def apply_plan(
 def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
     if not is_plain:
         raise OptionError(
-            "verify, loss and optimizer are of one model, not of a step",
+            "verify, loss and optimizer are for a model, not for a step",
             hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
         )
     apply.apply_plan(models_of(step), plan)

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from memopt_cli.errors import OptionError
 from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
-from memopt_cli.runtime.state import RUNS_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ _EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[o
 
 def _check_models(models: Mapping[str, nn.Module]) -> None:
     if not isinstance(models, Mapping) or not models:
-        raise OptionError("models is no mapping of names to modules, or an empty one", hint=_EXAMPLE)
+        raise OptionError("models is not a mapping of names to modules, or an empty one", hint=_EXAMPLE)
     for name, model in models.items():
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")
@@ -62,7 +62,7 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
 def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizers holds a {kind}, no torch.optim.Optimizer", hint=_EXAMPLE)
+        raise OptionError(f"optimizers holds a {kind}, not a torch.optim.Optimizer", hint=_EXAMPLE)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(f"{kind} {_CLOSURE}", hint="Take an optimizer that steps without a closure.")
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):

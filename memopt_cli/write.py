@@ -308,7 +308,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
-        raise BaselineError(f"{path} is no baseline: {reason}", hint=_RECORD) from err
+        raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
 
 
 def _checked(found: Baseline) -> Baseline:

@@ -43,11 +43,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_import(_one_thread: None) -> Iterator[None]:
-    """Of PyTorch, for all profiling subprocesses."""
+def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes
 
-    with processes.kept(early=True):
+    early = any(item.get_closest_marker("process") for item in request.session.items)
+    with processes.kept(early=early):
         yield
 
 

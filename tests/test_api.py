@@ -185,6 +185,7 @@ def gc(net: nn.Module, instance: Any, *arguments: Any, **options: Any) -> dict[s
     return summary
 
 
+@pytest.mark.slow
 def test_every_instance_becomes_a_segment_and_computes_the_same() -> None:
     net = blocks()
     expected = gradients(net)
@@ -206,6 +207,7 @@ def test_only_outermost_instances_are_counted(instance: Any, expected: int) -> N
     assert bool(summary["skipped_steps"]) is not bool(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "policy", "selected"),
     [
@@ -412,7 +414,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
     with pytest.raises(VerificationError, match="differs from the original"):
         memory_optimization(net, Block, level=1)
     assert segments(net) == []
-    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer tells")):
+    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer says")):
         net = nn.Sequential(unknown)
         summary = summary_of(net, (Block, Spike), level=1)
         assert summary.verification is None
@@ -425,7 +427,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
 @pytest.mark.usefixtures("in_process")
 def test_a_level_above_1_needs_inputs() -> None:
     net = blocks()
-    with pytest.raises(ValueError, match="level 2 is measured, and there is no dummy_input"):
+    with pytest.raises(ValueError, match="level 2 is measured, which needs a dummy_input"):
         memory_optimization(net, Block, level=2)
     assert segments(net) == []
     summary = summary_of(net, Block, profile="memory")
@@ -444,13 +446,14 @@ def test_values_out_of_range(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("instance", ["Block", (Block, "Linear"), None])
 def test_instances_are_classes(instance: Any) -> None:
-    with pytest.raises(OptionError, match="which is no class"):
+    with pytest.raises(OptionError, match="which is not a class"):
         memory_optimization(blocks(), instance, level=1)
 
 
 # ---------------------------------------------------------------------------------------------- measured
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     "profile", ["safe", "balanced", pytest.param("memory", id="memory"), pytest.param("exhaustive", id="exhaustive")]
@@ -485,6 +488,7 @@ def large_net() -> nn.Sequential:
         return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_command_line_finds_the_same(memopt: Callable[..., Any]) -> None:
     x = torch.linspace(-1, 1, 4096 * 8).reshape(4096, 8)
@@ -546,6 +550,7 @@ class ByName(nn.Module):
         return self.inner(x) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_inputs_may_come_from_an_example_of_a_call() -> None:
     seen = []
@@ -568,7 +573,7 @@ def test_inputs_may_come_from_an_example_of_a_call() -> None:
         ({"example_forward": lambda net: net[0](X)}, "did not call the model"),
         ({"example_forward": lambda net: net(X, X, x=X)}, "with 2 positional arguments and others by name"),
         ({"dummy_input": (X,), "split_fn": lambda module: [nn.Tanh()]}, "returned Tanh, which does not lie in it"),
-        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is no list of modules"),
+        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is not a list of modules"),
         ({"dummy_input": (X,), "split_fn": lambda module: [module]}, "returned Block, which does not lie in it"),
     ],
 )
@@ -589,6 +594,7 @@ class Pair(nn.Module):
         return self.right(self.left(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_only_what_a_split_names_lies_in_segments() -> None:
     net = nn.Sequential(Pair(), Pair())
@@ -611,6 +617,7 @@ def test_of_modules_within_another_a_split_names_one() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("may", [True, False])
 def test_only_what_may_runs_in_chunks(may: bool) -> None:
@@ -625,6 +632,7 @@ def test_only_what_may_runs_in_chunks(may: bool) -> None:
     assert bool(summary.tcgc_container_count) == may
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Verification(
@@ -679,6 +687,7 @@ def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.Monk
     assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("options", "workers", "main"),
@@ -711,6 +720,7 @@ def test_who_warms_up(options: dict[str, Any], workers: bool, main: bool, answer
     assert len(steps) == main
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
@@ -723,6 +733,7 @@ def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest
     assert len(memopt_cli.plan_of(net).segments) == len(segments(net)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -747,6 +758,7 @@ def log() -> Iterator[logging.Logger]:
     assert (logger.level, logger.handlers) == (level, [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("verbose", [True, False])
 def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,10 +67,10 @@ BEFORE_A_STEP = [
     ("optimize a_folder", 2, ["'a_folder' is a folder"]),
     ("optimize empty.pt", 3, ["empty.pt is empty"]),
     ("optimize truncated.pt", 3, ["truncated.pt", "damaged"]),
-    ("optimize random.pt", 3, ["random.pt", "no model saved by torch.save"]),
+    ("optimize random.pt", 3, ["random.pt", "not a model saved by torch.save"]),
     ("inspect plan.yaml", 3, ["plan.yaml is no model", "its bytes are not a pickle"]),
-    ("compare good.pt plan.yaml", 5, ["good.pt is no baseline: it is not JSON"]),
-    ("compare plan.yaml good.pt", 5, ["plan.yaml is no baseline: it is not JSON"]),
+    ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
+    ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
     ("optimize weights.pt", 3, ["2 tensors but no model", "package.module:callable --weights weights.pt"]),
     ("optimize vandal.pt", 4, ["vandal.pt was not loaded", "posix.system", "attack"]),
     ("optimize legacy_vandal.pt", 4, ["posix.system", "attack"]),
@@ -143,6 +143,7 @@ def plan(memopt: Memopt, folder: Path, in_process: None) -> str:
     return "made/good.plan.yaml"
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     text = Path(plan).read_text()
     assert "segments: []" in text
@@ -161,6 +162,7 @@ def test_a_plan_goes_onto_a_model_that_has_lazy_layers_still(memopt: Memopt, pla
     assert done.changed == {"lazy.memopt.pt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["0-9", "1-0", "0-x"])
 def test_a_plan_of_layers_that_are_not_there(run: str, memopt: Memopt, plan: str) -> None:
     Path(plan).write_text(Path(plan).read_text().replace("segments: []", f"segments: [{{path: {run}}}]"))

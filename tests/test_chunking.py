@@ -124,6 +124,7 @@ ACCEPTED: list[tuple[str, nn.Module, tuple[Any, ...], ChunkRule]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "args", "expected"), [a[1:] for a in ACCEPTED], ids=[a[0] for a in ACCEPTED])
 def test_accepted(module: nn.Module, args: tuple[Any, ...], expected: ChunkRule) -> None:
     assert find_rule(module, args, {}) == expected

@@ -409,6 +409,7 @@ def press_ctrl_c(stage: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> li
     return alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "file", "flag"), WRITING)
 @pytest.mark.parametrize("room", [0, 100])
 def test_fault_full_disk(
@@ -439,6 +440,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "file", "flag"), WRITING)
 @pytest.mark.parametrize(("output", "said"), FOLDERS)
 def test_fault_folder(
@@ -448,6 +450,7 @@ def test_fault_folder(
     assert_failed(memopt(*command.split(), flag, output), 3, [said, "hint: "])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.parametrize(("command", "written"), OUTPUTS)
 def test_fault_full_stdout(

@@ -135,6 +135,7 @@ def wrong_imports_in(path: Path, relative: Path) -> Iterator[str]:
                 yield f"{relative}:{getattr(node, 'lineno', 0)}: {problem}"
 
 
+@pytest.mark.slow
 def test_every_import_points_downwards() -> None:
     assert wrong_imports(REPOSITORY) == []
 

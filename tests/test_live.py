@@ -46,14 +46,15 @@ def x() -> Tensor:
 @pytest.fixture(scope="module")
 def optimized(x: Tensor) -> tuple[nn.Module, Any]:
     model = made()
-    return model, memopt_cli.optimize(model, x, budget=0.8, level=1, loss=mean_square)
+    # The least there is: which of several plans within a budget is the fastest, times tell, and those vary.
+    return model, memopt_cli.optimize(model, x, budget=0.72, level=1, loss=mean_square)
 
 
 def test_a_budget_is_met_in_place_and_gradients_stay(optimized: tuple[nn.Module, Any], x: Tensor) -> None:
     model, found = optimized
     original, applied = found.summary.levels
     assert isinstance(applied.outcome, Measurement)
-    assert applied.outcome.allocated_peak_bytes <= 0.8 * original.outcome.allocated_peak_bytes
+    assert applied.outcome.allocated_peak_bytes <= 0.72 * original.outcome.allocated_peak_bytes
     assert memopt_cli.plan_of(model) == found.plan != memopt_cli.Plan()
     assert all(map(torch.equal, gradients(model, x), gradients(made(), x)))
 
@@ -65,7 +66,7 @@ def test_the_answer_is_that_of_the_command_to_the_byte(
     file = tmp_path / "net.pt"
     torch.save(made(), file)
     loss = f"{Path(__file__).with_name('live_model.py')}:mean_square"
-    flags = ["--level", "1", "--budget", "80%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
+    flags = ["--level", "1", "--budget", "72%", "--loss", loss, "--no-recommend-batch", "--allow-package", "tests"]
     assert main(["optimize", str(file), "-i", f"{BATCH}x{WIDTH}", *flags, "--json", "-q"]) == 0
     told = json.loads(capsys.readouterr().out)["summary"]
     peaks = [row.outcome.allocated_peak_bytes for row in found.summary.levels]

@@ -79,7 +79,7 @@ def test_the_users_own_changes_no_parameter(rate: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: None, "returned NoneType, no torch.optim.Optimizer"),
+        (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
         (lambda: None, "failed: TypeError"),
         (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
     ],

@@ -120,6 +120,7 @@ def test_a_step_finds_the_gradients_that_one_before_it_leaves() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in step.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_the_replay_of_several_rounds(name: str) -> None:
     """By the record alone, peaks of the plain step and of plans are those of their dry runs."""
@@ -186,7 +187,7 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"models": {}}, "models is no mapping"),
+        ({"models": {}}, "models is not a mapping"),
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
         ({"models": {"net": 3}}, "the model 'net' is a int"),
@@ -213,6 +214,18 @@ def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str
     done = memopt("profile", f"{STEPS}:two_rounds", "-i", "4x8", flag)
     assert done.code == 2
     assert "makes one of its own" in done.err
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -> None:
+    done = memopt("recommend-batch", f"{STEPS}:two_rounds", "-i", "4x8", "--global-batch", "64")
+    assert done.code == 2
+    assert "--accumulate, or --global-batch, says how a step is run" in done.err
+
+
+def test_commands_of_one_model_take_no_step(steps: Any) -> None:
+    with pytest.raises(OptionError, match=r"the model is a Step, no torch\.nn\.Module"):
+        memopt_cli.profile(steps.two_rounds(), "4x8")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -262,12 +275,30 @@ def test_from_python(steps: Any) -> None:
     assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_step_is_held_against_its_baseline(memopt: Callable[..., Done], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(STEPS.read_text())
+    recorded = memopt("baseline", f"{mine}:two_rounds", "-i", "256x8")
+    assert (recorded.code, recorded.changed) == (0, {"memopt-baseline.json"})
+    same = memopt("check", f"{mine}:two_rounds")
+    assert same.code == 0
+    assert "no regression" in same.out
+    mine.write_text(STEPS.read_text().replace("made = maker(x)", "made = maker(x + maker(x).tanh())"))
+    grown = memopt("check", f"{mine}:two_rounds")
+    assert grown.code == 1
+    assert "maker.0" in grown.out
+    another = memopt("check", f"{mine}:mean_teacher")
+    assert another.code == 5
+    assert "it is of another model" in another.err
+
+
 def test_a_plan_goes_on_models_by_name(steps: Any) -> None:
     step = steps.two_rounds()
     models = dict(step.models)
     assert memopt_cli.apply_plan(models, PLANS["two_rounds"]) is models
     assert isinstance(step.models["maker"][0], memopt_cli.GCContainer)
-    with pytest.raises(OptionError, match="not of a step"):
+    with pytest.raises(OptionError, match="not for a step"):
         memopt_cli.apply_plan(models, Plan(), loss=torch.sum)
 
 

@@ -155,6 +155,7 @@ input_specs = st.one_of(
 plans = st.builds(Plan, packed=st.booleans(), segments=st.lists(segments, max_size=3).map(tuple))
 
 
+@pytest.mark.slow
 @given(plans | input_specs)
 def test_every_plan_and_spec_survives_json(record: Plan | InputSpec) -> None:
     assert through_json(record) == record

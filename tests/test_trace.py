@@ -68,6 +68,7 @@ PLANS: list[tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], tuple[Segm
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "segments"), PLANS)
 def test_fake_tensors_count_the_same_bytes(
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], segments: tuple[SegmentPlan, ...]
@@ -90,6 +91,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fake_tensors_count_the_optimizer_too(optimizer: str) -> None:
     model, args = transformer()

@@ -79,6 +79,7 @@ def segments(*paths: str, **fields: Any) -> tuple[SegmentPlan, ...]:
     return tuple(SegmentPlan(path=path, **fields) for path in paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "plan"),
     [
@@ -153,6 +154,7 @@ def on_a_copy(step: Step) -> Step:
     return replace(step, model=copy.deepcopy(step.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["blocks", "every module"])
 def test_gradients_of_the_samples(nested: bool, sample: tuple[str, Step, dict[str, Tensor]]) -> None:
     """1e-9 is asked; without chunks the very bits are found."""

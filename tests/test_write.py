@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -278,6 +279,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans") / "a.plan.yaml"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(header=headers, plan=plans)
 def test_reading_a_written_plan_is_the_identity(header: FileHeader, plan: Plan, plan_file: Path) -> None:
@@ -326,6 +328,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
     return [(data, key) for key in keys] + [place for key in keys for place in places(data[key])]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(draw=st.data(), value=values)
 def test_a_plan_with_any_value_anywhere_is_a_plan_or_a_usage_error(
@@ -378,6 +381,7 @@ def test_a_plan_is_small_and_readable() -> None:
     assert plan_yaml(HEADER, PLAN, 3).decode() == PLAN_TEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -516,3 +520,27 @@ def test_on_a_disk_without_links_files_are_renamed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "link", refused)
     write_all({tmp_path / "one": lambda file: file.write(b"1")}, force=False)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("one", "1")]
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by whoever could foresee its name."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".a.known.memopt").symlink_to(tmp_path / "precious")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "known")
+    with pytest.raises(WriteError, match="File exists"):
+        write_all({tmp_path / "a": content(b"other")}, force=True)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "a").exists()
+
+
+def test_names_of_temporary_files_are_never_the_same(tmp_path: Path) -> None:
+    seen = set[str]()
+
+    def look(file: BinaryIO) -> None:
+        seen.update(path.name for path in tmp_path.iterdir() if path.name != "a")
+
+    for _ in range(3):
+        write_all({tmp_path / "a": look}, force=True)
+    assert len(seen) == 3

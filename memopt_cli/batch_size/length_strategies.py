@@ -1,4 +1,4 @@
-"""Ways to batch sequences of given lengths, side by side: padding, buckets, packing, a token budget."""
+"""Ways to batch sequences of given lengths, side by side: padding, buckets, sequence packing, a token budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StrategyReport:
     """What one epoch costs when batched one way."""
 
     strategy: str
-    """``padding`` (random batches), ``buckets``, ``packing`` (random batches) or ``token_budget``."""
+    """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
     batches: int
     tokens: int
     """Sum of all lengths."""
@@ -79,7 +79,7 @@ def compare_length_strategies(
     plans = {
         "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in drawn],
         "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
-        "packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
+        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
         TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(
@@ -112,7 +112,8 @@ def read_lengths(path: str | Path) -> list[int]:
         text = line.strip()
         if text and not _LENGTH.fullmatch(text):
             raise UsageError(
-                f"{path}, line {number}: '{printable(text[:40])}' is no length", hint="Write one number above 0 a line."
+                f"{path}, line {number}: '{printable(text[:40])}' is not a length",
+                hint="Write one number above 0 a line.",
             )
         if text:
             lengths.append(int(text))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import BatchShapeError
-from memopt_cli.runtime.state import reset_hidden_state
+from memopt_cli.runtime.module_state import reset_hidden_state
 
 State = tuple[Any, ...]
 """What a layer returned besides its output, to be passed in again at the next time step."""

@@ -186,7 +186,7 @@ def _collated(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Sequ
     if len(pairs) < len(samples):
         raise BatchShapeError(
             "the samples are neither all sequences nor all pairs (sequence, label)",
-            hint="Give (sequence, label) for each, with everything that is no sequence in the label.",
+            hint="Give (sequence, label) for each, with everything else in the label.",
         )
     return join([sequence for sequence, _ in pairs]), default_collate([label for _, label in pairs])
 

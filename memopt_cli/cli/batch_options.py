@@ -65,7 +65,7 @@ def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> 
     ``objective``: that of the command line, if it was given.
     """
     if request.dim_range is None:
-        raise UsageError("--strategy tabulates memory by time steps", hint="Add their range: --dim T=16:4096.")
+        raise UsageError("--strategy tabulates memory over time steps", hint="Add their range: --dim T=16:4096.")
     others = {
         "--global-batch": request.global_batch,
         "--multiple-of": None if request.multiple_of == 1 else request.multiple_of,
@@ -105,7 +105,7 @@ Memory = Annotated[
         parser=memory,
         rich_help_panel=ANSWER,
         show_default="90%",
-        help="Memory that a step may take; % of a GPU's free memory, or of the machine's on the CPU.",
+        help="Memory that a step may use; % of the GPU's free memory, or on the CPU of the machine's.",
     ),
 ]
 GlobalBatch = Annotated[
@@ -152,7 +152,8 @@ Lengths = Annotated[
         metavar="FILE",
         rich_help_panel=ANSWER,
         show_default=False,
-        help="File of sequence lengths, one a line: compare padding, buckets, packing and a token budget on them.",
+        help="File of sequence lengths, one a line: compare padding, buckets, sequence packing and a token budget "
+        "on them.",
     ),
 ]
 Strategies = Annotated[

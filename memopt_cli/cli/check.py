@@ -77,8 +77,8 @@ def check(
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
-    Exits with 1 if it needs more than a limit allows, and says why; with 5 without a baseline, or with one that was
-    recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
+    Exits with 1 if it needs more than a limit allows, and says why; with 5 if there is no baseline, or if it
+    was recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(
         source=loading.source(context, model),

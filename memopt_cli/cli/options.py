@@ -326,7 +326,7 @@ Key = Annotated[
         metavar="NAME",
         rich_help_panel=LOADING,
         show_default=False,
-        help="Entry to use of a file that holds several models, or of --weights: model, or ema.model.",
+        help="Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
     ),
 ]
 AllowPackage = Annotated[
@@ -357,7 +357,7 @@ CodePath = Annotated[
         default_factory=list,
         show_default=False,
         rich_help_panel=LOADING,
-        help="Your own code, a .py file or a folder: import it, and trust its module classes. Repeatable.",
+        help="Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
     ),
 ]
 Weights = Annotated[

@@ -79,8 +79,8 @@ CheckpointBudget = Annotated[
         metavar="NAME",
         rich_help_panel=FINE,
         show_default="none",
-        help="How many of the modules that may become segments do so at most: speed (half), balanced (three quarters) "
-        "or memory (all).",
+        help="Most modules that become segments, of those that may: speed (half), balanced (three quarters) or memory "
+        "(all).",
     ),
 ]
 Prefer = Annotated[
@@ -129,7 +129,7 @@ TemporalSplitFactor = Annotated[
         metavar="N",
         parser=whole(2),
         rich_help_panel=FINE,
-        help="Numbers of chunks to try grow about N-fold: 2, 4, 8 … for 2.",
+        help="Try numbers of chunks that grow by about this factor: 2, 4, 8 … for 2.",
     ),
 ]
 AllowInexact = Annotated[
@@ -137,8 +137,8 @@ AllowInexact = Annotated[
     typer.Option(
         "--allow-inexact",
         rich_help_panel=SEARCH,
-        help="Let a chunk have batch statistics of its own where those of the whole cannot be had. The summary names "
-        "the modules.",
+        help="Let chunks use batch statistics of their own where those of the whole batch cannot be had. The summary "
+        "names the modules.",
     ),
 ]
 MaxSplitRounds = Annotated[
@@ -148,8 +148,8 @@ MaxSplitRounds = Annotated[
         parser=whole(0),
         rich_help_panel=FINE,
         show_default="no limit",
-        help="Most segments that may contain others and, counted apart, most steps by --temporal-split-factor, over "
-        "the whole plan.",
+        help="Limits, over the whole plan, on the segments that contain others and, counted apart, on the steps by "
+        "--temporal-split-factor.",
     ),
 ]
 MaxCandidatesPerRound = Annotated[
@@ -159,8 +159,8 @@ MaxCandidatesPerRound = Annotated[
         parser=whole(1),
         rich_help_panel=FINE,
         show_default="no limit",
-        help="Most modules that the search asks for chunks in each split round, and most changes that it tries at a "
-        "time.",
+        help="Limits on the modules that the search tries in chunks in each split round, and on the changes that it "
+        "tries at a time.",
     ),
 ]
 AllowExpensiveProfiling = Annotated[
@@ -189,8 +189,8 @@ MaxSlowdown = Annotated[
         parser=_slowdown,
         rich_help_panel=SEARCH,
         show_default="1.33; 10 with --frontier; none with --budget",
-        help="How many times as long as the original's a plan's step may take. none: the least memory, however long "
-        "the step takes.",
+        help="The longest step that a plan may have, as a multiple of the original's. none: the least memory, however "
+        "long the step takes.",
     ),
 ]
 MeasureLevels = Annotated[
@@ -207,7 +207,7 @@ SearchTime = Annotated[
         metavar="SECONDS",
         parser=seconds(0),
         rich_help_panel=SEARCH,
-        show_default="10 s and ten steps, or none if a budget, a frontier or the least memory is sought",
+        show_default="10 s and ten steps; no limit with --budget, --frontier or --max-slowdown none",
         help="End the search after this time and take the best plan so far, as Ctrl-C does.",
     ),
 ]
@@ -219,7 +219,7 @@ BudgetChoice = Annotated[
         parser=_budget,
         show_default=False,
         rich_help_panel=SEARCH,
-        help="Find the fastest plan whose measured peak fits; % of the original's peak.",
+        help="Find the fastest plan whose measured peak fits; % is of the original's peak.",
     ),
 ]
 Frontier = Annotated[
@@ -237,6 +237,6 @@ Pick = Annotated[
         parser=whole(1),
         show_default=False,
         rich_help_panel=SEARCH,
-        help="Apply the frontier's N-th plan.",
+        help="Apply the Nth plan of the frontier.",
     ),
 ]

@@ -19,15 +19,13 @@ from memopt_cli.loading.archive import Archive, record_names
 from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
-    Builder,
     GraphReader,
-    Method,
     NotAllowed,
     Op,
     Operand,
-    Scope,
     size_text,
 )
+from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors

@@ -1,20 +1,16 @@
-"""Graphs of ``torch.export`` as programs of :mod:`memopt_cli.runtime.lifted`, one for each module that was traced.
-
-An exported graph is flat; every operator in it says in which modules it ran.  Operators that stand together and ran in
-one child become that child's method, and a call of it in their place.
-"""
+"""The graphs of ``torch.export``, read: flat lists of operators, each of which says in which modules it ran."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memopt_cli.loading.exported_contents import NO_MODULE, checked_path
-from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
-from memopt_cli.runtime.lifted.program import VERSION, is_attribute, is_name, is_pure, without_unused
+from memopt_cli.runtime.lifted.operators import DTYPES, find_operator
+from memopt_cli.runtime.lifted.program import is_attribute, is_pure
 from memopt_cli.runtime.private_torch import schema_of
 
 Path = tuple[str, ...]
@@ -83,9 +79,6 @@ class Op:
     """The calls that it ran in, below the root, outermost first."""
     blocks: tuple[tuple[tuple[Op, ...], tuple[Operand, ...]], ...] = ()
     """Operators and results of each inner graph."""
-
-
-# ---------------------------------------------------------------------------------------------- reading the graph
 
 
 class GraphReader:
@@ -173,7 +166,7 @@ class GraphReader:
         for graph in graphs:
             inner, results = self.read(graph, f"*{next(self._fresh)}.", bound)
             blocks.append((inner, tuple(results)))
-        stack = _common(op.stack for inner, _ in blocks for op in inner)
+        stack = common(op.stack for inner, _ in blocks for op in inner)
         ops[first:] = [replace(op, stack=stack) for op in ops[first:]]
         ops.append(replace(whole, outputs=self._outputs(node, prefix)[0], stack=stack, blocks=tuple(blocks)))
 
@@ -296,214 +289,13 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
+def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
+    """The calls that all of these begin with."""
     common: tuple[Call, ...] | None = None
     for stack in stacks:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common or stack, stack, strict=False))
         common = tuple(call for call, _ in same)
     return common or ()
-
-
-# ---------------------------------------------------------------------------------------------- building the modules
-
-
-@dataclass(slots=True)
-class Scope:
-    """A module that was traced: its methods, and the constant tensors that they use."""
-
-    class_name: str
-    methods: list[tuple[Any, ...]] = field(default_factory=list)
-    constants: list[str] = field(default_factory=list)
-    """Names of the graph's inputs."""
-    _names: dict[str, str] = field(default_factory=dict)
-    """What is in a method -> its name."""
-
-    def program(self) -> tuple[Any, ...]:
-        """The program of its class."""
-        name = self.class_name.rpartition(".")[2]
-        return VERSION, name if is_name(name) else "Lifted", tuple(self.methods), ()
-
-    def add(self, parameters: Any, hints: Any, block: Any) -> str:
-        """The name of a method; one that is there already is used again."""
-        content = repr((parameters, hints, block))
-        if content not in self._names:
-            self._names[content] = f"forward_{len(self.methods)}" if self.methods else "forward"
-            self.methods.append((self._names[content], parameters, hints, block))
-        return self._names[content]
-
-
-class Builder:
-    """Builds the programs of all modules from the operators of the graph."""
-
-    def __init__(self, reader: GraphReader, tensors: dict[str, tuple[Path, ...]], constants: frozenset[str]) -> None:
-        self.scopes: dict[Path, Scope] = {}
-        self.sizes = reader.sizes
-        self.shapes = reader.shapes
-        self.constants = constants
-        self._tensors = tensors
-
-    def attribute(self, name: str, scope: Path) -> Path | None:
-        """Where a parameter or buffer lies as seen from a module; ``None`` if it is not in there."""
-        for path in self._tensors.get(name, ()):
-            if path[: len(scope)] == scope and len(path) > len(scope):
-                return path[len(scope) :]
-        return None
-
-    def is_local(self, name: str, scope: Path) -> bool:
-        """Whether a module finds a value by itself."""
-        return name in self.constants or self.attribute(name, scope) is not None
-
-    def scope(self, path: Path, class_name: str) -> Scope:
-        """The module at a path."""
-        return self.scopes.setdefault(path, Scope(class_name))
-
-
-class Method:
-    """Builds one method of a module."""
-
-    def __init__(self, builder: Builder, path: Path, scope: Scope) -> None:
-        self._builder = builder
-        self._path = path
-        self._scope = scope
-        self._hints: list[tuple[str, bool]] = []
-        self._operands: dict[str, Any] = {}
-        self.nodes: list[tuple[Any, ...]] = []
-
-    def value(self, name: str, hint: str, *, light: bool = False) -> int:
-        """A new value for one of the graph."""
-        self._hints.append((hint, not light))
-        self._operands[name] = len(self._hints) - 1
-        return len(self._hints) - 1
-
-    def hints(self) -> tuple[tuple[str, bool], ...]:
-        """The hints of all values."""
-        return tuple(self._hints)
-
-    def operand(self, operand: Operand) -> Any:
-        """The stored form of an operand."""
-        if type(operand) is tuple:
-            return operand
-        if operand not in self._operands:
-            self._fetch(operand)
-        return self._operands[operand]
-
-    def _fetch(self, name: str) -> None:
-        path = self._builder.attribute(name, self._path)
-        if path is not None:
-            self.nodes.append(("parameter", path, (), (self.value(name, path[-1]),), ()))
-        elif name in self._builder.constants:
-            self._scope.constants.append(name)
-            index = len(self._scope.constants) - 1
-            self.nodes.append(("tensor", index, (), (self.value(name, "constant"),), ()))
-        else:
-            raise ValueError(f"the value {name} is used before it is computed")
-
-    def sequence(self, ops: Sequence[Op], depth: int, later: set[str]) -> None:
-        """Add the operators; ``later``: values that are used when they have run."""
-        groups = [(call, list(group)) for call, group in itertools.groupby(ops, lambda op: _call_at(op, depth))]
-        last = {name: index for index, (_, group) in enumerate(groups) for name in free(group)}
-        last |= dict.fromkeys(later, len(groups))
-        for index, (call, group) in enumerate(groups):
-            if call is not None:
-                after = {name for op in group for name in op.outputs if last.get(name, -1) > index}
-                self._child(call, group, depth, after)
-            else:
-                for op in group:
-                    self._add(op, depth)
-
-    def _add(self, op: Op, depth: int) -> None:
-        operands = tuple(map(self.operand, op.operands))
-        blocks = tuple(self._block(ops, results, depth) for ops, results in op.blocks)
-        light = op.kind == "home" or (op.kind == "operator" and op.detail in EXPRESSIONS)
-        hint = op.detail.partition("::")[2].partition(".")[0].strip("_") if op.kind == "operator" else ""
-        outputs = tuple(self.value(name, hint, light=light) for name in op.outputs)
-        self.nodes.append((op.kind, op.detail, operands, outputs, blocks))
-
-    def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
-        for name in sorted(free(ops) | _names(results)):
-            if name not in self._operands and self._builder.is_local(name, self._path):
-                self.operand(name)
-        outer, self.nodes = self.nodes, []
-        self.sequence(ops, depth, _names(results))
-        block = (), tuple(self.nodes), tuple(map(self.operand, results))
-        self.nodes = outer
-        return block
-
-    def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
-        builder = self._builder
-        wanted = [name for name in _ordered(ops) if not builder.is_local(name, call.path)]
-        tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
-        derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
-        given = [name for name in wanted if name not in derived]
-        defined = {name for op in ops for name in op.outputs}
-        results = [name for op in ops for name in op.outputs if name in after and name in defined]
-        method = Method(builder, call.path, builder.scope(call.path, call.class_name))
-        name = method.build(ops, depth + 1, given, derived, results)
-        operands = tuple(map(self.operand, given))
-        detail = (call.path[len(self._path) :], name)
-        outputs = tuple(self.value(result, call.path[-1]) for result in results)
-        if len(outputs) < 2:
-            self.nodes.append(("call", detail, operands, outputs, ()))
-        else:
-            whole = self.value("*outputs", "outputs")
-            self.nodes.append(("call", detail, operands, (whole,), ()))
-            self.nodes.append(("unpack", None, (whole,), outputs, ()))
-
-    def build(
-        self, ops: Sequence[Op], depth: int, given: list[str], derived: dict[str, tuple[str, int]], results: list[str]
-    ) -> str:
-        """The method that runs the operators; sizes in ``derived`` are those of a given tensor."""
-        names = ["x" if i == 0 else f"x_{i}" for i in range(len(given))]
-        parameters = tuple((self.value(value, name), name, ()) for value, name in zip(given, names, strict=True))
-        for value, (tensor, axis) in derived.items():
-            operands = (self.operand(tensor), (axis,))
-            self.nodes.append(("operator", "aten::size.int", operands, (self.value(value, "size", light=True),), ()))
-        self.sequence(ops, depth, set(results))
-        return self._scope.add(parameters, *self.finish([self.operand(result) for result in results]))
-
-    def finish(self, results: list[Any]) -> tuple[Any, Any]:
-        """Hints and block of a method with these results: none, one, or a tuple."""
-        if len(results) > 1:
-            whole = self.value("*results", "outputs")
-            self.nodes.append(("tuple", None, tuple(results), (whole,), ()))
-            results = [whole]
-        return self.hints(), ((), without_unused(self.nodes, results), tuple(results))
-
-
-def free(ops: Iterable[Op]) -> set[str]:
-    """Values that the operators use and do not compute."""
-    return set(_ordered(ops))
-
-
-def _ordered(ops: Iterable[Op]) -> list[str]:
-    """The same, in the order of their use."""
-    used: dict[str, None] = {}
-    defined: set[str] = set()
-    for op in ops:
-        for name in itertools.chain(_strings(op.operands), *map(_of_block, op.blocks)):
-            if name not in defined:
-                used[name] = None
-        defined |= set(op.outputs)
-    return list(used)
-
-
-def _of_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
-    ops, results = block
-    defined = {name for op in ops for name in op.outputs}
-    yield from _ordered(ops)
-    yield from (name for name in _strings(results) if name not in defined)
-
-
-def _strings(operands: Iterable[Operand]) -> list[str]:
-    return [operand for operand in operands if type(operand) is str]
-
-
-def _names(operands: Iterable[Operand]) -> set[str]:
-    return set(_strings(operands))
-
-
-def _call_at(op: Op, depth: int) -> Call | None:
-    return op.stack[depth] if len(op.stack) > depth else None
 
 
 def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -516,6 +308,6 @@ def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
     placed: list[Op] = []
     for op, moves, after in zip(ops, movable, following[-2::-1], strict=True):
         if moves:
-            op = replace(op, stack=_common([placed[-1].stack if placed else (), after]))
+            op = replace(op, stack=common([placed[-1].stack if placed else (), after]))
         placed.append(op)
     return tuple(placed)

@@ -292,7 +292,8 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
         raise
     except Exception as err:  # a damaged archive can make NumPy raise anything
         raise FileFormatError(
-            f"{path} is no .npz file of plain arrays: {first_line(err)}", hint="Save it with numpy.savez(path, x=...)."
+            f"{path} is not an .npz file of plain arrays: {first_line(err)}",
+            hint="Save it with numpy.savez(path, x=...).",
         ) from err
 
 
@@ -325,7 +326,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
             parameter.KEYWORD_ONLY,
         ):
             hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
-            raise UsageError(f"--input-script {script} wants the size of {name}", hint=hint)
+            raise UsageError(f"--input-script {script} needs the size of {name}", hint=hint)
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
             f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",

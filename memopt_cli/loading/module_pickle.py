@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,11 +22,13 @@ from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import entry_of, found_in, module_in, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
-from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing
+from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing, Use
+from memopt_cli.loading.pickles.kinds.modules import Libraries
 from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
+from memopt_cli.loading.pickles.scan import uncollected
 from memopt_cli.loading.trust import (
     Unvouched,
     as_flags,
@@ -45,6 +48,8 @@ from memopt_cli.runtime.script_code import UnsafeScript
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint are for all."""
+_LONGEST_FLAGS: Final = 4000
+"""Characters."""
 
 
 class ModulePickle:
@@ -58,9 +63,10 @@ class ModulePickle:
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if trust.pickle:
             return Loaded(module=_load_unchecked(file, trust))
-        pickled = read_pickled(file)
-        refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-        root, notes = module_in(pickled.pickle.root, file.key, file.path)
+        with uncollected():
+            pickled = read_pickled(file)
+            refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
+            root, notes = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
@@ -102,7 +108,9 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
         root, _ = module_in(pickled.pickle.root, file.key, file.path)
     except FileFormatError:
         root = pickled.pickle.root
+    _refuse_many(file, pickled.scan.wanted)
     known, of_none = claimed(uses_in(root), kinds_of(_stored(pickled), nobody))
+    _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = {use.name: unknown(use) for use in of_none}
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
@@ -170,16 +178,8 @@ def _stored(pickled: PickledFile) -> Stored:
 
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Judge what can be reached, by its names, by what they stand for and as a whole; then make it."""
-    known, of_none = claimed(uses_in(root), kinds)
-    verdicts: list[tuple[Global, Denied | Missing]] = [(use.name, unknown(use)) for use in of_none]
-    if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse(file, verdicts)  # nothing needs to be imported for it
-    audit = Audit(root, known, vouched.vouches)
-    verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
-    verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
-    _refuse(file, verdicts)
-    _refuse_exhausting(file, audit)
-    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
+    with uncollected():
+        audit = _audited(file, pickled, root, kinds, vouched)
     try:
         with watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
@@ -190,11 +190,49 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
+def _audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+    _refuse_many(file, pickled.scan.wanted)
+    known, of_none = claimed(uses_in(root), kinds)
+    _refuse_libraries(file, known)
+    verdicts: list[tuple[Global, Denied | Missing]] = [(use.name, unknown(use)) for use in of_none]
+    if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
+        _refuse(file, verdicts)  # nothing needs to be imported for it
+    audit = Audit(root, known, vouched.vouches)
+    verdicts += [(use.name, denied) for use, denied in audit.denied.items()]
+    verdicts += [(use.name, missing) for use, missing in audit.missing.items()]
+    _refuse(file, verdicts)
+    _refuse_exhausting(file, audit)
+    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
+    return audit
+
+
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
     if reason := audit.exhausting():
-        raise FileFormatError(f"{file.path} cannot be read: {reason}", hint="The file is damaged, or made by hand.")
+        raise FileFormatError(f"{file.path} cannot be read: {reason}", hint=_BY_HAND)
 
 
+def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
+    """Each is looked for among what is installed, and in this folder."""
+    if len(wanted) > _MOST_NAMES:
+        raise FileFormatError(
+            f"{file.path} cannot be read: it uses {len(wanted)} names, and no model more than {_MOST_NAMES}",
+            hint=_BY_HAND,
+        )
+
+
+def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
+    """Importing one module of a library may take a second."""
+    wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
+    if len(wanted) > _MOST_IMPORTS:
+        raise FileFormatError(
+            f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries, and no model more than "
+            f"{_MOST_IMPORTS}",
+            hint=_BY_HAND,
+        )
+
+
+_MOST_NAMES, _MOST_IMPORTS = 2000, 100
+_BY_HAND: Final = "The file is damaged, or made by hand."
 _DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
 
 
@@ -209,7 +247,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             denied={name: attack(name) for name in found},
         )
     if found:
-        names, reasons = ", ".join(map(str, found)), {name: attack(name) for name in found}
+        names, reasons = ", ".join(map(str, found[:_SHOWN])), {name: attack(name) for name in found}
         is_run = any(name in scan.called for name in found)
         raise Unvouched(
             f"{file.path} was not loaded: {_listed(reasons)}",
@@ -238,8 +276,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
     remedies = [verdict.remedy for verdict in denied.values()]
     helps = None not in remedies
     remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
+    if len(as_flags(remedy)) > _LONGEST_FLAGS:
+        helps, remedy = False, Trust()
     hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else UNCHECKED
-    told = denied if helps else {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
+    told = {name: verdict for name, verdict in denied.items() if verdict.remedy is None} or denied
+    told = denied if helps else told
     message = f"{file.path} was not loaded: {_listed(told)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 

@@ -186,7 +186,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     found = base_of(str(folder), named)
     if found is None:
         raise FileFormatError(
-            f"{folder} is an adapter of {shortened(named)}, which is no folder here",
+            f"{folder} is an adapter of {shortened(named)}, which is not a folder here",
             hint="Save the base with save_pretrained, and put its folder into "
             f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
@@ -472,7 +472,9 @@ def _shards(index: Path) -> list[str]:
         raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
-            raise FileFormatError(f"{index} names what is no file beside it: {shortened(name)}", hint=_SAVE)
+            raise FileFormatError(
+                f"{index} names something that is not a file beside it: {shortened(name)}", hint=_SAVE
+            )
     return list(names)
 
 

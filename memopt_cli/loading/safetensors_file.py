@@ -95,7 +95,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
     except Exception as err:  # the header is whatever the file says; deeply nested, too
         reason = str(err) if type(err) is ValueError else "its header is broken"
         raise FileFormatError(
-            f"{path} is no complete safetensors file: {reason}",
+            f"{path} is not a complete safetensors file: {reason}",
             hint=TRUNCATED,
         ) from err
 

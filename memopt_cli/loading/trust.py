@@ -6,11 +6,13 @@ Names alone are judged here: importing is running code.  What a name turns out t
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
@@ -19,7 +21,7 @@ from memopt_cli.documents import printable, quoted_flag
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
-from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, defined_as, needs_script
+from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
 
@@ -34,7 +36,11 @@ _ATTACKS: Final = frozenset(
     "numpy.load numpy.fromfile numpy.loadtxt numpy.genfromtxt numpy.memmap numpy.save numpy.savez numpy.savetxt "
     "numpy.savez_compressed numpy.lib.npyio numpy.lib._npyio_impl numpy.lib.format numpy.testing numpy.f2py "
     "numpy.ctypeslib numpy.distutils yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all yaml.full_load "
-    "yaml.full_load_all joblib.load joblib.dump pandas.read_pickle pandas.eval".split()
+    "yaml.full_load_all joblib.load joblib.dump pandas.read_pickle pandas.eval numexpr.evaluate jsonpickle "
+    "pip setuptools pkg_resources distutils pytest _pytest IPython ipykernel pexpect ptyprocess sh plumbum paramiko "
+    "fabric invoke execnet cffi pyximport Cython requests urllib3 httpx httpcore aiohttp fsspec huggingface_hub "
+    "torchvision.io torchvision.datasets torch.utils.model_zoo transformers.utils.hub "
+    "transformers.dynamic_module_utils timm.models._hub sklearn.datasets".split()
 )
 """Modules and names that run what they are given or reach out of the process: no saved model refers to them."""
 
@@ -50,6 +56,8 @@ _DISTRIBUTIONS: Final = {
     "pytorch_lightning": "pytorch-lightning",
 }
 """What is installed under another name than it is imported by."""
+_MOST_LOOKED_AT: Final = 1000
+"""Files of a folder here, which may be one of data."""
 
 
 class Unvouched(UnsafeFileError):
@@ -138,7 +146,7 @@ def unknown(use: Use) -> Denied | Missing:
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    by_name = use.how == "called" and _defined_as(wanted) is not ast.ClassDef
+    by_name = use.how == "called" and _defined_as(wanted) != "class"
     remedy = Trust(globals=(str(wanted),)) if by_name else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
 
@@ -167,10 +175,27 @@ def _is_here(package: str) -> bool:
     if not package.isidentifier():
         return False
     found = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
-    return found is not None and (found.origin is not None or any(Path(package).glob("**/*.py")))
+    return found is not None and (found.origin is not None or _has_python(package))
 
 
-def _defined_as(wanted: Global) -> type[ast.stmt] | None:
+def _has_python(folder: str) -> bool:
+    """Whether a folder, or one in it, holds Python files; of a folder of data only the first files are looked at."""
+    with contextlib.suppress(OSError):
+        return any(name.endswith(".py") for name in itertools.islice(_names_in(folder), _MOST_LOOKED_AT))
+    return False
+
+
+def _names_in(folder: str) -> Iterator[str]:
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                yield entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+
+
+def _defined_as(wanted: Global) -> Definition:
     """Whether a module's source defines a class or a function of that name; read, not imported."""
     try:
         spec = importlib.util.find_spec(wanted.package)
@@ -179,7 +204,7 @@ def _defined_as(wanted: Global) -> type[ast.stmt] | None:
             places = spec.submodule_search_locations if spec else None
             spec = importlib.machinery.PathFinder.find_spec(name, list(places or ()))
         if spec is None or spec.origin is None:
-            return None
+            return ""
     except (ImportError, OSError, ValueError):
-        return None
+        return ""
     return defined_as(Path(spec.origin), wanted)

@@ -95,7 +95,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
-            "a step of one's own is no model that could be saved",
+            "a step of one's own is not a model that could be saved",
             hint="In the training script: memopt_cli.apply_plan(step, 'PLAN.yaml').",
         )
     write_model(model, job.plan, file)

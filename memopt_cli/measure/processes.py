@@ -20,6 +20,8 @@ from typing import Literal
 Role = Literal["early", "late"]
 """When PyTorch is imported: before the fork, or after."""
 _NUMBER = struct.Struct("!q")
+STEPS_FOLLOW = b"+"
+"""Says so to a server, which prepares for them."""
 
 
 def encoded(number: int) -> bytes:
@@ -113,6 +115,11 @@ class ForkServer:
         is_ours = self._user == os.getpid()
         return is_ours and self._process.poll() is None and self._environment == _environment()
 
+    def announce_steps(self) -> None:
+        """A model is loaded: it can prepare for what comes next."""
+        with contextlib.suppress(OSError):
+            self._control.send(STEPS_FOLLOW)
+
     def ask(self, files: Sequence[int]) -> None:
         """For a subprocess."""
         with contextlib.suppress(BrokenPipeError):  # it has just died: so has the subprocess, then
@@ -163,6 +170,13 @@ def start(jobs: int, replies: int, output: int, *, device: str) -> Subprocess:
     with theirs:
         server.ask((jobs, replies, output, theirs.fileno()))
     return Subprocess(ours, server)
+
+
+def announce_steps() -> None:
+    """To the server that forks where PyTorch is imported, if there is one."""
+    server = _servers.used.get("early")
+    if server is not None and server.serves():
+        server.announce_steps()
 
 
 def _role(device: str) -> Role:

@@ -10,13 +10,14 @@ from typing import BinaryIO, Self, TypeVar
 
 from memopt_cli.documents import places
 from memopt_cli.errors import ChangedFileError
+from memopt_cli.measure import processes
 from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject, name_of
 from memopt_cli.measure.replies import read
 from memopt_cli.measure.sizes import is_confined, most_saved_bytes
 from memopt_cli.measure.wire import SIZE
-from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
+from memopt_cli.records import Crashed, Failure, ModelFacts, ModelSource, StepFailed, to_data
 from memopt_cli.units import format_bytes
 
 Answer = TypeVar("Answer")
@@ -127,6 +128,8 @@ class Session:
             return channel.nonsense()
         if isinstance(found, FileChanged):
             raise ChangedFileError(found.message, hint=found.hint)
+        if isinstance(found, ModelFacts):
+            processes.announce_steps()
         return found
 
 

@@ -4,7 +4,8 @@ Importing PyTorch takes seconds.  This process does so once (``early``), then fo
 session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
 code.  With a byte on the control socket come four open files: where jobs come from, where replies go to, where output
 goes to, and a socket on which it tells the subprocess's id and, when nothing is left of it and of what it started, its
-exit code.  Once the session closes that socket, the subprocess is killed.
+exit code.  Once the session closes that socket, the subprocess is killed.  A byte without files says that steps are to
+be run: then it imports what they need beside PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from memopt_cli.measure import sandbox
-from memopt_cli.measure.processes import encoded
+from memopt_cli.measure.processes import STEPS_FOLLOW, encoded
 
 _SWEEPS, _SWEEP_S = 100, 0.01
 """How often, and how long after each other, orphans are looked for: whoever is not confined can start ever more."""
@@ -67,6 +68,9 @@ class _Server:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
             self._end()
+        if message == STEPS_FOLLOW:
+            self._import_more()
+            return
         if self._import is not None:
             self._import.join()  # in the middle of an import, nothing can be forked
         *streams, status_fd = files
@@ -89,6 +93,8 @@ class _Server:
         self._selector.register(status, selectors.EVENT_READ, pid)
         _tell(status, pid)
         self._bury()
+
+    def _import_more(self) -> None:
         if self._has_imported and self._import is None:
             self._import = threading.Thread(target=_import_the_rest, daemon=True)
             self._import.start()
@@ -180,7 +186,7 @@ def _import_early() -> bool:
 
 
 def _import_the_rest() -> None:
-    """What steps without data want, which takes as long again: while the first subprocess loads the model."""
+    """What steps without data want, which takes as long again; a file that is refused does without."""
     with contextlib.suppress(Exception):
         from memopt_cli.runtime.private_torch import import_compiler
 

@@ -72,7 +72,7 @@ def _with_reduction(
     if not isinstance(loss_func, nn.Module):
         return functools.partial(loss_func, reduction=reduction, **options)
     if not hasattr(loss_func, "reduction"):
-        raise UsageError(f"{type(loss_func).__name__} has no reduction, and is no loss module of torch.nn")
+        raise UsageError(f"{type(loss_func).__name__} has no reduction, and is not a loss module of torch.nn")
     loss = copy.copy(loss_func)
     vars(loss)["reduction"] = reduction
     return functools.partial(loss, **options)

@@ -40,7 +40,10 @@ _FEW_MODELS = 2
 _FEW_SAMPLES = 3
 """Models, and samples of each, that are compared; another number, so that one is not taken for the other."""
 _COMPARING_S = 1.0
-"""Seconds after which no further route is compared, if there is one that can be used."""
+_COMPARING_SHARE = 0.1
+_SHORT_S = 0.25
+"""No further route is compared after that share of a step on all samples, if there is one that can be used; but for a
+short time always, and never for longer than the first of these."""
 _MOST_ROUNDS = 30
 _TIMING_S = 1.0
 """Seconds that timing may take after the first steps; where a step of each would take longer, they take it on few
@@ -127,7 +130,7 @@ def select(
             tried = _tried(found, _unchecked(_few(whole)), most_s=0.0)
         else:
             reference = _Reference(whole)
-            tried = _tried(found, reference.trial_of, most_s=_COMPARING_S if wanted == "auto" else 0.0)
+            tried = _tried(found, reference.trial_of, most_s=reference.patience_s if wanted == "auto" else 0.0)
             tried = _timed(tried, [reference.given, whole]) if wanted == "auto" else tried
     usable = [(math.inf if math.isnan(t.step_s) else t.step_s, i) for i, (_, t) in enumerate(tried) if not t.refused]
     if not usable:
@@ -233,6 +236,9 @@ class _Reference:
         if self._effects is None:
             self.given = whole
             self._run()
+        step_s = self._took_s / 2 * _size(whole) / _size(self.given)
+        self.patience_s = min(_COMPARING_S, max(_SHORT_S, _COMPARING_SHARE * step_s))
+        """Seconds after which no further route is compared, if there is one that can be used."""
 
     def _run(self) -> None:
         loop = Candidate("loop", "", LoopRoute)
@@ -243,11 +249,14 @@ class _Reference:
             self._precision, self._inputs = precision, (self.given.args, self.given.kwargs)
             if precision == "fp64":
                 self._inputs = in_double(self._inputs)
+            started = time.perf_counter()
             try:
                 self._effects = self._effects_of(loop)
                 return
             except Exception as error:
                 self._failure = first_line(error)
+            finally:
+                self._took_s = time.perf_counter() - started
 
     def trial_of(self, candidate: Candidate) -> RouteTrial:
         """Whether a route can be built, runs, and computes the same."""

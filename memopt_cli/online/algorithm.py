@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.online.calls import Past, Sizes
+from memopt_cli.online.finding import find_structure
 from memopt_cli.online.operations import Operation, operation_of, trace_kind
-from memopt_cli.online.states import Batching, State, environ, init_all_states, states_of
-from memopt_cli.online.structure import find_structure
+from memopt_cli.online.states import Batching, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
-from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
@@ -50,13 +50,8 @@ class OnlineAlgorithm(nn.Module):
         self.vjp_method = vjp_method
         self.traces = nn.ModuleList()
         self._step: TracedStep | None = None
-        self._shapes: list[tuple[int, ...]] = []
-        self._expected: list[tuple[State, tuple[int, ...]]] = []
-        self._kept: list[tuple[Tensor, int]] = []
-        """What the last step left, and how often that had been written; empty before the first one."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": []}  # a copy's tensors are others
+        self._sizes = Sizes((), has_batch=self.mode is not None)
+        self._past = Past()
 
     # ------------------------------------------------------------------ before the first step
 
@@ -67,8 +62,9 @@ class OnlineAlgorithm(nn.Module):
         """
         if self._step is not None:
             return
-        self._check(inputs)
-        structure = find_structure(self.model, inputs, batched=self.mode is not None)
+        has_batch = self.mode is not None
+        Sizes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
+        structure = find_structure(self.model, inputs, batched=has_batch)
         for use, groups in structure.groups.items():
             operation = operation_of(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
@@ -80,19 +76,18 @@ class OnlineAlgorithm(nn.Module):
                     hint="Use D_RTRL, or a weight of its own for each.",
                 )
             self.traces.append(trace.to(like))
-        init_all_states(self.traces, inputs[0].shape[0] if self.mode is not None else None)
+        init_all_states(self.traces, inputs[0].shape[0] if has_batch else None)
         self._begin_sequence(inputs[0].device)
-        self._shapes = [self._sample_shape(x) for x in inputs]
         traces = cast(list[Trace], list(self.traces))
         self._step = TracedStep(
-            self.model, structure, traces, batched=self.mode is not None, window=self.vjp_method == "multi-step"
+            self.model, structure, traces, batched=has_batch, window=self.vjp_method == "multi-step"
         )
-        self._expected = [(state, state.shape) for state in self._step.states_held]
+        self._sizes = Sizes(self._step.states_held, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Begin a new sequence: states and traces start anew, for one sample or for ``batch_size``."""
         init_all_states(self, batch_size)
-        self._kept = []
+        self._past = Past()
         self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
 
     @property
@@ -107,7 +102,7 @@ class OnlineAlgorithm(nn.Module):
         """
         found: dict[str, Tensor] = {}
         step = self._compiled()
-        for trace in step.traces.values():
+        for trace in step.traces.by_use.values():
             operation = operation_of(step.weights[trace.use.path])
             if operation.weight is weight or operation.bias is weight:
                 found |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
@@ -126,9 +121,10 @@ class OnlineAlgorithm(nn.Module):
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
             raise MemoptError("a window of no steps", hint="Give inputs [steps, ...] of at least one time step.")
-        self._check(steps[0])
-        self._check_kept()
-        with torch.enable_grad(), run.lanes_of(steps[0][0]), run.traces_loaded():
+        self._sizes.check(steps[0])
+        if self.traces:
+            self._past.check(self._held())
+        with torch.enable_grad(), run.batch.like(steps[0][0]), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         self.keep()
@@ -174,48 +170,7 @@ class OnlineAlgorithm(nn.Module):
 
     def keep(self) -> None:
         """Take states and traces, as they are now, for what the last step left."""
-        self._kept = [(tensor, version_of(tensor)) for _, tensor in self._held()]
-
-    def _check_kept(self) -> None:
-        """Raises :class:`MemoptError` if some of that is not as the last step left it, and the rest is."""
-        if not self._kept or not self.traces:
-            return
-        others = [
-            name
-            for (name, now), (kept, version) in zip(self._held(), self._kept, strict=True)
-            if now.data_ptr() != kept.data_ptr() or version_of(now) != version
-        ]
-        if others and len(others) < len(self._kept):
-            raise MemoptError(
-                f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
-                hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
-                "forget the past of some samples, let the cell multiply its state by a mask.",
-            )
-
-    def _sample_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(tensor.shape[1:] if self.mode is not None else tensor.shape)
-
-    def _check(self, inputs: Sequence[Tensor]) -> None:
-        if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
-        if self.mode is not None and not all(x.dim() for x in inputs):
-            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
-        shapes = [self._sample_shape(x) for x in inputs]
-        if self._shapes and shapes != self._shapes:
-            batch = "[B, ...] with " if self.mode is not None else ""
-            raise MemoptError(
-                f"inputs of shapes {shapes} per sample; compiled for {self._shapes}",
-                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
-            )
-        lead = () if self.mode is None else (inputs[0].shape[0],)
-        for state, per_sample in self._expected or [(s, s.shape) for s in states_of(self.model).values()]:
-            if state.value.shape != (*lead, *per_sample):
-                raise MemoptError(
-                    f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
-                    f"inputs call for {(*lead, *per_sample)}",
-                    hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
-                    "initialize in vmap_new_states and call the algorithm through Vmap",
-                )
+        self._past.keep(self._held())
 
 
 class D_RTRL(OnlineAlgorithm):

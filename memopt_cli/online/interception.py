@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.lanes import with_batch_axis
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.traces import Gate, Held, Use
+from memopt_cli.online.whole_batch import WholeBatch
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unflatten, without_transform
 
@@ -30,9 +29,7 @@ class Interception:
         """``weights`` and ``cells``: dotted path -> module.  ``batched``: the model sees a batch, not one sample."""
         self.weights, self.cells = weights, cells
         self.gate = Gate()
-        self.batch = 1
-        self._batched = batched
-        self._witness = torch.empty(0)
+        self.batch = WholeBatch(is_seen=batched)
         self._calls: dict[str, int] = {}
         self.states = {path: cell_states(cell) for path, cell in cells.items()}
         self.watched: dict[str, nn.Module] = {}
@@ -80,31 +77,10 @@ class Interception:
         self._seen = {}
         return output
 
-    @contextmanager
-    def lanes_of(self, witness: Tensor) -> Iterator[None]:
-        """Within, tensors are batched as ``witness``, an input of the model, is."""
-        self._witness = witness
-        try:
-            yield
-        finally:
-            self._witness = torch.empty(0)
-
-    def lift(self, act: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run ``act`` on the tensors of the whole batch, which the witness shows."""
-        if self._batched:
-            self.batch = self._witness.shape[0]
-            return act(*tensors)
-
-        def seen(witness: Tensor, *whole: Tensor) -> tuple[Tensor, ...]:
-            self.batch = witness.shape[0]
-            return act(*whole)
-
-        return with_batch_axis(seen, self._witness, *tensors)
-
     def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
         """Replace the values of states by what ``act`` makes of them, those of the whole batch."""
         if states:
-            for state, value in zip(states, self.lift(act, *_values(states)), strict=True):
+            for state, value in zip(states, self.batch.lift(act, *_values(states)), strict=True):
                 state.value = value
 
     @contextmanager
@@ -125,7 +101,7 @@ class Interception:
 
     def _use(self, path: str, input: Tensor | None = None) -> Tensor:
         use = Use(path, self._count(path))
-        (y,) = self.lift(partial(self.on_use, use), *(() if input is None else (input,)))
+        (y,) = self.batch.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 
     def _overwritten(self, cell: str) -> list[State]:
@@ -160,7 +136,7 @@ class Interception:
         outputs = {id(t): t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         for value in values:
             outputs.pop(id(value), None)
-        seen = self.lift(partial(self.on_leave, path, call), *values, *outputs.values())
+        seen = self.batch.lift(partial(self.on_leave, path, call), *values, *outputs.values())
         replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
         for state, value in zip(states, seen, strict=False):
             state.value = value.clone()  # what leaves a cell may not be written in place, a state may

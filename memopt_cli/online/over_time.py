@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, UsageError, first_line
 from memopt_cli.online.operations import trace_kind, traced
 from memopt_cli.online.states import declare_state, init_all_states, states_of
+from memopt_cli.runtime.module_state import detach_state, reset_hidden_state
 from memopt_cli.runtime.private_torch import buffers_of, tree_leaves, tree_map
 from memopt_cli.runtime.running import SequenceChunk, running_chunk
-from memopt_cli.runtime.state import StartingState, detach_state, reset_hidden_state
+from memopt_cli.runtime.state import StartingState
 
 
 class OverTime(nn.Module):

@@ -30,7 +30,7 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
         if node in made and not hasattr(node, "variable"):
             raise MemoptError(
                 f"{kept.get(node, 'something that the model keeps')} is carried from one time step to the next, and is "
-                "no declared state",
+                "not a declared state",
                 hint="Declare it with declare_state(module, name, shape), so that its past is followed; or detach() "
                 "what is kept, which makes a constant of it",
             )

@@ -23,7 +23,7 @@ def check_varied(prepared: Prepared) -> None:
     """Raise :class:`UsageError` for a model, or for inputs, whose batch cannot be varied."""
     if prepared.facts.fixed_sizes:
         raise UsageError(
-            f"torch.export fixed every size in {prepared.subject.source.location}, the batch too",
+            f"torch.export fixed every size in {prepared.subject.source.location}, the batch size included",
             hint="Export it again with dynamic_shapes={'x': {0: torch.export.Dim('batch')}}, x being its input.",
         )
     check_batch(prepared.subject.spec, prepared.batch)

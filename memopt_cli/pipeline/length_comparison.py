@@ -29,7 +29,7 @@ def length_symbol(spec: InputSpec) -> str:
     found = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
     if found is None:
         raise UsageError(
-            "--lengths wants a dimension S or T in the inputs: which of their sizes is the length is not known",
+            "--lengths needs a dimension S or T in the inputs, to know which of their sizes is the length",
             hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
         )
     return found

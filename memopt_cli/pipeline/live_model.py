@@ -43,7 +43,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import refusal, reset_hidden_state
-from memopt_cli.runtime.state import copy_of
+from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
 from memopt_cli.step import Step, place

@@ -143,12 +143,12 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
         "--precision": settings.precision != "stored",
         "--loss": settings.loss is not None,
         "--optimizer": settings.optimizer not in ("", "none"),
-        "--accumulate": settings.micro_batches > 1,
+        "--accumulate, or --global-batch,": settings.micro_batches > 1,
         "--clip-norm": settings.clip_norm is not None,
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
-        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint=f"Omit {flag}.")
+        raise UsageError(f"{flag} says how a step is run, and {location} makes one of its own", hint="Omit it.")
 
 
 def open_model(

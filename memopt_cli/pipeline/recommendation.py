@@ -301,7 +301,7 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:
         raise UsageError(
-            f"{dim_range.symbol} is no dimension of the inputs, whose symbols are: "
+            f"{dim_range.symbol} is not a dimension of the inputs, whose symbols are: "
             f"{', '.join(sorted(symbols)) or 'none'}",
             hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
         )

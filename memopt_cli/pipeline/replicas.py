@@ -36,7 +36,7 @@ def check_replicas(request: BatchRequest) -> None:
     other = "a range of --dim" if request.dim_range else "--lengths" if request.lengths_path is not None else ""
     if other:
         raise UsageError(
-            f"--replicas and {other} cannot be given together", hint="Ask for the one first, then for the other."
+            f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
         )
 
 

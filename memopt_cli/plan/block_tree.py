@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from memopt_cli.plan.cost_model import ends_of_recomputation, packed_inputs, packing_s, recomputed_until
 from memopt_cli.plan.keeping import Costly, costly_calls
+from memopt_cli.plan.operator_bytes import OperatorBytes
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace, StepTrace
 
 
@@ -170,16 +171,9 @@ class _Builder:
         self._trace = trace
         self._modules = {module.path: module for module in trace.modules}
         self._elapsed = [0.0, *accumulate(seconds)]
-        self._is_forward = [op.phase == "forward" for op in trace.ops]
-        self._backward_starts = [
-            op for op, ran in enumerate(trace.ops) if ran.phase == "backward" and trace.ops[op - 1].phase != "backward"
-        ]
-        """Where a forward ends."""
         self._costly = costly_calls(trace, seconds)
-        self._paid, self._paid_packed = self._payments()
         self._ends = ends_of_recomputation(trace)
-        self._base, self._entry, self._resident = self._levels()
-        self._whole = self._held_whole()
+        self._bytes = OperatorBytes(trace)
 
     def build(self) -> Block:
         if not is_own(self._trace):
@@ -187,66 +181,6 @@ class _Builder:
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
         return self._round(_rounds(nodes, len(self._trace.ops)))
-
-    # ------------------------------------------------------------------------------------------ what is known of ops
-
-    def _payments(self) -> tuple[list[int], list[int]]:
-        """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
-        count = len(self._trace.ops) + 1
-        paid, packed = [0] * count, [0] * count
-        self._payer: dict[int, int] = {}
-        for index, storage in enumerate(self._trace.storages):
-            savers = [op for op in storage.saved_by if self._is_forward[op]]
-            if savers and storage.born >= 0:
-                payer = min((op for op in savers if not self._produces(op, index)), default=savers[0])
-                self._payer[index] = payer
-                paid[payer + 1] += storage.nbytes
-                packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
-        return list(accumulate(paid)), list(accumulate(packed))
-
-    def _produces(self, op: int, storage: int) -> bool:
-        return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
-
-    def _levels(self) -> tuple[list[int], list[int], list[int]]:
-        """At every operator: bytes not kept for backward, workspace included; those it finds; those that stay."""
-        count = len(self._trace.ops)
-        base, entry, resident = [0] * (count + 1), [0] * (count + 2), [0] * (count + 1)
-        for index, storage in enumerate(self._trace.storages):
-            born = max(0, storage.born)
-            died = count if storage.died is None else storage.died
-            lasting = storage.born < 0 or storage.kind in ("gradients", "optimizer", "parameters", "buffers")
-            for level, counts in ((base, index not in self._payer), (resident, lasting)):
-                if counts and died > born:
-                    level[born] += storage.nbytes
-                    level[died] -= storage.nbytes
-            if index not in self._payer and died > born + 1:
-                entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
-                entry[died] -= storage.nbytes
-        levels = list(accumulate(base[:-1]))
-        for index, op in enumerate(self._trace.ops):
-            levels[index] += op.workspace_bytes
-        return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
-
-    def _held_whole(self) -> list[int]:
-        """At every operator of forward: bytes that forward holds of what is packed for backward."""
-        level = [0] * (len(self._trace.ops) + 1)
-        for index in self._payer:
-            storage = self._trace.storages[index]
-            end = self._end_of_forward(storage.born)
-            freed = end if storage.freed is None else min(storage.freed, end)
-            if storage.compressor != "null" and freed > storage.born:
-                level[storage.born] += storage.nbytes
-                level[freed] -= storage.nbytes
-        return list(accumulate(level[:-1]))
-
-    def _end_of_forward(self, op: int) -> int:
-        """Of the forward that an operator is in."""
-        if not self._backward_starts:
-            return len(self._is_forward)
-        place = bisect.bisect_left(self._backward_starts, op)
-        return self._backward_starts[min(place, len(self._backward_starts) - 1)]
-
-    # ------------------------------------------------------------------------------------------ the tree
 
     def _round(self, found: _Round) -> Block:
         around = found.around
@@ -266,10 +200,10 @@ class _Builder:
         children = tuple(self._children(call, node.children))
         module = self._modules.get(call.path)
         inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
-        held = sum(self._trace.storages[s].nbytes for s in inputs if self._payer.get(s, call.start) >= call.start)
+        held = sum(self._trace.storages[s].nbytes for s in inputs if self._bytes.payer.get(s, call.start) >= call.start)
         forward, backward = range(call.start, call.end), range(call.backward_start, call.backward_end)
         own = self._span(call.path, forward, backward, recomputed_until(self._ends, call))
-        own.forward_bytes = self._forward_alone(call)
+        own.forward_bytes = self._bytes.forward_alone(call)
         own.forward_s = self._elapsed[own.stop] - self._elapsed[call.start]
         own.input_bytes = held
         own.packing_s = packing_s(self._trace, held, len(inputs))
@@ -310,69 +244,28 @@ class _Builder:
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
         """``stop``: the operator before which running it again ends."""
-        ops = [*forward, *backward]
+        known, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        passed, passed_whole = self._passed(forward, backward)
-        base = {i: self._base[i] + passed[i] for i in ops}
-        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (self._paid, self._paid_packed))
-        outside = max(passed.values(), default=0), max((self._whole[i] for i in forward), default=0)
+        passed, passed_whole = known.passed(forward, backward)
+        base = {i: known.base[i] + passed[i] for i in ops}
+        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (known.paid, known.paid_packed))
+        outside = max(passed.values(), default=0), max((known.whole[i] for i in forward), default=0)
         highest = max((base[i] for i in forward if i < stop), default=0)
-        found, before = (self._entry[r.start] if r.start < len(self._entry) else 0 for r in (backward, forward))
-        fallback = self._base[forward.start] if forward.start < len(self._base) else 0
+        found, before = (known.entry[r.start] if r.start < len(known.entry) else 0 for r in (backward, forward))
+        fallback = known.base[forward.start] if forward.start < len(known.base) else 0
         return Block(
             path=path,
             kept_bytes=kept,
             packed_bytes=packed,
             peak_bytes=max(base.values(), default=fallback),
-            packed_peak_bytes=max((self._base[i] + passed_whole[i] + self._whole[i] for i in ops), default=fallback),
+            packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
             again_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
-            resident_bytes=max((self._resident[i] for i in backward), default=0),
+            resident_bytes=max((known.resident[i] for i in backward), default=0),
             forward_s=self._elapsed[forward.stop] - self._elapsed[forward.start],
             ops=len(forward),
             costly=tuple(self._costly[first:last]),
             stop=stop,
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
-        )
-
-    def _passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
-        changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
-        for index in range(*self._born_in(forward)):
-            storage = self._trace.storages[index]
-            if self._payer.get(index, -1) < forward.stop:
-                continue
-            for change in changes if storage.compressor == "null" else changes[:1]:
-                change[storage.born] += storage.nbytes
-                if storage.died is None or storage.died > backward.start:
-                    change[backward.start] += storage.nbytes
-                    change[backward.stop if storage.died is None else storage.died] -= storage.nbytes
-
-        def levels(change: dict[int, int]) -> dict[int, int]:
-            both = ((ops, accumulate(change[op] for op in ops)) for ops in (forward, backward))
-            return {op: level for ops, alive in both for op, level in zip(ops, alive, strict=True)}
-
-        return levels(changes[0]), levels(changes[1])
-
-    def _forward_alone(self, call: ModuleCall) -> int:
-        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
-        level: dict[int, int] = defaultdict(int)
-        for index in range(*self._born_in(range(call.start, call.end))):
-            storage = self._trace.storages[index]
-            freed = call.end if storage.freed is None else min(storage.freed, call.end)
-            if index in self._payer and freed > storage.born:
-                level[storage.born] += storage.nbytes
-                level[freed] -= storage.nbytes
-        alive = highest = 0
-        for op in range(call.start, call.end):
-            alive += level.get(op, 0)
-            highest = max(highest, alive + self._base[op])
-        return highest
-
-    def _born_in(self, ops: range) -> tuple[int, int]:
-        storages = self._trace.storages
-        return (
-            bisect.bisect_left(storages, ops.start, key=lambda s: s.born),
-            bisect.bisect_left(storages, ops.stop, key=lambda s: s.born),
         )
 
     def _packed(self, module: ModuleTrace | None, call: ModuleCall) -> tuple[int, CompressorName]:

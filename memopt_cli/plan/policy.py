@@ -76,7 +76,7 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> Resolved:
     if requested > 1 and not has_inputs:
         if profile is None:
             raise OptionError(
-                f"level {requested} is measured, and there is no dummy_input to run the model on",
+                f"level {requested} is measured, which needs a dummy_input to run the model on",
                 hint="Give dummy_input=(x, …), or level=1.",
             )
         settled = replace(settled, level=1)

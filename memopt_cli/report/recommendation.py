@@ -147,7 +147,7 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
         yield from _replica_settings(advice, batch, steps)
         return
     if found.lengths:
-        padded = [way for way in found.lengths if way.name != "packing"]  # which not every model takes
+        padded = [way for way in found.lengths if way.name != "sequence_packing"]  # which not every model takes
         yield from _sequence_settings(min(padded, key=lambda way: way.epoch_s))
         if steps > 1:
             yield from _loop("loss_function(model(inputs), targets)", steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -13,41 +13,19 @@ from memopt_cli.documents import printable
 from memopt_cli.records import (
     ApplyResult,
     BaselineResult,
-    BatchAdvice,
     BatchRecommendation,
     Comparison,
-    FingerprintCheck,
     Inspection,
-    LevelRow,
-    Measurement,
-    MemOptSummary,
     OptimizeResult,
-    ParetoPoint,
-    Plan,
     SelftestReport,
     StepProfile,
     StrategyComparison,
-    Verification,
-    describe,
 )
-from memopt_cli.report import comparison, inspection, profiling, recommendation, strategies
+from memopt_cli.report import comparison, inspection, optimization, profiling, recommendation, strategies
 from memopt_cli.report.lines import guarded
 from memopt_cli.units import format_bytes, format_seconds
 
-_COLUMNS = (
-    "allocated\npeak",
-    "predicted",
-    "of\nlevel 0",
-    "tensor\npeak",
-    "activation\npeak",
-    "step",
-    "ratio",
-)
-
-
 _PLOT_COLUMNS = 72
-_ROUGH = 0.15
-"""Step times that vary by so much, relative to their median, tell no ratio."""
 
 
 class TextReport:
@@ -113,14 +91,14 @@ class TextReport:
 
     def optimized(self, result: OptimizeResult, stream: TextIO) -> None:
         console, summary = _console(stream), result.summary
-        _print(console, _headline(summary), style="bold")
+        _print(console, optimization.headline(summary), style="bold")
         _print(console)
-        console.print(_table(summary))
+        console.print(optimization.table(summary))
         _print(console)
         if summary.frontier:
-            console.print(_frontier(summary))
+            console.print(optimization.frontier(summary))
             _print(console)
-        for line in _remarks(summary):
+        for line in optimization.remarks(summary):
             _print(console, line)
         _written(console, result.files)
         _print(console, f"total time {format_seconds(summary.spent_s)}")
@@ -156,7 +134,7 @@ class TextReport:
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         console = _console(stream)
         if result.verification is not None:
-            _print(console, _verification(result.verification))
+            _print(console, optimization.verification(result.verification))
         _written(console, result.files)
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
@@ -202,250 +180,3 @@ def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Tabl
     for row in rows:
         table.add_row(*map(escape, row))
     return table
-
-
-def _headline(summary: MemOptSummary) -> str:
-    """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
-    before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
-    match before, after:
-        case Measurement(), Measurement() if not _changes(summary) and summary.requested_level:
-            peak = format_bytes(before.allocated_peak_bytes)
-            if summary.budget_bytes or summary.frontier:
-                return f"the model stays as it is, with a peak of {peak}"
-            if summary.smaller is not None:
-                return f"no plan that was found is worth its time: the model stays as it is, with a peak of {peak}"
-            return f"no plan that was found lowers the peak of {peak}: the model stays as it is"
-        case Measurement(), Measurement():
-            peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
-            step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
-            smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{peak} ({smaller}), {step} ({_slowdown(after, before)})"
-        case _, Measurement():
-            return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
-        case _:
-            return f"level {summary.applied_level} has no measurement"
-
-
-def _changes(summary: MemOptSummary) -> bool:
-    return any(not row.plan.is_empty for row in summary.levels if row.level == summary.applied_level)
-
-
-def _outcome(summary: MemOptSummary, level: int) -> object:
-    return next((row.outcome for row in summary.levels if row.level == level), None)
-
-
-def _table(summary: MemOptSummary) -> Table:
-    original = _outcome(summary, 0)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("level", no_wrap=True)
-    table.add_column("plan")
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in summary.levels:
-        cells = _numbers(row, original if isinstance(original, Measurement) else None)
-        applied = row.level == summary.applied_level
-        table.add_row(
-            f"{row.level}{' *' if applied else ''}", _what(row.plan), *cells, style="bold" if applied else None
-        )
-    return table
-
-
-def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
-    predicted = row.predicted_allocated_peak_bytes
-    forecast = format_bytes(predicted) if predicted is not None else "–"
-    match row.outcome:
-        case Measurement() as found:
-            peak = found.allocated_peak_bytes
-            return (
-                format_bytes(peak),
-                forecast,
-                f"{100 * peak / original.allocated_peak_bytes:.0f} %" if original else "–",
-                format_bytes(found.tensor_peak_bytes),
-                format_bytes(found.activation_peak_bytes),
-                format_seconds(found.step_s),
-                _slowdown(found, original) if original else "–",
-            )
-        case None if predicted is not None:
-            share = f"~{100 * predicted / original.allocated_peak_bytes:.0f} %" if original else "–"
-            slowdown = row.predicted_slowdown
-            return ("–", forecast, share, "–", "–", "–", f"~{slowdown:.2f}×" if slowdown is not None else "–")
-        case _:
-            return ("–", forecast, "–", "–", "–", "–", "–")
-
-
-_PLOT_WIDTH = 40
-"""Columns of the plot of step time beside the frontier."""
-
-
-def _frontier(summary: MemOptSummary) -> Table:
-    """Numbered plans, fastest first, with a plot: down is less memory, to the right is a longer step."""
-    original, beaten = _outcome(summary, 0), _beaten(summary.frontier)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan")
-    table.add_column("step time →", no_wrap=True)
-    measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
-    longest = max((found.step_s for found in measured), default=0.0)
-    for number, point in enumerate(summary.frontier, 1):
-        if number in beaten:
-            continue
-        match point.outcome:
-            case Measurement() as found:
-                cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
-                ratio = _slowdown(found, original) if isinstance(original, Measurement) else "–"
-                plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
-            case _:
-                cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
-        predicted = format_bytes(point.predicted_allocated_peak_bytes)
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, _what(point.plan), plot)
-    return table
-
-
-def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
-    """Numbers of the plans that need more memory and time, as measured, than another; or more of one, as much else."""
-    costs = {
-        number: (point.outcome.allocated_peak_bytes, point.outcome.step_s)
-        for number, point in enumerate(points, 1)
-        if isinstance(point.outcome, Measurement)
-    }
-    return [
-        number
-        for number, (peak, step) in costs.items()
-        if any(other != (peak, step) and other[0] <= peak and other[1] <= step for other in costs.values())
-    ]
-
-
-def _what(plan: Plan) -> str:
-    """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
-    count = len(plan.segments)
-    parts = {
-        f"segment{'s' * (count > 1)}": count,
-        "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
-        "through its loss": sum(segment.through_loss for segment in plan.segments),
-        "packed": sum(segment.compressor != "null" for segment in plan.segments),
-        "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
-    }
-    said = [f"{number} {what}" for what, number in parts.items() if number]
-    said += ["saved packed"] * plan.packed + ["optimizer in backward"] * plan.in_backward
-    return ", ".join(said) or "no segments"
-
-
-def _remarks(summary: MemOptSummary) -> Iterator[str]:
-    if summary.frontier and summary.verification is None:
-        yield "nothing is applied; choose a plan with --pick N or --budget"
-    else:
-        yield from _of_the_applied_plan(summary)
-    beaten = _beaten(summary.frontier)
-    if beaten:
-        yield f"not shown, as another plan is no slower and no larger: pick {', '.join(map(str, beaten))}"
-    yield from _rough_times(summary)
-    yield from summary.notes
-
-
-def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
-    applied = f"level {summary.applied_level}" if _changes(summary) else "no plan"
-    yield f"* {applied} is applied{_less_than(summary)}"
-    if summary.budget_bytes is not None:
-        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
-    for row in summary.levels:
-        if row.outcome is not None and not isinstance(row.outcome, Measurement):
-            yield f"level {row.level}: {describe(row.outcome)}"
-        if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
-            yield f"level {row.level}: the plan of level {row.repeats}"
-    if any(row.outcome is None for row in summary.levels):
-        yield "~ predicted by a dry run; --measure-levels measures every level"
-    if summary.verification and summary.verification.measured:
-        yield _measured_steps(summary.verification.measured)
-    yield _verification(summary.verification) if summary.verification else "not verified"
-    if summary.advice:
-        yield _batch(summary.advice)
-    if summary.recommendation:
-        yield summary.recommendation
-    yield from _neighbours(summary)
-
-
-def _neighbours(summary: MemOptSummary) -> Iterator[str]:
-    """``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
-    rows = (row for row in summary.levels if row.level == summary.applied_level)
-    slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
-    is_limited = summary.options.get("max_slowdown") is not None and summary.budget_bytes is None
-    said = []
-    if summary.faster is not None:
-        faster = 1 - summary.faster.slowdown / slowdown
-        said.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
-    if summary.smaller is not None:
-        said.append(f"smaller: {format_bytes(summary.smaller.peak_bytes)} at {summary.smaller.slowdown:.2f}×")
-    if said:
-        more = ", --max-slowdown none" if summary.smaller is not None and is_limited else ""
-        yield f"{'; '.join(said)} (predicted; --frontier{more})"
-
-
-def _rough_times(summary: MemOptSummary) -> Iterator[str]:
-    outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
-    worst = max((found.step_variation for found in outcomes if isinstance(found, Measurement)), default=0.0)
-    if worst > _ROUGH:
-        yield (
-            f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
-            "as they do where something else runs beside them"
-        )
-
-
-def _less_than(summary: MemOptSummary) -> str:
-    return f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
-
-
-def _verification(found: Verification) -> str:
-    where = found.sizes
-    if not found.full_size and found.measured is None:
-        where += ", which is less than was asked for"
-    if not found.passed:
-        return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
-    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}{_inexact(found)}"
-
-
-def _measured_steps(found: FingerprintCheck) -> str:
-    """``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
-    equal = "bit for bit"
-    if found.equal < found.compared:
-        largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
-    return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
-
-
-def _further(found: Verification) -> str:
-    """``; then in the next step, at batch 2, in eval mode``."""
-    tried = [check for check in found.further if not check.not_tried]
-    if not tried:
-        return ""
-    smaller = f", of batch {tried[0].batch}" if tried[0].batch != found.batch else ""
-    return f"; then {', '.join(check.name for check in tried)}{smaller}"
-
-
-def _inexact(found: Verification) -> str:
-    if not found.inexact:
-        return ""
-    names = ", ".join(found.inexact)
-    return f"\nNOT exact, as allowed: in {names} every chunk has batch statistics of its own (compared at fixed ones)"
-
-
-def _allowed(found: Verification) -> str:
-    if found.exact:
-        return "bit for bit"
-    return f"within {found.tolerance:.0e}{' in float64' if found.precision == 'fp64' else ''}"
-
-
-def _batch(advice: BatchAdvice) -> str:
-    budget = f"{format_bytes(advice.budget_bytes)} of {format_bytes(advice.device_bytes)}"
-    text = f"batch {advice.recommended_batch} recommended, run within {budget}; limited by {advice.limited_by}"
-    if advice.estimated_batch == advice.recommended_batch:
-        return text
-    return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"
-
-
-def _slowdown(found: Measurement, original: Measurement) -> str:
-    return f"{found.slowdown(original):.2f}×"
-
-
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.2f}×" if base else "–"

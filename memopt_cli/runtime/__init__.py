@@ -23,11 +23,11 @@ from memopt_cli.runtime.container import (
     segment_of,
 )
 from memopt_cli.runtime.functions import checkpoint, to_gc_function
+from memopt_cli.runtime.module_state import reset_hidden_state, uninitialized
 from memopt_cli.runtime.refusals import refusal
 from memopt_cli.runtime.running import is_recomputing
 from memopt_cli.runtime.runs import Run, add_runs, find_part, group_layers, named_parts, remove_runs
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import reset_hidden_state, uninitialized
 
 __all__ = [
     "BitSpikeCompressor",

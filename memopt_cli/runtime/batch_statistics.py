@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lifted.module import operators_of
+from memopt_cli.runtime.module_state import SEGMENT_KEY, ModuleState, name_of
 from memopt_cli.runtime.private_torch import BatchNorm, buffers_of, suggest_memory_format, version_counter
 from memopt_cli.runtime.runs import named_parts
-from memopt_cli.runtime.state import SEGMENT_KEY, Generators, ModuleState, name_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.chunk_state import Moves
+from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.private_torch import unseen
-from memopt_cli.runtime.state import Generators
 
 _ROUNDINGS: Final = 8
 """Steps of rounding, of the largest value, by which an output may differ between two runs of one shape."""

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.runtime.state import Generators, ModuleState, StartingState, name_of
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState, name_of
+from memopt_cli.runtime.state import StartingState
 
 
 @dataclass(frozen=True, slots=True)

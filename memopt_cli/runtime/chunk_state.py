@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.batch_statistics import batch_norms
+from memopt_cli.runtime.module_state import state_by_name
 from memopt_cli.runtime.objects import is_unchanged, version_of
 from memopt_cli.runtime.private_torch import InstanceNorm
-from memopt_cli.runtime.state import state_by_name
 
 _SHARE: Final = 1e-3
 """Of its move by which a tensor may differ between two ways: rounding adds less, a call more or less adds more."""

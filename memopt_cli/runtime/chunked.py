@@ -17,7 +17,8 @@ from memopt_cli.runtime.compressor import (
     is_dense,
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.private_torch import not_compiled, unseen
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
+from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
@@ -29,7 +30,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
 
@@ -129,7 +130,12 @@ def _one_by_one(
         first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 and _shows_moves(piece) else None
         if first is not None:
             inputs.started = first.started
-        output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
+        try:
+            output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
+        except RuntimeError as error:
+            if first is not None:
+                first.failed(error)
+            raise
         if first is not None:
             inputs.started = ignore_start  # the graph must not hold it
             first.check()
@@ -190,6 +196,14 @@ class _FirstChunk:
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
+
+    def failed(self, error: RuntimeError) -> None:
+        """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
+        kept for all rows, say, does not fit a part of them.
+        """
+        if self._start is not None and not (isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)):
+            line = str(error).partition("\n")[0]
+            raise _NotInChunks(f"fails on a chunk ({line})", functools.partial(self._start.enter, self._lent))
 
     def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
         config: SegmentConfig = vars(self._module)[SEGMENT_KEY]

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.private_torch import (
     asked_while_compiling,
     differentiates_ahead,
@@ -22,7 +23,6 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.running import taking_turns
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, name_of
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

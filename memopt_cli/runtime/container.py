@@ -31,19 +31,20 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.deferred import Deferring, may_defer
 from memopt_cli.runtime.lifted.module import LiftedModule
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.private_torch import (
     forbids_hooks,
 )
 from memopt_cli.runtime.refusals import misfit, refusal
 from memopt_cli.runtime.running import (
+    is_checkpointed,
     is_nested,
     is_transformed,
 )
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
-from memopt_cli.runtime.state import SEGMENT_KEY, name_of
 
 
 class PackingContainer(Installed):
@@ -239,8 +240,14 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # What a segment saves is dropped; hooks within would keep it.
-    if is_nested() or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+    # What a segment or a checkpoint of the user's own saves is dropped; hooks within would keep it.
+    if (
+        is_nested()
+        or is_checkpointed()
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or is_transformed()
+    ):
         return forward(*args, **kwargs)
     try:
         with PackedSaves((*module.parameters(), *module.buffers())).hooks():

@@ -25,9 +25,12 @@ class Held:
     them here.
     """
 
-    def __init__(self, note_save: Callable[[], None], *, is_sampled: bool) -> None:
-        """``note_save`` is called whenever one is saved; ``is_sampled``: a few elements of each are noted."""
-        self._note_save, self._is_sampled = note_save, is_sampled
+    def __init__(self, note_save: Callable[[], None], note_use: Callable[[], None], *, is_sampled: bool) -> None:
+        """``note_save`` is called whenever one is saved, ``note_use`` whenever forward itself asks for one.
+
+        ``is_sampled``: a few elements of each are noted.
+        """
+        self._note_save, self._note_use, self._is_sampled = note_save, note_use, is_sampled
         self._pack, self._unpack = hooks_on_saving()
         self._saved: list[_Place] = []
         self._first = next_node()
@@ -57,7 +60,7 @@ class Held:
         """Forward can run again: leave them to the checkpoint."""
         for saved in self._there():
             saved.tensor = None
-        self._saved.clear()
+        self._end()
 
     def keep(self, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None) -> None:
         """Forward cannot run again: backward gets them as they are.
@@ -71,7 +74,11 @@ class Held:
                     with torch.no_grad():
                         saved.remade = pack(saved.tensor)
                     saved.tensor = None
+        self._end()
+
+    def _end(self) -> None:
         self._saved.clear()
+        self._note_use = note_nothing
 
     @not_compiled
     def _hold(self, tensor: Tensor) -> _Saved:
@@ -88,6 +95,7 @@ class Held:
 
     @not_compiled
     def _give(self, saved: _Saved) -> Tensor:
+        self._note_use()
         if saved.tensor is None:
             made: Tensor = self._unpack(saved.remade)
             return made
@@ -97,6 +105,10 @@ class Held:
                 f"operation: it is at version {version_of(saved.tensor)}, and {saved.version} was expected"
             )
         return saved.tensor
+
+
+def note_nothing() -> None:
+    """What is done with the asking, unless somebody minds."""
 
 
 def _without_node(tensor: Tensor) -> Tensor:

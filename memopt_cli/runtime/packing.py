@@ -172,7 +172,7 @@ class PackedSaves:
 
     def __init__(self, untouched: Iterable[Tensor]) -> None:
         """``untouched``: parameters and buffers, which are there anyhow."""
-        self._untouched = {memory_of(t) for t in untouched if t.layout is torch.strided}
+        self._untouched = {memory_of(t) for t in untouched if _has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
         self._late: list[_Late] = []
         """Saved by the latest operator, which may still be filling them."""

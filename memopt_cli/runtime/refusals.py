@@ -13,13 +13,13 @@ from memopt_cli.runtime.compressor import (
     declared_compressor,
 )
 from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
+from memopt_cli.runtime.module_state import uninitialized
 from memopt_cli.runtime.private_torch import (
     InstanceNorm,
 )
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal
-from memopt_cli.runtime.state import uninitialized
 
 
 def refusal(module: nn.Module) -> str:

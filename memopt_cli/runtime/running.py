@@ -19,14 +19,15 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
     StopRecomputation,
+    checkpoint_around,
     has_tangents,
     hooks_on_saving,
     is_transforming,
 )
-from memopt_cli.runtime.state import name_of
 
 _thread = threading.local()
 
@@ -130,15 +131,23 @@ def is_nested() -> bool:
     return getattr(_thread, "depth", 0) > 0 and hooks_on_saving() == _thread.hooks
 
 
+def is_checkpointed() -> bool:
+    """Whether a checkpoint of the user's own would hold what is saved now, if no segment ran.
+
+    It recomputes as soon as somebody asks for any of that, in the middle of forward too.
+    """
+    return getattr(_thread, "checkpointed", False) if is_nested() else checkpoint_around() is not None
+
+
 @contextlib.contextmanager
-def within_segment() -> Iterator[None]:
-    """Around a run of a segment's forward, the first or a later one."""
-    outer = getattr(_thread, "depth", 0), getattr(_thread, "hooks", None)
-    _thread.depth, _thread.hooks = outer[0] + 1, hooks_on_saving()
+def within_segment(*, checkpointed: bool = False) -> Iterator[None]:
+    """Around a run of a segment's forward, the first or a later one; ``checkpointed``: :func:`is_checkpointed`."""
+    outer = getattr(_thread, "depth", 0), getattr(_thread, "hooks", None), getattr(_thread, "checkpointed", False)
+    _thread.depth, _thread.hooks, _thread.checkpointed = outer[0] + 1, hooks_on_saving(), checkpointed
     try:
         yield
     finally:
-        _thread.depth, _thread.hooks = outer
+        _thread.depth, _thread.hooks, _thread.checkpointed = outer
 
 
 @contextlib.contextmanager

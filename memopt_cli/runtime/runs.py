@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
-from memopt_cli.runtime.state import RUNS_KEY
 
 _LEAST_LAYERS = 3
 """Layers with weights in a Sequential that is worth dividing: one of two is no longer than a block."""

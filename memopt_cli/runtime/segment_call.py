@@ -20,11 +20,13 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
+from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     not_compiled,
 )
 from memopt_cli.runtime.running import (
+    is_checkpointed,
     is_nested,
     is_transformed,
     running_chunk,
@@ -32,7 +34,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, overwrites_input
-from memopt_cli.runtime.state import StartingState, name_of, uninitialized
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import join_tensors, others_in, split_tensors, tensors_of
 from memopt_cli.runtime.unsafe import as_of_checkpoint, run_plainly, runs_plainly
 
@@ -87,7 +89,7 @@ def _call_now(
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
     run = SegmentRun(module, first, call, start, len(tensors), keep)
-    run.hooks = hooks_on_saving()
+    run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
     if module in overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()

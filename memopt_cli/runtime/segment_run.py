@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.found_statistics import FoundStatistics
-from memopt_cli.runtime.held import Held
+from memopt_cli.runtime.held import Held, note_nothing
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
@@ -73,10 +74,14 @@ class SegmentRun:
         self._outermost = outermost_turn() or module
         self._ends_in_noise = False
         self._samples: list[list[Any] | None] = []
+        self._run_around: Callable[[], object] = _nothing_around
+        """Has a checkpoint of the user's own recompute all that came up to the segment's end, and so count it again."""
         self.hooks: Any = None
         """Those around the segment, on what autograd saves."""
         self.is_nested = False
         """Its inputs belong to the recomputation of the segment around."""
+        self.is_checkpointed = False
+        """A checkpoint of the user's own would hold what it saves, if it were no segment."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
@@ -90,9 +95,10 @@ class SegmentRun:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
         turn = is_sampled(self._module)
-        held, before = Held(self._kept.note_save, is_sampled=turn), marks()
+        note_use = _refuse_use if self.is_checkpointed else note_nothing
+        held, before = Held(self._kept.note_save, note_use, is_sampled=turn), marks()
         try:
-            with held.holding(), self._kept.recording(), self._statistics.recording(), within_segment():
+            with held.holding(), self._kept.recording(), self._statistics.recording(), self._within():
                 output = first()
         except RuntimeError as error:
             if forbids_hooks(error):
@@ -118,7 +124,15 @@ class SegmentRun:
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
             save_nothing()
+        if self.is_checkpointed and not self.is_nested and _keeps_statistics(self._module):
+            pack, unpack = self.hooks
+            # Alike in forward and in backward, which may have other defaults.
+            mark = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._run_around = functools.partial(unpack, pack(mark))
         return output
+
+    def _within(self) -> AbstractContextManager[None]:
+        return within_segment(checkpointed=self.is_checkpointed)
 
     def _recompute(self, given: Sequence[Tensor]) -> Any:
         """From the state in which the first run started, and without a trace.
@@ -127,6 +141,7 @@ class SegmentRun:
         there and a gradient within forward would call, are those of the first run.
         """
         around = checkpoint_around()
+        self._run_around()
         with recomputing(self._module):
             lent = given[self._inputs :] if self.lent is None else self.lent()
             if self._module not in overwrites_input:  # a leaf is not to be written
@@ -155,3 +170,16 @@ class SegmentRun:
             "draws or reads something that memopt does not see (a tensor of shape "
             f"{shape} was another when it ran again, and the gradients of this step are wrong)",
         )
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return any(m.training and getattr(m, "running_mean", None) is not None for m in module.modules())
+
+
+def _nothing_around() -> None:
+    """No such checkpoint, or it does not matter whether it recomputes."""
+
+
+def _refuse_use() -> None:
+    # The checkpoint would now run again what it is around: batch norms before the segment count that.
+    raise Unrepeatable("computes gradients in its forward, within a checkpoint of your own")

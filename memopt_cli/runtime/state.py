@@ -21,7 +21,7 @@ One segment, two time steps; its membrane ``v``, a matrix, is assigned anew in e
 
 A segment within another does not hold its ``v`` from forward to backward: the one around makes it again.  It *lends*
 its large tensors: ``lend()`` hands them to PyTorch's checkpoint as inputs of the segment, which the recomputation
-around makes anew; ``settle()`` then *forgets* them, a gap (:class:`_Forgotten`) with the ``id`` of each in its place;
+around makes anew; ``settle()`` then *forgets* them, a gap (``_Forgotten``) with the ``id`` of each in its place;
 and ``replay(lent)`` fills the gaps with what the checkpoint gives back, in the same order::
 
     lend()           gives [B]    saved by the checkpoint around, no longer by us
@@ -31,298 +31,34 @@ and ``replay(lent)`` fills the gaps with what the checkpoint gives back, in the 
 
 from __future__ import annotations
 
-import ctypes
-import pickle
-import random
-import sys
-import threading
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt_cli.runtime.copies import copies_of, remade
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import ModuleState, name_of
 from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
 from memopt_cli.runtime.private_torch import (
-    attributes_of_script,
-    buffers_of,
-    children_of,
     global_hook_tables,
     hook_tables,
     is_of_transform,
-    is_started,
     memory_of,
     not_compiled,
     parameters_of,
-    program_of,
-    unseen,
 )
 from memopt_cli.runtime.settings import Settings
-
-SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
-"""Attributes that make a module a segment, and divide a Sequential into runs."""
-_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY}
-"""Attributes of every module that are no state: its parameters, children and hooks."""
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""Types of values that are put back as they are; most attributes are of one."""
-_NUMBERS = frozenset({bool, int, float, complex})
-
-
-def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
-    for path, part in module.named_modules() if recurse else [("", module)]:
-        for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
-            if is_lazy(tensor):
-                return f"{path}.{name}".removeprefix(".")
-    return ""
-
-
-def name_of(module: nn.Module) -> str:
-    """How messages name a module: its class, and of a segment its path in the plan."""
-    path, kind = getattr(vars(module).get(SEGMENT_KEY), "path", ""), type(module).__name__
-    return f"{kind} at '{path}'" if path else kind
-
-
-@dataclass(slots=True)
-class _Container:
-    """A built-in container and what it held: restored in place, since others may hold it too."""
-
-    container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
-    items: Any
-
-    def restore(self, replaced: Mapping[int, Any]) -> Any:
-        items = [_restored(item, replaced) for item in self.items]
-        self.container.clear()
-        if isinstance(self.container, dict):
-            for key, value in items:  # a Counter's ``update`` would count the pairs
-                self.container[key] = value
-        elif isinstance(self.container, set):
-            self.container.update(items)
-        else:
-            self.container.extend(items)
-        return self.container
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """A module's own random generator, and where it stood."""
-
-    generator: torch.Generator
-    position: Tensor
-
-    def restore(self) -> torch.Generator:
-        self.generator.set_state(self.position)
-        return self.generator
-
-
-class Generators:
-    """Where the global random generators stand: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
-
-    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
-        """``devices``: those to look at, besides the CPU; ``None``: every one in use."""
-        self._devices = [torch.device("cpu"), *filter(_is_started, _every_device() if devices is None else devices)]
-        positions: dict[str | torch.device, Any] = {"Python": random.getstate()}
-        if "numpy.random" in sys.modules:
-            positions["NumPy"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
-        with unseen():  # a dry run's tensors have no values
-            positions |= {device: _position(device) for device in self._devices}
-        self._positions = {generator: _shared(generator, position) for generator, position in positions.items()}
-
-    def restore(self) -> None:
-        """Put them back there."""
-        for generator, position in self._positions.items():
-            if isinstance(generator, torch.device):
-                with unseen():
-                    _put(generator, position)
-            elif generator == "NumPy":
-                sys.modules["numpy.random"].set_state(pickle.loads(position))
-            else:
-                random.setstate(position)
-
-    def keep_moved(self) -> None:
-        """Forget those that stand there still, if there are other threads: they draw, and must not draw the same again.
-
-        Without others all are kept: forward may have drawn and put a generator back (``torch.random.fork_rng``).
-        """
-        if threading.active_count() > 1:
-            now = Generators(self._devices)._positions
-            self._positions = {key: held for key, held in self._positions.items() if now.get(key) != held}
-
-    def now(self) -> Generators:
-        """Where the same ones stand now."""
-        found = Generators(self._devices)
-        found._positions = {key: found._positions[key] for key in self._positions}
-        return found
-
-    def moved(self) -> bool:
-        """Whether one of them stands elsewhere now."""
-        return self._positions != self.now()._positions  # NumPy may have been imported since
-
-    def to_bytes(self) -> bytes:
-        """The positions in a form to compare."""
-        return pickle.dumps(self._positions)
-
-
-def _position(device: torch.device) -> bytes:
-    """Not as a tensor: whether it is held already, or newly made, is not to be seen in a measured peak."""
-    on_cpu = device.type == "cpu"
-    position = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
-    return ctypes.string_at(position.data_ptr(), position.nbytes)
-
-
-def _put(device: torch.device, position: bytes) -> None:
-    tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
-    if device.type == "cpu":
-        torch.set_rng_state(tensor)
-    else:
-        torch.get_device_module(device).set_rng_state(tensor, device)
-
-
-def _every_device() -> list[torch.device]:
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not _is_started(kind):
-        return []
-    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-
-
-def _is_started(device: torch.device) -> bool:
-    """Whether one may have been drawn from there, as PyTorch's checkpoint asks it."""
-    return device.type not in ("cpu", "meta") and is_started(device)
-
-
-_latest: dict[str | torch.device, Any] = {}
-"""The position of a generator that was asked for last: most stand there still when they are asked for next."""
-
-
-def _shared(generator: str | torch.device, position: Any) -> Any:
-    """``position``, or what is held of the same already."""
-    if _latest.get(generator) != position:
-        _latest[generator] = position
-    return _latest[generator]
-
-
-@dataclass(frozen=True, slots=True)
-class _Forgotten:
-    """Stands for a tensor that is no longer held, by its id."""
-
-    key: int
-
-
-class _Slots(MutableMapping[str, Any]):
-    """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
-
-    def __init__(self, module: torch.jit.ScriptModule) -> None:
-        self._program = program_of(module)
-        # Of one that was loaded they name its buffers too.
-        buffers = (name for name, _ in buffers_of(module).items())
-        self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._program.getattr(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._program.setattr(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)  # a program's are what they are
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Where a module keeps its state."""
-    yield vars(module)
-    if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
-        yield _Slots(module)
 
 
 def _parameters_of(module: nn.Module) -> dict[str, Any]:
     """Those of a ScriptModule cannot be exchanged."""
     parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
-
-
-class ModuleState:
-    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._attributes = [(attributes, *_held(attributes)) for m in modules for attributes in _attributes_of(m)]
-        self._kinds = {type(m): None for m in modules}
-        # A ScriptModule's cannot be exchanged.
-        self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
-
-    def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
-        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
-        for children, held in self._children:
-            if children != held:
-                children.clear()
-                children.update(held)
-        for attributes, atoms, held in self._attributes:
-            for key in attributes.keys() - atoms.keys() - held.keys() - _STRUCTURE:
-                del attributes[key]
-            attributes.update(atoms)
-            for key, value in held.items():
-                attributes[key] = _restored(value, replaced or {})
-
-    def forget(self, keys: Sequence[int]) -> None:
-        """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
-        forgotten = {key: _Forgotten(key) for key in keys}
-        self._attributes = [
-            (attributes, atoms, {name: _without(value, forgotten) for name, value in held.items()})
-            for attributes, atoms, held in self._attributes
-        ]
-
-    def kinds(self) -> Iterator[type[nn.Module]]:
-        """The classes of its modules."""
-        yield from self._kinds
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor among the attributes."""
-        for *_, held in self._attributes:
-            yield from _tensors(held.values())
-
-    def others(self) -> Iterator[Any]:
-        """What else there is among them: neither tensors, nor what is put back as it is."""
-        for *_, held in self._attributes:
-            yield from _others(held.values())
-
-    def large_tensors(self) -> list[Tensor]:
-        """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
-        return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
-
-
-def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
-    """The tensors and numbers among what a module keeps besides parameters, by path and name; not those of ``without``.
-
-    In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
-    """
-    found: dict[str, Any] = {}
-    for path, part in module.named_modules():
-        for attributes in () if part in without else _attributes_of(part):
-            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            _name(found, path, {key: value for key, value in held.items() if key not in _STRUCTURE})
-    return found
-
-
-def _name(found: dict[str, Any], path: str, value: Any) -> None:
-    if isinstance(value, dict | list | tuple | deque):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _name(found, f"{path}.{key}".removeprefix("."), inner)
-    elif type(value) in _NUMBERS or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
-        found[path] = value
 
 
 class _Parameters:
@@ -337,7 +73,7 @@ class _Parameters:
         self._used = [(parameters, dict(parameters)) for parameters in held]
         self._trainable = {id(p): p.requires_grad for p in self.tensors()}
         self._versions = {id(p): version_of(p) for p in self.tensors() if not is_lazy(p)}
-        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and not is_lazy(p)}
+        self._places = {id(p): _place_of(p) for p in self.tensors() if _is_plain(p) and _has_place(p)}
         self._gradients = [(p, p.grad, _version(p.grad)) for p in self.tensors() if p.is_leaf]
         self.written = ""
         """Name of a parameter that forward itself wrote."""
@@ -374,21 +110,18 @@ class _Parameters:
                         "wrong. Call backward before the optimizer's step."
                     )
 
-    def _exchange(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Put them where others are by now; returns what was there, as (dictionary, key, parameter)."""
-        there = []
+    def put(self) -> None:
+        """Have them stand where they stood, and no others."""
         for current, used in self._used:
-            for name, p in used.items():
-                # One of the two is sharded: FSDP gathers and frees it by hooks, in a recomputation too.
-                if current.get(name) is not p and _is_plain(p) and _is_plain(current.get(name)):
-                    there.append((current, name, current[name]))
-                    current[name] = p
-        return there
+            _exchange(current, used)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """They stand where they stood within, and need gradients if they did; others before and after."""
-        others = self._exchange()
+        """They stand where they stood within, and need gradients if they did; others before and after.
+
+        Those of before are back afterwards wherever forward has put others, or was ended before it took them off again.
+        """
+        others = [(current, dict(current)) for current, _ in self._used]
         present = [(p, p.requires_grad) for p in self.tensors() if p.is_leaf and not p.is_inference()]
         for p, _ in present:
             p.requires_grad_(self._trainable[id(p)])
@@ -397,8 +130,20 @@ class _Parameters:
         finally:
             for p, trainable in present:
                 p.requires_grad_(trainable)
-            for parameters, name, p in others:
-                parameters[name] = p
+            for current, there in others:
+                _exchange(current, there)
+
+
+def _exchange(current: dict[str, Any], held: Mapping[str, Any]) -> None:
+    """Put parameters in the place of others; FSDP gathers and frees sharded ones by hooks, in a recomputation too."""
+    if current.keys() == held.keys() and all(p is held[name] for name, p in current.items()):
+        return
+    sharded = {name: p for name, p in current.items() if not (_may_move(p) and _may_move(held.get(name)))}
+    _fill(current, {**held, **sharded})
+
+
+def _may_move(parameter: Tensor | None) -> bool:
+    return parameter is None or _is_plain(parameter)
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -408,6 +153,11 @@ def _version(gradient: Tensor | None) -> int:
 def _place_of(parameter: Tensor) -> int:
     place: int = memory_of(parameter)
     return place
+
+
+def _has_place(parameter: Tensor) -> bool:
+    """Not a lazy one, nor one that was made under a transform of torch.func, which is over."""
+    return not is_lazy(parameter) and not is_of_transform(parameter)
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
@@ -547,6 +297,7 @@ class StartingState:
     def _enter(self, lent: Sequence[Tensor]) -> dict[int, Any]:
         replaced: dict[int, Any] = dict(zip(self._lent, lent, strict=True))
         replaced |= remade(self._copies) | self._objects.again()
+        self._parameters.put()
         self._state.restore(replaced)
         self._objects.restore(replaced)
         self._generators.restore()
@@ -571,110 +322,3 @@ class StartingState:
                 objects.restore()
                 current.restore()
                 generators.restore()
-
-
-def copy_of(module: nn.Module) -> nn.Module:
-    """A deep copy; what has a graph among its attributes, which cannot be copied, is detached in it.
-
-    Raises whatever the classes of the module's attributes raise.
-    """
-    graphs = {id(t): t.detach().clone() for t in ModuleState(module).tensors() if t.grad_fn is not None}
-    return deepcopy(module, graphs)
-
-
-def reset_hidden_state(module: nn.Module) -> None:
-    """Forget what earlier steps left on the module: SpikingJelly's memories, snnTorch's membranes, graphs.
-
-    Attributes that hold a tensor with a graph are detached: such a module could be neither copied nor pickled.
-    """
-    for m in module.modules():
-        for name in ("reset", "reset_mem") if hasattr(m, "_memories") else ("reset_mem",):
-            reset = getattr(m, name, None)
-            if callable(reset):
-                reset()
-                break
-    detach_state(module)
-
-
-def detach_state(module: nn.Module) -> None:
-    """Cut what a module keeps in buffers and attributes off the graph that made it: as it is, it cannot be copied."""
-    state = ModuleState(module)
-    state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
-
-
-def _held(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state among a module's attributes: what is put back as it is, and what needs a look."""
-    atoms: dict[str, Any] = {}
-    held: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if key in _STRUCTURE:
-            continue
-        if _is_atom(value):
-            atoms[key] = value
-        else:
-            held[key] = _hold(value)
-    return atoms, held
-
-
-def _is_atom(value: Any) -> bool:
-    return type(value) in _ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
-
-
-def _hold(value: Any) -> Any:
-    if isinstance(value, list | deque):
-        return _Container(value, [_hold(item) for item in value])
-    if isinstance(value, dict):
-        return _Container(value, [(key, _hold(item)) for key, item in value.items()])
-    if type(value) is set:
-        return _Container(value, list(value))
-    if isinstance(value, torch.Generator):
-        return _Drawing(value, value.get_state())
-    return value
-
-
-def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
-    if isinstance(value, _Container):
-        return value.restore(replaced)
-    if isinstance(value, _Drawing):
-        return value.restore()
-    if isinstance(value, tuple):
-        return _rebuilt(value, [_restored(item, replaced) for item in value])
-    if isinstance(value, _Forgotten):
-        return replaced[value.key]
-    return replaced.get(id(value), value)
-
-
-def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
-    if isinstance(value, _Container):
-        return _Container(value.container, [_without(item, forgotten) for item in value.items])
-    if isinstance(value, tuple):
-        return _rebuilt(value, [_without(item, forgotten) for item in value])
-    return forgotten.get(id(value), value) if isinstance(value, Tensor) else value
-
-
-def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-
-
-def _others(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, _Container):
-            yield from _others(value.items)
-        elif isinstance(value, tuple):
-            yield from _others(value)
-        elif not isinstance(value, Tensor | _Drawing) and not _is_atom(value):
-            yield value
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            # What a transform of torch.func has left behind can be neither read nor copied.
-            if not isinstance(value, nn.Parameter) and not is_of_transform(value):
-                yield value
-        elif isinstance(value, _Container):
-            yield from _tensors(value.items)
-        elif isinstance(value, tuple):
-            yield from _tensors(value)

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.private_torch import CheckpointCall, checkpoint_around
-from memopt_cli.runtime.state import name_of
 
 _thread = threading.local()
 _moments = itertools.count(1)

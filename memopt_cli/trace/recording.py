@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, StorageTrace, ancestry
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.state import ModuleState, StartingState
+from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import (

@@ -5,11 +5,9 @@ Two copies of the model, one of them with the plan, take the same few steps.  Wh
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,20 +20,15 @@ from memopt_cli.equality import (
     difference,
     effects,
     gradients_by_parameter,
-    in_double,
 )
 from memopt_cli.errors import MemoptError, StepError, first_line
-from memopt_cli.own_step import OwnStep
 from memopt_cli.records import FurtherCheck
-from memopt_cli.runtime.state import StartingState, copy_of
+from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, synchronize
 from memopt_cli.units import format_seconds
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
-Resize = Callable[[int], Inputs]
-"""The inputs at another batch size; raises where they have no other."""
+from memopt_cli.verify.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS = 3
 """All of it takes no longer than so many steps of the plain model, ..."""
@@ -76,15 +69,6 @@ class Found:
         return self.worst.relative > tolerance if tolerance else bool(self.worst.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Variation:
-    """One of the checks: its name as it ends a sentence, and the step as it is varied meanwhile."""
-
-    name: str
-    batch: int
-    vary: Callable[[Step], AbstractContextManager[Step]]
-
-
 def follow(
     recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
 ) -> tuple[tuple[FurtherCheck, ...], Found | None]:
@@ -95,7 +79,7 @@ def follow(
     start = StartingState(recorded.step.model)
     try:
         pair = _Pair(recorded, install)
-        return _followed(recorded, pair, _variations(recorded, resize))
+        return _followed(recorded, pair, variations(recorded.batch, _size(recorded, CHECKS), resize))
     except _CannotCopy as error:
         return (FurtherCheck(name="in the next step", batch=recorded.batch, not_tried=error.message),), None
     finally:  # a copy may refer to the model that it is of, from a function's closure say
@@ -104,11 +88,11 @@ def follow(
 
 
 def _followed(
-    recorded: Recorded, pair: _Pair, variations: Iterable[_Variation]
+    recorded: Recorded, pair: _Pair, varied: Iterable[Variation]
 ) -> tuple[tuple[FurtherCheck, ...], Found | None]:
     checks: list[FurtherCheck] = []
     deadline = _Deadline(recorded)
-    for variation in variations:
+    for variation in varied:
         try:
             deadline.check(variation)
             found = pair.compare(variation)
@@ -145,7 +129,7 @@ class _Deadline:
         self._recorded = recorded
         self._ends = time.monotonic() + _allowed_s(recorded)
 
-    def check(self, variation: _Variation) -> None:
+    def check(self, variation: Variation) -> None:
         """Raises :class:`StepError` if there is no time left for it."""
         pair_s = _PAIR * self._recorded.plain_s * variation.batch / self._recorded.batch
         if time.monotonic() + pair_s > self._ends:
@@ -182,14 +166,14 @@ class _Course:
         self.took_from_start = True
         """The last one did."""
 
-    def take(self, variation: _Variation) -> dict[str, Tensor]:
+    def take(self, variation: Variation) -> dict[str, Tensor]:
         """The effects of a step, which goes on where the last one ended; a model that cannot begins anew.
 
         Raises what the model raises then.
         """
         try:
             return self._take(variation)
-        except _CannotVary:
+        except CannotVary:
             raise
         except Exception as error:
             if self.at_start or is_out_of_memory(error):
@@ -198,7 +182,7 @@ class _Course:
             self.at_start = True
         return self.take(variation)
 
-    def _take(self, variation: _Variation) -> dict[str, Tensor]:
+    def _take(self, variation: Variation) -> dict[str, Tensor]:
         if self.at_start:
             self._start.enter()
         with variation.vary(self._step) as step:
@@ -207,7 +191,7 @@ class _Course:
         self.took_from_start, self.at_start = self.at_start, False
         return found
 
-    def repeats(self, variation: _Variation) -> bool:
+    def repeats(self, variation: Variation) -> bool:
         """Two steps from one state are the same."""
         self.at_start = True
         once = self.take(variation)
@@ -237,7 +221,7 @@ class _Pair:
         self._gradients = recorded.gradients
         install(self._planned.model)
 
-    def compare(self, variation: _Variation) -> Found:
+    def compare(self, variation: Variation) -> Found:
         """One step of both, after a step of an optimizer.  Raises what the plain model raises."""
         gradients, self._gradients = self._gradients, {}
         for course in (self._plain, self._planned):
@@ -246,11 +230,11 @@ class _Pair:
         self._planned.at_start = self._plain.took_from_start
         found = self._planned_against(reference, variation)
         if found.differs(self._tolerance) and not self._plain.repeats(variation):
-            raise _CannotVary("the original's own step is not repeatable")
+            raise CannotVary("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
         return found
 
-    def _planned_against(self, reference: dict[str, Tensor], variation: _Variation) -> Found:
+    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> Found:
         try:
             return Found(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
@@ -269,139 +253,3 @@ def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
 
 def _largest(tensors: Sequence[Tensor]) -> float:
     return max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
-
-
-# ---------------------------------------------------------------------------------------------- the variations
-
-
-_Vary = Callable[[Step], AbstractContextManager[Step]]
-
-
-class _CannotVary(StepError):
-    """There is nothing of the kind to vary."""
-
-
-def _variations(recorded: Recorded, resize: Resize) -> Iterator[_Variation]:
-    """Most likely to matter first."""
-    batch = recorded.batch
-    inputs: _Vary = _as_recorded
-    size = _size(recorded, len(_KINDS) + 1)
-    if size < batch:
-        with contextlib.suppress(Exception):  # inputs of one size
-            resize(size)
-            batch, inputs = size, _at(resize, size)
-    for number, (name, vary) in enumerate(_KINDS.items()):
-        yield _Variation(name, batch, _both(inputs, vary))
-        if number == 0 and batch == recorded.batch:
-            other = batch // 2 or 2
-            yield _Variation(f"at batch {other}", other, _at(resize, other))
-
-
-def _both(inputs: _Vary, vary: _Vary) -> _Vary:
-    @contextlib.contextmanager
-    def varied(step: Step) -> Iterator[Step]:
-        with inputs(step) as other, vary(other) as result:
-            yield result
-
-    return varied
-
-
-def _as_recorded(step: Step) -> AbstractContextManager[Step]:
-    return contextlib.nullcontext(step)
-
-
-def _at(resize: Resize, size: int) -> _Vary:
-    """With inputs of another batch size."""
-
-    def varied(step: Step) -> AbstractContextManager[Step]:
-        try:
-            args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
-        except Exception as error:  # of a script, too
-            raise _CannotVary(first_line(error)) from error
-        return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
-
-    return varied
-
-
-def _masks(step: Step) -> AbstractContextManager[Step]:
-    """Masks among the inputs are turned over in the last half of their last dimension."""
-    if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
-        raise _CannotVary("no input is a mask")
-    args, kwargs = map_leaves(_turned, (step.args, step.kwargs))
-    return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
-
-
-def _is_mask(leaf: Any) -> bool:
-    """A tensor of zeros and ones that is no floating one, as spikes are."""
-    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
-        return False
-    return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
-
-
-def _turned(leaf: Any) -> Any:
-    if not _is_mask(leaf):
-        return leaf
-    turned = leaf.clone()
-    half = leaf.shape[-1] // 2
-    turned[..., half:] = leaf[..., half:] == 0
-    return turned
-
-
-@contextlib.contextmanager
-def _eval(step: Step) -> Iterator[Step]:
-    modes = [(module, module.training) for module in step.model.modules()]
-    step.model.eval()
-    try:
-        yield step
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextlib.contextmanager
-def _frozen(step: Step) -> Iterator[Step]:
-    with _thawed_again(step) as freeze:
-        freeze()
-        yield step
-
-
-@contextlib.contextmanager
-def _frozen_late(step: Step) -> Iterator[Step]:
-    """Between forward and backward, which is where the loss is formed."""
-    if isinstance(step, OwnStep):
-        raise _CannotVary("its function forms the loss")
-    with _thawed_again(step) as freeze:
-
-        def loss(output: Any) -> Any:
-            freeze()
-            return step.loss(output) if step.loss else output
-
-        yield replace(step, loss=loss)
-
-
-@contextlib.contextmanager
-def _thawed_again(step: Step) -> Iterator[Callable[[], None]]:
-    """Freezes the first half of the parameters, in the model's order, until the end."""
-    parameters = [p for p in step.model.parameters() if p.requires_grad]
-    frozen = parameters[: len(parameters) // 2]
-    if not frozen:
-        raise _CannotVary("it has fewer than two parameters")
-
-    def set_needed(needed: bool) -> None:
-        for parameter in frozen:
-            parameter.requires_grad_(needed)
-
-    try:
-        yield lambda: set_needed(False)
-    finally:
-        set_needed(True)
-
-
-_KINDS: dict[str, _Vary] = {
-    "in the next step": _as_recorded,
-    "with masks changed": _masks,
-    "in eval mode": _eval,
-    "with frozen parameters": _frozen,
-    "with parameters frozen before backward": _frozen_late,
-}
-"""By the check's name, as it ends a sentence."""

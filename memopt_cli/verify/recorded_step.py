@@ -26,7 +26,8 @@ from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, synchronize
-from memopt_cli.verify.further_steps import Found, Recorded, Resize, follow
+from memopt_cli.verify.further_steps import Found, Recorded, follow
+from memopt_cli.verify.variations import Resize
 
 Transform = Callable[[nn.Module], object]
 

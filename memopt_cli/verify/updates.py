@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from memopt_cli.equality import difference, generators_kept, state_of
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import FurtherCheck
-from memopt_cli.runtime.state import copy_of
+from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, reset_gradients, seed_everything, take
 from memopt_cli.verify.further_steps import Found

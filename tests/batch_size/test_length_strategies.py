@@ -1,4 +1,4 @@
-"""Padding, buckets, packing and a token budget side by side."""
+"""Padding, buckets, sequence packing and a token budget side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_models_see_every_batch() -> None:
     assert [r.strategy for r in (padding, buckets, packing, budget)] == [
         "padding",
         "buckets",
-        "packing",
+        "sequence_packing",
         "token_budget",
     ]
     assert {r.tokens for r in (padding, buckets, packing, budget)} == {24}

@@ -49,6 +49,7 @@ INVERSES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", INVERSES)
 @settings(deadline=None)
 @given(lengths=LENGTHS, sizes=st.sampled_from([(), (1,), (3,), (2, 2)]))

@@ -187,6 +187,7 @@ def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert recorded("check", "net.pt").code == 3
 
 
+@pytest.mark.slow
 def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 96)
     lines = recorded("check", "net.pt").out.splitlines()
@@ -220,6 +221,7 @@ def test_the_summary_page_of_github(
     assert text.count("### memopt") == 2
 
 
+@pytest.mark.slow
 def test_two_files(recorded: Callable[..., Any], tmp_path: Path) -> None:
     save_net(tmp_path / "net.pt", 96)
     assert recorded("baseline", "net.pt", "-i", "512x64", "-o", "b.json").code == 0

@@ -71,6 +71,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["/dev/zero", "../there", "link", "in/../../there", "circle", "a\0b"])
 @pytest.mark.parametrize(("command", "key"), FILES)
 def test_a_found_file_names_no_file_elsewhere(

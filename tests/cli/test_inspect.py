@@ -256,9 +256,9 @@ def test_the_sizes_are_those_of_the_loaded_model(memopt: Memopt) -> None:
     ("content", "code", "says"),
     [
         (b"", 3, "is empty"),
-        (b"hello world\n", 3, "no model saved by torch.save"),
+        (b"hello world\n", 3, "not a model saved by torch.save"),
         (b"PK\x03\x04 and no more", 3, "damaged"),
-        (bytes(range(256)), 3, "no model saved by torch.save"),
+        (bytes(range(256)), 3, "not a model saved by torch.save"),
     ],
 )
 def test_files_that_are_no_models(content: bytes, code: int, says: str, memopt: Memopt) -> None:

@@ -197,7 +197,6 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
     assert "b.yaml exists" in again.err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_copies_for_people(memopt: Callable[..., Any], net: str) -> None:
     done = memopt("recommend-batch", net, "-i", "16x64", "--memory", "2MiB", "--replicas", "2:4", "--seed", "1")
@@ -276,15 +275,14 @@ def test_strategies_are_compared_instead(pipeline: Any, monkeypatch: pytest.Monk
         asked.append(request)
         raise StepError("enough")
 
-    strategies: Any = ModuleType("memopt_cli.pipeline.strategies")
-    strategies.compare_strategies = compare_strategies
-    monkeypatch.setitem(sys.modules, strategies.__name__, strategies)
+    module = ModuleType("memopt_cli.pipeline.strategies")
+    vars(module)["compare_strategies"] = compare_strategies
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main("recommend-batch model.pt -i TxBx3 --dim B=8 --dim T=16:64 --strategy online,bptt".split()) == 3
     assert asked[0].strategies == ("bptt", "online")
     assert asked[0].dim_range == DimRange(symbol="T", low=16, high=64)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_table_of_strategies(memopt: Callable[..., Any], net: str) -> None:
     import torch

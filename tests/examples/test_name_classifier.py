@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import string
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +16,9 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from memopt_cli.batch_size.length_strategies import compare_length_strategies
 from memopt_cli.errors import BatchShapeError, UsageError
+from tests.examples.loaded import example
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["Shyam", "Ram", "O'Neill", "Lee"]
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 names_module = example("name_batches")

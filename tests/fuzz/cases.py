@@ -30,7 +30,7 @@ class Known:
         return self.names <= names and (not self.others or not self.others.isdisjoint(names))
 
 
-_CHECKPOINTS: Final = ("checkpointed", "checkpointed, reentrant")
+_CHECKPOINTS: Final = ("checkpointed", "checkpointed, reentrant", "in a checkpoint")
 _NOT_REPEATED: Final = frozenset(
     {"generator of PyTorch's", "generator of NumPy's", "generator of Python's", "iterator", "NumPy", "Python"}
     | {
@@ -43,6 +43,7 @@ _NOT_REPEATED: Final = frozenset(
         "memory in place",
     }
     | {"spectral norm", "leaf", "with other parameters", "called", "embedding with a largest norm", "written"}
+    | {"reweighted", "parameter made"}
     | OUTSIDE.keys()
 )
 """What PyTorch's checkpoint does not put back for a recomputation."""

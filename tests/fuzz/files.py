@@ -174,6 +174,7 @@ def _bytes_of(save: Callable[[Any], object]) -> bytes:
     return buffer.getvalue()
 
 
+@functools.cache
 def _zips() -> list[bytes]:
     model = _model()
     model.extra = {"dtype": torch.float16, "size": torch.Size([1]), "array": np.ones(2), "act": nn.functional.gelu}
@@ -254,6 +255,16 @@ def _commands() -> Any:
     return typer.main.get_command(app)
 
 
+def _read_batch(path: str) -> None:
+    """Its values are data: whatever they are, the parts that go by them can be made, and take batches."""
+    manager = memopt_cli.BatchShapeManager(_model(), config=memopt_cli.read_batch_shaping(path))
+    manager.initialize_for_training()
+    for step in range(3):
+        manager.process_batch(torch.ones(16, 1, 4, 4), step, 1.0 / (1 + step))
+        manager.update_metrics(1.0 / (1 + step), 0.1, 0.5)
+    manager.get_status()
+
+
 def _read_measured(path: str) -> None:
     found = compare_files(path, path)
     said = io.StringIO()
@@ -281,6 +292,28 @@ _SPEC: Final = b"""inputs:
 - {name: x, shape: [T, B, 2, 48], dtype: float32, values: 'spikes:0.2'}
 - {shape: [B, S], dtype: int64, values: '0..32000'}
 dims: {T: 10, B: 4, S: 16}
+"""
+_BATCH: Final = b"""schema_version: 2
+memopt: 0.1.0
+model: model.pt
+batch_shaping:
+  adaptive_sizing:
+    enabled: true
+    target_memory_usage: 0.8
+    min_batch_size: 1
+    max_batch_size: 128
+    adaptation_interval: 1
+    performance_window: 50
+  memory_aware_shaping:
+    memory_threshold: 0.9
+    preserve_gradients: true
+    optimization_hints: {attention: contiguous, convolution: channels_last, recurrent: packed_sequence}
+  performance_monitoring:
+    enabled: true
+    metrics_window: 100
+    alert_thresholds: {memory_usage: 0.95, throughput_drop: 0.2}
+  validation: {strict_mode: true, hardware_checks: true, performance_validation: true}
+recommended: {batch_size: 48, verified: true}
 """
 _CONFIG: Final = b"""level: 3
 dims: {B: 8}
@@ -366,6 +399,7 @@ FORMATS: Final[dict[str, Format]] = {
     "model.inputs.yaml": Format(lambda: [_SPEC], _TEXT, read_spec_file),
     "memopt.yaml": Format(lambda: [_CONFIG], _TEXT, _read_config),
     "plan.yaml": Format(lambda: [_PLAN], _TEXT, _read_plan),
+    "batch.yaml": Format(lambda: [_BATCH], _TEXT, _read_batch),
     "baseline.json": Format(_measured, _TEXT, _read_measured),
     "checked.json": Format(_recorded, _TEXT, _read_checked),
     **{

@@ -669,6 +669,25 @@ class Weights(nn.Module):
         return x + self.shifts["a"] * self.shifts["b"]
 
 
+class Reweighted(Mixing):
+    """Its layer has another weight while it runs, and no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        self.linear.weight, self.linear.bias = nn.Parameter(weight.detach() * 0.9), None
+        y = self.linear(x).tanh()
+        self.linear.weight, self.linear.bias = weight, bias
+        return y + weight.sum() + bias.sin()
+
+
+class MakingParameters(Mixing):
+    """Makes a parameter anew in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor = nn.Parameter(torch.rand(WIDTH, dtype=x.dtype))
+        return (self.linear(x) * self.factor).tanh()
+
+
 class Copied(Mixing):
     """Runs a copy of a layer that is made in forward."""
 
@@ -720,6 +739,8 @@ FORWARDS: Final[dict[str, Kind]] = {
     "scripted": Kind(Scripted),
     "sparse": Kind(Sparse),
     "weights": Kind(Weights, (0, 1)),
+    "reweighted": Kind(Reweighted),
+    "parameter made": Kind(MakingParameters),
     "copied": Kind(Copied),
     "written": Kind(Written),
     "residual": Kind(Residual, (0, 1), holds=True),

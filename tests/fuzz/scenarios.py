@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.layers import STEPS, WIDTH
 
@@ -121,6 +122,7 @@ CALLS: Final[dict[str, Callable[[nn.Module, Tensor], Any]]] = {
     "in a thread": _in_thread,
     "with other parameters": _with_others,
     "with a twin": _with_a_twin,
+    "in a checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
     "mapped": lambda model, x: torch.vmap(model, randomness="different")(torch.stack([x, x.cos()])),
 }
 """How forward is called."""

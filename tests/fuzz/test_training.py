@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.records import SegmentPlan
-from memopt_cli.runtime.state import Generators
+from memopt_cli.runtime.generators import Generators
 from tests.fuzz.cases import Case, build, drawn_case, from_text, to_text
 from tests.fuzz.models import KINDS, Block
 from tests.fuzz.scenarios import Scenario
@@ -30,6 +30,7 @@ def test_a_plan_changes_nothing(first: int) -> None:
     assert counted["same"] > len(found) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_block_computes_and_is_trained(kind: str) -> None:
     inner = (Block(kind="linear"),) if KINDS[kind].holds else ()

@@ -39,10 +39,11 @@ from transformers import BertConfig, BertModel
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.records import Trust
+from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lifted.module import restore_lifted
+from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_run import SegmentRun
-from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY, Generators
 
 REFUSED, NO_MODEL = 4, 3
 
@@ -212,7 +213,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Objects of classes that a file may name, which would run something for what they are given."""
     system = pickle.dumps(Call(os.system, f"touch {canary}"))
     generators = Created(Generators, state={"python": system, "numpy": system, "torch": torch.zeros(1)})
-    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.state.Generators")
+    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.generators.Generators")
     run = Created(SegmentRun, state={"hook": True, "start": generators})
     yield (
         "a hook of the runtime",
@@ -385,6 +386,10 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         "partials within each other": b"cfunctools\npartial\n" * deep
         + b"ctorch.nn.functional\nrelu\n"
         + b"\x85R" * deep,
+        "calls of many names of one module": _names(b"sympy.core.numbers\nB%d\n)R"),
+        "names of many packages": _names(b"package%d\nNet\n"),
+        "names of many modules of a library": _names(b"transformers.models.m%d\nNet\n", 200),
+        "very many names": _names(b"torch.nn.functional\nf%d\n", 5000),
         "many regular expressions": b"]" + b"".join(map(_pattern, range(100))),
         "attributes of attributes": (
             b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
@@ -400,9 +405,15 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         },
     }
     for name, code in nested.items():
-        yield name, Hostile(holding(code), NO_MODEL, "model.pt")
+        refused = REFUSED if name == "calls of many names of one module" else NO_MODEL
+        yield name, Hostile(holding(code), refused, "model.pt")
     code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
     yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
+
+
+def _names(one: bytes, count: int = 1900) -> bytes:
+    """A list of as many names, or of what they return."""
+    return b"](" + b"".join(b"c" + one % number for number in range(count)) + b"e"
 
 
 def _pattern(number: int) -> bytes:

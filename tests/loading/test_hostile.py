@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,10 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
-from memopt_cli.loading import load_model, read_file
+from memopt_cli.loading import load_model, read_file, trust
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.records import InputSpec, ModelSource, Trust
 from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, holding, payloads
@@ -356,7 +360,11 @@ def test_hostile_text_files(name: str, role: str, memopt: Memopt) -> None:
     assert len(done.err) < 1000
 
 
-LOADERS = ("numpy.load", "numpy.lib.npyio.load", "yaml.unsafe_load", "joblib.load", "pandas.read_pickle", "torch.load")
+LOADERS = (
+    *("numpy.load", "numpy.lib.npyio.load", "yaml.unsafe_load", "joblib.load", "pandas.read_pickle", "torch.load"),
+    *("pip.main", "setuptools.setup", "IPython.start_ipython", "pexpect.spawn", "requests.get", "httpx.get"),
+    *("huggingface_hub.snapshot_download", "fsspec.open", "pytest.main", "transformers.utils.hub.cached_file"),
+)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -387,3 +395,87 @@ def test_code_in_the_place_of_a_missing_library_is_not_offered_as_that(memopt: M
     done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
     assert done.changed == set()
     assert "If the norse in this folder is your own: --code-path .; else pip install norse." in done.err
+
+
+# ---------------------------------------------------------------------------------------------- what a hint costs
+
+
+def test_a_large_file_may_not_take_as_much_work_as_a_small_one_for_each_byte() -> None:
+    """It is large because of its weights; opcodes take hundreds of bytes of memory each."""
+    small, large = (PickleScan(size=size) for size in (8 << 20, 64 << 20))
+    assert large.most_work < 2 * small.most_work
+    assert PickleScan(size=1 << 40).most_work == 8_000_000  # of an expert model with 50,000 modules
+
+
+def test_nothing_is_looked_through_for_garbage_while_a_file_is_judged(memopt: Memopt) -> None:
+    """The collector would walk a million stand-ins each time that as many more are made."""
+    Path("model.pt").write_bytes(archive({"data.pkl": b"\x80\x02](" + b"]" * 90_000 + b"e."}))
+    collected = list[int]()
+    gc.callbacks.append(lambda phase, told: collected.append(told["generation"]))
+    try:
+        with pytest.raises(FileFormatError, match="a list, not a model"):
+            load_model(ModelSource(location="model.pt"))
+        assert len(collected) < 10  # afterwards; there were hundreds
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+
+
+def test_a_script_is_looked_at_once_for_all_names(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it parsed, which takes Python seconds for a script of a megabyte."""
+    Path("train.py").write_text("class Net0: pass\n" + "x = [\n" * 1000)
+    names = b"".join(b"c__main__\nNet%d\n)R" % number for number in range(300))
+    Path("model.pt").write_bytes(holding(b"](" + names + b"e"))
+    looked, read = list[str](), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: looked.append(path.name) or read(path))  # type: ignore[func-returns-value]
+    with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
+        load_model(ModelSource(location="model.pt"))
+    assert "--code-path train.py" in error.value.hint
+    assert looked == ["train.py"]
+
+
+class Endless:
+    """A folder of data, of which there is always more."""
+
+    def __init__(self, path: str) -> None:
+        self.names = (SimpleNamespace(name=f"{n}.png", is_dir=lambda **_: False) for n in itertools.count())
+
+    def __enter__(self) -> Iterator[Any]:
+        return self.names
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_of_a_folder_of_data_only_the_first_files_are_looked_at(
+    memopt: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("images").mkdir()
+    Path("model.pt").write_bytes(holding(b"cimages\nNet\n)\x81"))
+    monkeypatch.setattr(trust.os, "scandir", Endless)
+    with pytest.raises(FileFormatError, match="no package images is installed"):
+        load_model(ModelSource(location="model.pt"))
+
+
+def test_a_folder_with_python_in_it_is_code(memopt: Memopt) -> None:
+    Path("mine/deep").mkdir(parents=True)
+    Path("mine/deep/net.py").touch()
+    Path("model.pt").write_bytes(holding(b"cmine.deep.net\nNet\n)\x81"))
+    with pytest.raises(UnsafeFileError, match="code in this folder") as error:
+        load_model(ModelSource(location="model.pt"))
+    assert "--code-path ." in error.value.hint
+
+
+def test_a_hint_names_a_few_of_many_attacks(memopt: Memopt) -> None:
+    Path("model.pt").write_bytes(b"(" + b"".join(b"cos\nsystem%d\n" % number for number in range(3000)) + b"l.")
+    with pytest.raises(UnsafeFileError, match="and 2995 more") as error:
+        load_model(ModelSource(location="model.pt"))
+    assert len(error.value.hint) < 300
+
+
+def test_a_hint_has_no_more_flags_than_people_read(memopt: Memopt) -> None:
+    names = b"".join(b"csympy.core.numbers\nmake_%d\n)R" % number for number in range(500))
+    Path("model.pt").write_bytes(holding(b"](" + names + b"e"))
+    with pytest.raises(UnsafeFileError, match=r"and 495 more") as error:
+        load_model(ModelSource(location="model.pt"))
+    assert "--allow" not in error.value.hint

@@ -19,7 +19,8 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.loading import exported_graph, load_model, read_file
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.description import describe
-from memopt_cli.loading.exported_graph import Builder, Call, GraphReader, Method, Op, Scope, settled
+from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settled
+from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import ModelSource

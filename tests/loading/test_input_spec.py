@@ -156,6 +156,7 @@ TENSORS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(TENSORS)
 def test_format_and_parse_are_inverses(tensor: TensorSpec) -> None:
     assert parse_tensor(format_tensor(tensor)) == tensor
@@ -327,7 +328,7 @@ def test_scripts_are_given_the_sizes_that_they_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("named", "wants the size of batch"), ("failing", "no luck"), ("missing", "has no function missing")],
+    [("named", "needs the size of batch"), ("failing", "no luck"), ("missing", "has no function missing")],
 )
 def test_scripts_that_cannot_be_used(tmp_path: Path, function: str, message: str) -> None:
     path = tmp_path / "inputs.py"
@@ -339,7 +340,7 @@ def test_scripts_that_cannot_be_used(tmp_path: Path, function: str, message: str
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [("named", "wants the size of batch"), ("missing", "has no function missing")]
+    ("function", "message"), [("named", "needs the size of batch"), ("missing", "has no function missing")]
 )
 def test_a_script_is_looked_at_before_its_batch(tmp_path: Path, function: str, message: str) -> None:
     path = tmp_path / "inputs.py"

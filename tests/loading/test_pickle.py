@@ -533,6 +533,7 @@ def test_any_bytes_give_one_of_our_errors(tmp_path: Path, data: bytes, start: by
         load_model(source(tmp_path / "model.pt"))
 
 
+@pytest.mark.slow
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), case=st.sampled_from(["zip", "legacy"]))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_byte_gives_a_model_or_one_of_our_errors(

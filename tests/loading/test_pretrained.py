@@ -83,7 +83,7 @@ def test_an_adapter_is_put_on_its_base(folder: Path, adapter: Path) -> None:
     assert not torch.equal(found.eval()(tokens).logits, load(folder).eval()(tokens).logits)
     assert load_model(ModelSource(location=str(adapter))).notes == (f"The adapter is put on the base in {folder}.",)
     rewrite(adapter / "adapter_config.json", lambda settings: settings.update(base_model_name_or_path="someone/gpt2"))
-    with pytest.raises(FileFormatError, match="'someone/gpt2', which is no folder here"):
+    with pytest.raises(FileFormatError, match="'someone/gpt2', which is not a folder here"):
         load(adapter)
 
 
@@ -184,7 +184,7 @@ def test_infinity_as_transformers_writes_it(folder: Path) -> None:
 
 def test_a_base_whose_name_is_too_long(adapter: Path) -> None:
     rewrite(adapter / "adapter_config.json", lambda given: given.update(base_model_name_or_path="a" * 5000))
-    with pytest.raises(FileFormatError, match="which is no folder here"):
+    with pytest.raises(FileFormatError, match="which is not a folder here"):
         load(adapter)
 
 
@@ -307,7 +307,7 @@ def test_an_index_names_files_of_the_folder_alone(name: Any, folder: Path) -> No
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     index = {"weight_map": {"a": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileFormatError, match="names what is no file beside it") as caught:
+    with pytest.raises(FileFormatError, match="names something that is not a file beside it") as caught:
         load(folder)
     assert caught.value.message.isprintable()
 

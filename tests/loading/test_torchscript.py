@@ -135,6 +135,7 @@ def test_copies_are_independent(name: str, tmp_path: Path) -> None:
     assert differing(before, run(module, given)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path) -> None:
     arguments = CORPUS[name].arguments()

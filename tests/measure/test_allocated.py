@@ -28,6 +28,7 @@ def test_the_highest_level_counts() -> None:
     assert found.backend == "cpu profiler"
 
 
+@pytest.mark.slow
 def test_a_step_that_only_frees_peaks_at_its_start() -> None:
     held = [torch.empty(MIB)]
     assert measure_allocated(lambda _: held.clear(), "cpu", 4 * MIB).peak_bytes == 4 * MIB

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
+from memopt_cli.measure.jobs import DescribeJob, Measured, MeasureJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import (
     Crashed,
     InputSpec,
+    ModelFacts,
     ModelSource,
     OutOfMemory,
     Plan,
+    StepFailed,
     StepSettings,
     TensorSpec,
     Trust,
@@ -293,3 +295,32 @@ def wait_for(condition: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+PROBE = """
+import sys
+from pathlib import Path
+
+import torch
+
+
+def make():
+    with Path("seen").open("a") as file:
+        print("torch._dynamo" in sys.modules, file=file)
+    return torch.nn.Linear(3, 3)
+"""
+
+
+def test_what_steps_need_is_imported_once_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is refused costs one import of PyTorch, and no compiler."""
+    monkeypatch.chdir(tmp_path)
+    Path("probe.py").write_text(PROBE)
+    Path("refused.pt").write_bytes(b"cposix\nsystem\n(Vtouch canary\ntR.")
+    monkeypatch.setenv("MEMOPT_TEST", "a server of its own")
+    given = InputSpec(tensors=(TensorSpec(shape=(2, 3), dtype="float32"),), source="--input")
+    with processes.kept():
+        for location in ("refused.pt", "probe.py:make", "probe.py:make"):
+            with Session(Subject(source=ModelSource(location=location)), 60) as session:
+                found = session.ask(DescribeJob(spec=given))
+                assert isinstance(found, StepFailed if location == "refused.pt" else ModelFacts)
+    assert Path("seen").read_text() == "False\nTrue\n"

@@ -127,6 +127,7 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
     assert after["classes"] == before["classes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 def test_what_is_answered_makes_sense(optimizer: str, worker: Callable[..., Worker]) -> None:
     one = worker(optimizer=optimizer)

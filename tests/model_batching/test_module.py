@@ -374,6 +374,17 @@ def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: p
         assert all(trial.step_s == 6 * seconds for trial in batched.trials)
 
 
+@pytest.mark.parametrize(("share", "samples", "tried"), [(0.0, 1000, False), (1e6, 1000, True), (0.0, 3, False)])
+def test_another_route_is_compared_where_that_is_short_beside_a_step(
+    share: float, samples: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_SHORT_S", 0.0)
+    monkeypatch.setattr(selection, "_COMPARING_S", 1e6)
+    monkeypatch.setattr(selection, "_COMPARING_SHARE", share)
+    batched = BatchModule(small(), G, example_inputs=(torch.randn(G, samples, 5),))
+    assert ["not tried" not in trial.refused for trial in batched.trials] == [True, tried, True]
+
+
 def timers(*taken: tuple[float, ...]) -> tuple[dict[int, Callable[[], float]], list[int]]:
     """Steps that take so many seconds in turn, and how often each was taken."""
     calls = [0] * len(taken)

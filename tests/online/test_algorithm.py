@@ -113,6 +113,7 @@ def test_d_rtrl_is_back_propagation_through_time_on_the_cut_graph(net: nn.Module
     assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 4])
 def test_windows_differentiate_every_path_within(net: nn.Module, window: int) -> None:
     inputs, labels = sequence()
@@ -121,6 +122,7 @@ def test_windows_differentiate_every_path_within(net: nn.Module, window: int) ->
     assert relative(found, through_time_cut(net, inputs, labels, window)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
 def test_one_window_is_plain_back_propagation_through_time(make: Callable[..., OnlineAlgorithm]) -> None:
     net = lif_net().double()
@@ -240,6 +242,7 @@ def test_es_d_rtrl_is_its_equations(correction: str, divisor: Callable[[int], fl
     assert relative(found, es_by_hand(net, inputs, labels, 0.9, divisor)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("correction", "ratio"), [("reference", 1 / 9), ("exact", 1.0), ("none", 0.1)])
 def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(net: nn.Module, correction: str, ratio: float) -> None:
     inputs, labels = sequence()
@@ -311,6 +314,7 @@ def test_what_is_no_decay_and_no_rank(given: object) -> None:
 # ------------------------------------------------------------------ batching
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
 def test_manual_and_automatic_batching_agree(

@@ -216,6 +216,16 @@ def test_a_single_step_of_a_cell_runs_whole(path: str) -> None:
     assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
 
 
+def test_a_single_step_of_a_cell_whose_state_is_of_all_samples_runs_whole() -> None:
+    """A chunk of it fails, where state and input do not fit."""
+    inputs = sequence()[0].float()
+    whole = OverTime(feedforward(LIF(HIDDEN)).float())
+    chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(SegmentPlan(path="model", chunks=2, axis=0),)))
+    with pytest.warns(UserWarning, match=r"fails on a chunk \(The size of tensor .*: it runs whole from now on"):
+        found = effects(step_of(chunked, inputs))
+    assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
+
+
 def test_a_single_step_of_what_keeps_nothing_runs_in_chunks_of_its_samples() -> None:
     inputs = sequence()[0]
     whole = OverTime(nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()).double())

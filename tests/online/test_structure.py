@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, init_all_states, traced, untraced
+from memopt_cli.online.finding import find_structure
 from memopt_cli.online.neurons import ALIF, LIF, LeakyRateReadout
-from memopt_cli.online.structure import Structure, find_structure
+from memopt_cli.online.structure import Structure
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, Layered, Recurrent, lif_net
 
 

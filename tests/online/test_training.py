@@ -139,6 +139,7 @@ def test_a_compiled_step_is_the_step(automatic: bool) -> None:
         torch.testing.assert_close(value, after[name])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_neurons_behind_a_matrix_product() -> None:

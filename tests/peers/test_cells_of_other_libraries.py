@@ -99,6 +99,7 @@ def test_vmap_runs_each_sample_as_a_batch_would(net: nn.Module) -> None:
     assert relative(gradients(net), of_batch) <= EXACT
 
 
+@pytest.mark.slow
 def test_d_rtrl_is_exact_and_the_same_in_lanes(net: nn.Module) -> None:
     inputs, labels = sequence()
     expected = through_time(net, inputs, labels)  # nothing recurs through weights: nothing is cut

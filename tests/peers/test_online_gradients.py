@@ -311,7 +311,7 @@ class Reparametrized(Network):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OfCell(of_an_attribute), r"cell\.slow is carried from one time step to the next, and is no declared"),
+        (lambda: OfCell(of_an_attribute), r"cell\.slow is carried from one time step to the next, and is not a"),
         (lambda: OfCell(by_its_attribute), r"the weight of cell\.leak reaches cell\.g without a call of cell\.leak"),
         (lambda: OfCell(complex_decay), r"cell\.g is complex"),
         (lambda: OfCell(mixed_where_large), r"cell\.g \(7,\) does not reach cell\.g, \(7,\) per sample, neuron by"),

@@ -86,6 +86,7 @@ def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
     assert ("NOT exact, as allowed: in " in done.out) is allowed
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_it_says_what_did_not_run_in_chunks(optimize: Callable[..., Any]) -> None:
     torch.save(net(nn.SyncBatchNorm), "net.pt")
     done = optimize("-i", "8x1x24x24", "--target", "Block", "--budget", "100KiB")

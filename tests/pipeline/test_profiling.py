@@ -78,6 +78,7 @@ def test_it_adds_up(model_file: str) -> None:
     assert json.dumps(to_data(found))
 
 
+@pytest.mark.slow
 def test_modules_include_those_below(model_file: str) -> None:
     uses = {use.path: use for use in profiled(model_file).modules}
     inner = [uses[f"0.{i}"] for i in range(4)]

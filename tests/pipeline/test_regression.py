@@ -335,6 +335,7 @@ def trusted(history: History) -> ModelSource:
     return ModelSource(location=history.model, trust=Trust(packages=(__name__.partition(".")[0],)))
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_switched_off_is_another(tmp_path: Path) -> None:
     """That it matters: an LSTM's tensor peak is another one without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -376,7 +377,7 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
     if content is not None:
         Path(history.baseline).write_text(content)
     answered(MeasureJob, never)
-    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is no baseline: "):
+    with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is not a baseline: "):
         history.check()
 
 

@@ -33,7 +33,8 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import chunked
-from memopt_cli.runtime.state import Generators, StartingState
+from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.state import StartingState
 
 ORIGINAL = Plan()
 
@@ -124,6 +125,7 @@ def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
 # ---------------------------------------------------------------------------------------------- what is right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [ORIGINAL, EXACT], ids=["original", "segments"])
 def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at: list[VerifyJob]) -> None:
     one = prepared()

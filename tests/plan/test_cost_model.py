@@ -242,6 +242,7 @@ def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
     assert model.predict(segments("0")).step_s - model.step_s < whole * (1 + SEGMENT_OP_S) + SEGMENT_S - 0.99
 
 
+@pytest.mark.slow
 def test_time_is_what_runs_again(subject: Subject) -> None:
     timed = replace(subject.trace, ops=tuple(replace(op, seconds=1.0) for op in subject.trace.ops))
     model = CostModel(timed)
@@ -376,6 +377,7 @@ class OverSteps(nn.Module):
         return torch.stack([self.neuron(step) for step in x])
 
 
+@pytest.mark.slow
 def test_what_a_call_finds_of_the_call_before_is_held_till_its_backward() -> None:
     layers = nn.Sequential(nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32), OverSteps(), nn.Linear(32, 32))
     subject = Subject(layers, torch.randn(8, 64, 32))

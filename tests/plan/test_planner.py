@@ -177,6 +177,7 @@ def test_limits_hold_in_every_plan(name: str, limit: str) -> None:
         assert not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["three segments", "one round", "a target", "chunks by three"])
 def test_limits_leave_something_to_do(limit: str) -> None:
     options, _ = LIMITS[limit]
@@ -249,6 +250,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     assert plans.neighbours(segments("nowhere")) == (None, None)
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,6 +528,7 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "cut"), [(1, False), (2, False), (3, True), (4, True)])
 def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
     plans = small("chain").planner(lambda path: rule_along(0))

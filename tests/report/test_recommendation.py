@@ -144,7 +144,9 @@ def test_ways_to_batch_sequences() -> None:
         LengthBatching(
             name="token_budget", batch=None, max_tokens=96, batches=6, waste=0.01, peak_bytes=2 * MIB, epoch_s=1.0
         ),
-        LengthBatching(name="packing", batch=8, max_tokens=None, batches=7, waste=0.0, peak_bytes=MIB, epoch_s=0.5),
+        LengthBatching(
+            name="sequence_packing", batch=8, max_tokens=None, batches=7, waste=0.0, peak_bytes=MIB, epoch_s=0.5
+        ),
     )
     lines = [" ".join(line.split()) for line in shown(replace(FOUND, lengths=ways))]
     assert "padding 8 7 43.2 % ~1.0 MiB ~2.00 s" in lines

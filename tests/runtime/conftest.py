@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.segment_run import SegmentRun
-from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
 Call = Callable[..., Any]

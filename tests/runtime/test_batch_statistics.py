@@ -104,6 +104,7 @@ def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: 
     assert segment.blocks[0](x).stride() == net.blocks[0](x).stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize("codec", ["null", "bit"])
 def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:
@@ -205,6 +206,7 @@ def test_a_norm_shared_with_what_is_outside(exactly: Any) -> None:
     assert optimized.norm.num_batches_tracked == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [SegmentConfig(), SegmentConfig(chunks=2, axis=1)])
 def test_within_another_segment_and_around_one(exactly: Any, outer: SegmentConfig) -> None:
     net = Resetting(nn.Sequential(ConvBlock(2, 4, pool=False), nn.Tanh()))
@@ -409,13 +411,21 @@ def test_script_modules_are_refused() -> None:
             "draws random numbers before a batch norm",
         ),
         (Handing(), "hands its state over as an output"),
-        (Careful(), "catches the exception"),
     ],
 )
 def test_refused_when_it_runs(block: nn.Module, reason: str) -> None:
     install_segment(block, EXACT)
     with pytest.raises((ValueError, RuntimeError), match=reason):
         block(torch.randn(6, 4))
+
+
+def test_one_that_catches_the_exception_runs_whole() -> None:
+    block, x = Careful(), torch.randn(6, 4)
+    expected = copy.deepcopy(block)(x)
+    install_segment(block, EXACT)
+    with pytest.warns(UserWarning, match="catches the exception"):
+        output = block(x)
+    assert torch.equal(output, expected)
 
 
 class Reading(Accumulating):

@@ -168,6 +168,7 @@ class _First(nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 5, 24])
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_rows_that_are_independent_run_in_chunks(name: str, chunks: int) -> None:

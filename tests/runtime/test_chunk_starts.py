@@ -13,7 +13,7 @@ from memopt_cli.apply import apply_plan
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.step import Step
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep

@@ -95,6 +95,7 @@ def test_inductor() -> None:
     torch.testing.assert_close(left_behind(torch.compile(optimized), x), expected)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_its_mask() -> None:
     _, optimized = pair(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)), BIT)
     compiled = torch.compile(optimized[1], backend="aot_eager")
@@ -142,6 +143,7 @@ def forward_of_inner(model: nn.Module, backend: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is])
 @pytest.mark.parametrize(
     ("make", "place"), [(Drawing, root), (batch_norm, outer), (batch_norm, inner), (Drawing, forward_of_inner)]

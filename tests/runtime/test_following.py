@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -140,6 +141,60 @@ def test_a_checkpoint_of_the_users_own_between_two_segments(
     model = nn.Sequential(Between(reentrant=reentrant), nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(200, 8, requires_grad=True)
     judge(model, {**dict.fromkeys(around, PLAIN), "0.inner": inner}, x)
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, which training differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.energy = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.energy(self.hidden(x).tanh()).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
+class InCheckpoint(nn.Module):
+    """PyTorch's checkpoint runs ``inner`` again whenever somebody asks for what that has saved: in forward too."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.* computes gradients in its forward, within a checkpoint of your own")
+@pytest.mark.parametrize("paths", [["inner.1"], ["inner"], ["inner", "inner.1"], ["inner.1", "inner.1.hidden"]])
+def test_gradients_within_a_checkpoint_of_the_users_own(paths: list[str], judge: Judge) -> None:
+    model = InCheckpoint(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8), nn.Tanh())
+    judge(model, dict.fromkeys(paths, PLAIN), torch.randn(4, 8, requires_grad=True))
+
+
+def test_gradients_within_a_checkpoint_of_the_users_own_are_told() -> None:
+    model = InCheckpoint(Forces())
+    install_segment(model.inner[0], PLAIN)
+    with pytest.warns(UserWarning, match="Forces computes gradients in its forward, within a checkpoint of your own"):
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_packed_within_a_checkpoint_of_the_users_own(judge: Judge) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8, momentum=None), Forces(), nn.Linear(8, 8))
+    plain, packed = (InCheckpoint(net) for net in pair(model, PACKED))
+    judge.compare(plain, packed, torch.randn(4, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize("paths", [["inner"], ["inner.2"], ["inner", "inner.1", "inner.2"]])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None)])
+def test_a_norm_at_the_end_of_a_checkpoint_of_the_users_own(norm: nn.Module, paths: list[str], judge: Judge) -> None:
+    """It counts as often as it does without a segment."""
+    model = nn.Sequential(InCheckpoint(nn.Linear(8, 8), nn.Tanh(), norm), nn.Linear(8, 8))
+    judge(model, {f"0.{path}": PLAIN for path in paths}, torch.randn(4, 8))
+    assert judge.recomputations
 
 
 # ---------------------------------------------------------------------------------------------- hooks on inputs
@@ -501,6 +556,28 @@ def test_what_is_packed_around_a_mapped_checkpoint_of_the_users_own() -> None:
     assert equal(gradients(model), gradients(optimized))
 
 
+class Adding(nn.Module):
+    """Makes a parameter in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor = nn.Parameter(torch.rand(4))
+        return (self.layer(x) * self.factor).tanh()
+
+
+@pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])
+def test_a_parameter_that_a_mapped_forward_left_behind(config: SegmentConfig) -> None:
+    model, optimized = pair(Adding(), config)
+    for net in (model, optimized):
+        torch.manual_seed(0)
+        torch.vmap(net, randomness="different")(torch.ones(2, 3, 4)).sum().backward()
+        net(torch.ones(3, 4)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+
+
 def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
     model = nn.Sequential(Mapping("grad"))
     install_segment(model, PACKED)
@@ -597,6 +674,100 @@ def test_a_layer_made_in_forward_stays_the_one_that_ran() -> None:
         y.sum().backward()
         assert model.made is made
         assert made.weight.grad is not None
+
+
+class Reweighted(nn.Module):
+    """Its layer has another weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer.weight
+        self.layer.weight = nn.Parameter(own.detach() * 0.9)
+        y = self.layer(x).tanh()  # the last that a recomputation needs: it ends here
+        self.layer.weight = own
+        return y + own.sum()
+
+
+class Unbiased(Reweighted):
+    """The same of a parameter that is taken off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer.bias
+        self.layer.bias = None
+        y = self.layer(x).tanh()
+        self.layer.bias = own
+        return y + own
+
+
+class AddingOnce(Reweighted):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "factor"):
+            self.factor = nn.Parameter(torch.rand(4))
+        return F.dropout(self.layer(x) * self.factor).tanh()
+
+
+@pytest.mark.parametrize("paths", [["0"], [""], ["", "0"]])
+@pytest.mark.parametrize("kind", [Reweighted, Unbiased, Adding, AddingOnce])
+def test_parameters_that_forward_exchanges(kind: type[nn.Module], paths: list[str], judge: Judge) -> None:
+    judge(nn.Sequential(kind(), nn.Linear(4, 4)), dict.fromkeys(paths, PLAIN), torch.randn(3, 4))
+    assert judge.recomputations
+
+
+class Alike(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x.flip(0)).sin()
+
+
+class CallingAlike(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alike = Alike()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self.alike, {name: 0.9 * p for name, p in self.alike.named_parameters()}, (x,))
+
+
+@pytest.mark.parametrize("path", ["", "alike"])
+def test_a_functional_call_in_another_of_one_layer_with_two_names(path: str) -> None:
+    """PyTorch itself does not take all of its parameters off again."""
+    found = []
+    for model in pair(CallingAlike(), PLAIN, path):
+        own = dict(model.named_parameters())
+        y = functional_call(model, {name: 0.8 * p for name, p in own.items()}, (torch.ones(3, 4),))
+        there = list(model.named_parameters())
+        gradients = torch.autograd.grad(y.sum(), list(own.values()), allow_unused=True)
+        assert all(p is q for (_, p), (_, q) in zip(there, model.named_parameters(), strict=True))
+        found.append([y, *gradients, *dict(there).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class AskingTwice(Unbiased):
+    """Computes gradients by torch.func while its layer has no bias: it is run plainly from the start again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer.bias
+        self.layer.bias = None
+        y = self.layer(x) + torch.func.grad(lambda t: self.layer(t).sin().sum())(x)
+        self.layer.bias = own
+        return y
+
+
+def test_parameters_exchanged_in_a_forward_that_begins_again() -> None:
+    model, optimized = pair(AskingTwice(), PLAIN)
+    with pytest.warns(UserWarning, match="computes gradients by torch.func"):
+        optimized(torch.ones(3, 4)).sum().backward()
+    model(torch.ones(3, 4)).sum().backward()
+    assert equal(gradients(model), gradients(optimized))
+    assert len(gradients(optimized)) == 2
 
 
 @pytest.mark.parametrize("config", [PLAIN, PACKED], ids=["recomputed", "packed"])

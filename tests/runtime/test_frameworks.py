@@ -29,7 +29,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.runtime import SegmentConfig, install_segment, reset_hidden_state
-from memopt_cli.runtime.state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState
 from tests.user_code.spiking import FEATURES, Keeping
 
 BIT = SegmentConfig(compressor="bit")
@@ -184,6 +184,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return ALL[request.param]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [reset_hidden_state, forget_graph])
 def test_a_segment_is_the_same_to_the_bit(model: nn.Module, between: Callable[[nn.Module], object], judge: Any) -> None:
     """Three steps, each from where the one before left the state or from a reset."""

@@ -178,6 +178,7 @@ class Looking(nn.Module):
         return y * len(self.names)
 
 
+@pytest.mark.slow
 def test_threads_in_eval_mode() -> None:
     plain, optimized = pair(nn.Sequential(Looking(), Looking()).eval(), NESTED)
     x = torch.randn(4, 8)

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memopt_cli.equality import effects
-from memopt_cli.measure import answers
+from memopt_cli.measure.answers import timed
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.measure.worker import Worker
@@ -510,13 +510,13 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
     calls: list[str] = []
     worker.bench.model.register_forward_pre_hook(lambda *_: calls.append("step"))
-    timed = answers.timed._timed
+    take_time = timed._timed
 
     def timing(bench: Bench, step: Step) -> float:
         calls.append("timed")
-        return timed(bench, step)
+        return take_time(bench, step)
 
-    monkeypatch.setattr(answers.timed, "_timed", timing)
+    monkeypatch.setattr(timed, "_timed", timing)
     worker.do(MeasureJob(plan=Plan(), steps=3))
     assert calls.index("step") < calls.index("timed")
 
@@ -638,6 +638,7 @@ def test_pitfall_41_the_class_keeps_its_name() -> None:
     assert type(block).__module__ == nn.Sequential.__module__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["", "transformer.h.0"])
 def test_pitfall_41_save_pretrained_names_the_users_class(wrapped: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, reset_hidden_state
-from memopt_cli.runtime.state import ModuleState, StartingState
+from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.state import StartingState
 
 PLAIN = SegmentConfig()
 

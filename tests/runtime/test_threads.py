@@ -82,6 +82,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [in_this_thread, in_another])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_several_train_one_model(

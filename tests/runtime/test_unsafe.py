@@ -183,8 +183,6 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("paths", [["1"], ["1.inner"], ["1.inner", "1.inner.1"], ["", "1.inner"]], ids=" and ".join)
 def test_in_a_checkpoint_of_the_users_own(kind: Callable[[], nn.Module], paths: list[str]) -> None:
-    if kind is CallingBackward:
-        pytest.skip("PyTorch's checkpoint recomputes for it in the middle of forward")
     inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), kind())
     model = nn.Sequential(nn.Linear(4, 4), Checkpointed(inner))
     optimized = copy.deepcopy(model)

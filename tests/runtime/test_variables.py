@@ -212,6 +212,7 @@ def _trained(model: nn.Module, read: Callable[[], Any]) -> list[Tensor]:
     return [*left, torch.as_tensor(read())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", [("1",), ("",), ("", "1")], ids=" and ".join)
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.filterwarnings("error")

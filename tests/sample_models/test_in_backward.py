@@ -33,6 +33,7 @@ def peak_bytes(plan: Plan) -> int:
     return fake.count().tensor_peak_bytes
 
 
+@pytest.mark.slow
 def test_it_saves_a_copy_of_the_parameters() -> None:
     parameters = sum(p.nbytes for p in gpt.build().parameters())
     plain, in_backward = (peak_bytes(Plan(segments=(*BLOCKS, HEAD), in_backward=one)) for one in (False, True))

@@ -125,6 +125,7 @@ def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, Ste
     assert replace(fake, storages=tuple(replace(s, fixed_bytes=()) for s in fake.storages)) == real
 
 
+@pytest.mark.slow
 def test_births_and_deaths_give_the_tensor_peak(sample: tuple[StepTrace, StepTrace]) -> None:
     trace, _ = sample
     assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes

@@ -49,7 +49,7 @@ def read_pickled(file: ModelFile) -> PickledFile:
         return read_stream(file.data, scan)
     except ValueError as err:
         raise FileFormatError(
-            f"{file.path} is no model saved by torch.save ({err})",
+            f"{file.path} is not a model saved by torch.save ({err})",
             hint="It may be damaged, truncated or another format.",
         ) from err
 

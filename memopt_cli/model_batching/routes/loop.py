@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import use_weights
-from memopt_cli.runtime.state import ModuleState
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries
 from memopt_cli.loading.pickles.nodes import Built, entries_of
-from memopt_cli.runtime.lifted.arguments import fits_weight_norm
+from memopt_cli.runtime.lifted.argument_checks import fits_weight_norm
 from memopt_cli.runtime.private_torch import ParametrizedWeightNorm, WrappedHook, names_of_weights, weights_in_use
 
 HOOKS: Final = (

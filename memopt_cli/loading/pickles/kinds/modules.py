@@ -34,8 +34,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
 from memopt_cli.loading.pickles.nodes import Built
 from memopt_cli.records import Trust
+from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.runs import Run
-from memopt_cli.runtime.state import RUNS_KEY, SEGMENT_KEY
 
 LIBRARIES: Final = (
     "torch.nn",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import nn
 
@@ -31,6 +32,10 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 _SCRIPT: Final = "YOUR_SCRIPT.py"
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Files here that are looked at for the one that defines a class, and bytes of one."""
+_DEFINITION: Final = re.compile(rb"^(class|def)[ \t]+(\w+)", re.MULTILINE)
+"""Parsing a source takes Python seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
+
+Definition = Literal["class", "def", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +95,27 @@ class Vouched:
 
 def needs_script(wanted: Global) -> Denied:
     """Why a name of ``__main__`` is refused, and the script that has it, if one here does: read, not run."""
-    found = [path for path in itertools.islice(sorted(Path().glob("*.py")), _MOST_SCRIPTS) if _defines(path, wanted)]
+    found = [path for path in itertools.islice(sorted(Path().glob("*.py")), _MOST_SCRIPTS) if defined_as(path, wanted)]
     script = found[0].name if len(found) == 1 else _SCRIPT
     return Denied("was defined in the script that saved the file", Trust(code_paths=(script,)))
 
 
-def _defines(path: Path, wanted: Global) -> bool:
-    return path.is_file() and path.stat().st_size <= _LONGEST_SCRIPT and defined_as(path, wanted) is not None
-
-
-def defined_as(path: Path, wanted: Global) -> type[ast.stmt] | None:
-    """Whether a source defines a class or a function of that name; read, not imported."""
-    first = wanted.name.partition(".")[0]
+def defined_as(path: Path, wanted: Global) -> Definition:
+    """Whether a source defines a class or a function of that name; looked at, not imported.  Empty: neither."""
     try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-    named = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first)
-    return next((type(node) for node in named), None)
+        state = path.stat()
+        return _definitions(path, state.st_mtime_ns, state.st_size).get(wanted.name.partition(".")[0], "")
+    except (OSError, ValueError):
+        return ""
+
+
+@functools.lru_cache(maxsize=2 * _MOST_SCRIPTS)
+def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
+    """Once for all names that a file asks for."""
+    if size > _LONGEST_SCRIPT or not path.is_file():
+        return {}
+    found = _DEFINITION.findall(path.read_bytes())
+    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in found}
 
 
 def by_name(use: Use) -> Trust:

@@ -1,0 +1,142 @@
+"""Every phase of a step, predicted beside measured.
+
+    python benchmarks/phases.py [--models gpt,resnet,lora]
+
+Models: gpt and resnet of ``sample_models``, and a small Llama of Hugging Face whose attention has LoRA adapters
+(``pip install transformers peft``).  Each takes a step as :data:`SETTINGS` say; the peaks of its forward, backward,
+clipping and update are measured by the profiler, and predicted by a dry run on tensors without data, which knows of the
+kernels only what workspace they took.  The error is that of the phase that is farthest off; 1 % is allowed.
+
+Each model has a section in RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from results import table, write_section
+from torch import nn
+
+from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.optimizer_text import parse_optimizer
+from memopt_cli.optimizers import optimizer_maker
+from memopt_cli.records import Phase, StepSettings
+from memopt_cli.step import Step, make_scaler, reset_gradients, take
+from memopt_cli.trace import FakeStep
+from memopt_cli.trace.log import resident_bytes
+from memopt_cli.units import format_bytes
+
+ALLOWED = 0.01
+SETTINGS = tuple(
+    StepSettings(optimizer=optimizer, micro_batches=micro_batches, clip_norm=clip_norm, precision=precision)
+    for optimizer, micro_batches, clip_norm, precision in [
+        ("sgd", 1, None, "stored"),
+        ("sgd", 4, None, "stored"),
+        ("adamw", 1, None, "stored"),
+        ("adamw", 4, None, "stored"),
+        ("adamw:fused", 1, None, "stored"),
+        ("adamw:fused", 4, None, "stored"),
+        ("adamw", 1, 1.0, "stored"),
+        ("adamw:fused", 4, 1.0, "bf16"),
+        ("adamw", 1, 1.0, "fp16"),
+    ]
+)
+HEADER = ["step", "phase", "measured", "predicted", "error"]
+
+
+def gpt() -> tuple[nn.Module, dict[str, Any]]:
+    """Of ``sample_models``, and two sequences."""
+    tokens = torch.randint(8000, (2, 2, 256))
+    return importlib.import_module("sample_models.gpt").build(), {"input_ids": tokens[0], "targets": tokens[1]}
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    """Of ``sample_models``, and four images."""
+    return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(4, 3, 64, 64)}
+
+
+def lora() -> tuple[nn.Module, dict[str, Any]]:
+    """A Llama of four layers with adapters, all else of it frozen, and two sequences."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    whole = LlamaForCausalLM(LlamaConfig(vocab_size=4000, **sizes))
+    model = get_peft_model(whole, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    tokens = torch.randint(4000, (2, 128))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+MODELS = {"gpt": gpt, "resnet": resnet, "lora": lora}
+
+
+def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) -> Step:
+    """With the optimizer's state made, and the gradients that it is to find."""
+    make = optimizer_maker(parse_optimizer(settings.optimizer))
+    step = Step(
+        model=model.train(),
+        args=(),
+        kwargs=inputs,
+        settings=settings,
+        optimizer=make(model),
+        make_optimizer=make,
+        scaler=make_scaler(settings),
+    )
+    reset_gradients(step)
+    take(step)
+    reset_gradients(step)
+    return step
+
+
+def peaks(step: Step) -> tuple[Mapping[Phase, int], Mapping[Phase, int]]:
+    """Of every phase in bytes: measured, predicted."""
+    measured = measure_allocated(partial(take, step), "cpu", resident_bytes(step))
+    predicted = FakeStep(step).count(measured.workspaces).phases
+    return measured.phases, {peak.phase: peak.allocated_peak_bytes for peak in predicted}
+
+
+def told(settings: StepSettings) -> str:
+    """In a few words."""
+    parts = [settings.optimizer]
+    parts += [f"accumulates {settings.micro_batches}"] if settings.micro_batches > 1 else []
+    parts += ["clips"] if settings.clip_norm else []
+    parts += [f"autocast {settings.precision}"] if settings.precision != "stored" else []
+    return ", ".join(parts + (["scaler"] if settings.precision == "fp16" else []))
+
+
+def run(name: str) -> tuple[list[list[str]], float]:
+    """Rows under :data:`HEADER`, and the largest error."""
+    rows, worst = [], 0.0
+    for settings in SETTINGS:
+        torch.manual_seed(0)
+        model, inputs = MODELS[name]()
+        measured, predicted = peaks(step_of(model, inputs, settings))
+        for phase, found in measured.items():
+            error = predicted[phase] / found - 1
+            worst = max(worst, abs(error))
+            rows.append([told(settings), phase, format_bytes(found), format_bytes(predicted[phase]), f"{error:+.2%}"])
+            print(name, " | ".join(rows[-1]), flush=True)
+    return rows, worst
+
+
+def main() -> int:
+    """Run the models asked for; 1 if a phase of one is farther off than allowed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    is_near = True
+    for name in parser.parse_args().models.split(","):
+        rows, worst = run(name)
+        is_near &= worst <= ALLOWED
+        text = f"largest error: {worst:.2%}\n\n{table(HEADER, rows)}"
+        write_section(f"phases: {name}", f"python benchmarks/phases.py --models {name}", text)
+    return 0 if is_near else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What every call of an algorithm is checked for: the sizes of its inputs and states, and the past they tell of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.states import State
+from memopt_cli.runtime.objects import version_of
+
+
+class Sizes:
+    """The shapes that inputs and states have for one sample, or for one batch."""
+
+    def __init__(self, states: Iterable[State], compiled: Sequence[Tensor] = (), *, has_batch: bool) -> None:
+        """``compiled``: inputs of the step that was compiled.  ``has_batch``: there is a batch axis, the first."""
+        self._has_batch = has_batch
+        self._inputs = [self._of_sample(tensor) for tensor in compiled]
+        self._states = [(state, state.shape) for state in states]
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Raises :class:`MemoptError` for inputs of other shapes, and for states that do not go with them."""
+        if not inputs or not all(isinstance(x, Tensor) for x in inputs):
+            raise MemoptError(f"inputs {[type(x).__name__ for x in inputs]}", hint="Give one or more tensors.")
+        if self._has_batch and not all(x.dim() for x in inputs):
+            raise MemoptError("an input without axes in Batching() mode", hint="Give inputs [B, ...].")
+        shapes = [self._of_sample(x) for x in inputs]
+        if self._inputs and shapes != self._inputs:
+            batch = "[B, ...] with " if self._has_batch else ""
+            raise MemoptError(
+                f"inputs of shapes {shapes} per sample; compiled for {self._inputs}",
+                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
+            )
+        self._check_states((inputs[0].shape[0],) if self._has_batch else ())
+
+    def _check_states(self, lead: tuple[int, ...]) -> None:
+        for state, of_sample in self._states:
+            if state.value.shape != (*lead, *of_sample):
+                raise MemoptError(
+                    f"state {state.name} of {type(state.module).__name__} has shape {tuple(state.value.shape)}, the "
+                    f"inputs call for {(*lead, *of_sample)}",
+                    hint="Call reset_state(batch_size=B) for Batching(); reset_state() for one sample; and for vmap, "
+                    "initialize in vmap_new_states and call the algorithm through Vmap",
+                )
+
+    def _of_sample(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape[1:] if self._has_batch else tensor.shape)
+
+
+class Past:
+    """What the last step left, and how often that had been written; nothing before the first one."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, int]] = []
+
+    def __reduce__(self) -> tuple[type[Past], tuple[()]]:
+        return Past, ()  # a copy's tensors are others
+
+    def keep(self, held: Iterable[tuple[str, Tensor]]) -> None:
+        """These, by name, are what it left."""
+        self._kept = [(tensor, version_of(tensor)) for _, tensor in held]
+
+    def check(self, held: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises :class:`MemoptError` if some of these are not as the last step left them, and the rest are."""
+        if not self._kept:
+            return
+        others = [
+            name
+            for (name, now), (kept, version) in zip(held, self._kept, strict=True)
+            if now.data_ptr() != kept.data_ptr() or version_of(now) != version
+        ]
+        if others and len(others) < len(self._kept):
+            raise MemoptError(
+                f"{others[0]} was written after the last step, and the traces were not: they tell of another past",
+                hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
+                "forget the past of some samples, let the cell multiply its state by a mask.",
+            )

@@ -1,0 +1,101 @@
+"""Which weights carry traces, found by running one step and differentiating it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.online import guards
+from memopt_cli.online.followable import check_exposed, check_neuron_by_neuron, check_tagged
+from memopt_cli.online.graph import Graph
+from memopt_cli.online.interception import cell_states
+from memopt_cli.online.operations import trace_kind
+from memopt_cli.online.probe import Probe
+from memopt_cli.online.reach import Reach
+from memopt_cli.online.structure import Structure
+from memopt_cli.online.undeclared import refuse_undeclared
+from memopt_cli.runtime.state import StartingState
+
+_SPREADS = (1.0, 10.0)
+"""How far from rest states are where the step is looked at, the structure at the first: what mixes neurons only where
+they are large is seen at the last.
+"""
+
+
+def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
+    """Run ``model`` on one step's inputs and see; its states and buffers, and the random generator, stay as they were.
+
+    Raises :class:`MemoptError` if a traced weight reaches a state in a way that eligibility traces cannot follow.
+    """
+    weights = {path: m for path, m in model.named_modules() if trace_kind(m)}
+    cells = {path: m for path, m in model.named_modules() if cell_states(m)}
+    start = StartingState(model)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
+            refuse_undeclared(model, inputs)
+            start.enter()
+            graph = Graph(model, trainable, weights)
+            probes = [Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
+            for probe in probes:
+                with probe.batch.like(inputs[0]):
+                    probe.take_step(model, inputs)
+                start.enter()
+    finally:
+        start.enter()
+    for left, reads in probes[0].reads.items():
+        reads.mixed = reads.mixed.union(*(probe.reads[left].mixed for probe in probes if left in probe.reads))
+    return _structure(Reach(probes[0]))
+
+
+def _structure(reach: Reach) -> Structure:
+    """All that is to be known.  Raises :class:`MemoptError` if traces cannot follow."""
+    lefts = [left for left in reach.lefts if left in reach.followed]
+    for left in lefts:
+        check_neuron_by_neuron(reach, left)
+    check_tagged(reach)
+    edges = {left: reach.edges(left) for left in lefts}
+    constant = frozenset(use for use in reach.reached if reach.is_constant(use))
+    exposed = frozenset(held for held in reach.held if reach.is_exposed(held))
+    for held in exposed:
+        check_exposed(reach, held, constant)
+    attached = frozenset(left for left in lefts if reach.is_attached(left, edges[left]))
+    connected = frozenset(use for use in reach.reached if reach.is_connected(use))
+    read_by_attached = {use for left in attached - reach.probe.derived.keys() for use in edges[left].uses}
+    unread = guards.unread(reach, constant, connected, read_by_attached)
+    reason = "its output enters no cell (a module that declares states), or only past another traced weight"
+    return Structure(
+        groups={use: reach.groups(held) for use, held in reach.reached.items()},
+        z_shapes={use: reach.probe.z_shapes[use] for use in reach.reached},
+        cells=tuple(path for path in reach.probe.cells if path in reach.cells),
+        edges=edges,
+        constant=constant,
+        connected=connected,
+        doubled=connected & read_by_attached,
+        exposed=exposed,
+        attached=attached,
+        derived={left: states for left, states in reach.probe.derived.items() if left in reach.followed},
+        untraced={path: reason for path in reach.probe.weights if path not in reach.traced},
+        calls=reach.probe.calls,
+        known={left: reach.known(left) for left in lefts},
+        not_followed=guards.not_followed(reach),
+        unread=unread,
+        entering=frozenset(reach.held) - unread - exposed,
+        weighted=guards.weighted(reach),
+    )
+
+
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
+    """Within, frozen parameters are found in the graph as well; gives the ids of those that are not."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield trainable
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

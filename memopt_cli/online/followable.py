@@ -1,0 +1,72 @@
+"""What eligibility traces cannot follow: each is refused with what to change in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.reach import Reach
+from memopt_cli.online.states import State
+from memopt_cli.online.structure import Source
+from memopt_cli.online.traces import Held, Left, Use
+
+
+def check_neuron_by_neuron(reach: Reach, left: Left) -> None:
+    """Raises :class:`MemoptError` for a tensor that mixes neurons, or that a source reaches in two ways."""
+    for source in sorted(filter(reach.carries, reach.reads[left].mixed), key=str):
+        name, of = _name(reach, source), _name(reach, left)
+        if source in reach.reads[left].weighted:
+            raise MemoptError(
+                f"{name} reaches {of} through a weight without a tag, and past it as well",
+                hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
+                "followed through it; or take the tags off those before it with untraced()",
+            )
+        raise MemoptError(
+            f"{name} {_shape(reach, source)} does not reach {of}, {reach.probe.shapes[left]} per sample, neuron by "
+            "neuron",
+            hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
+            "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
+            "gradient of each step alone",
+        )
+
+
+def check_tagged(reach: Reach) -> None:
+    """Raises :class:`MemoptError` for a tagged weight whose past would be followed for some of its uses alone."""
+    tagged: dict[Source, set[str]] = {}
+    for left in reach.lefts:
+        tagged[left] = reach.reads[left].tagged.union(*(tagged.get(s, ()) for s in reach.reads[left].direct))
+    for held, left in reach.new.items():
+        for path in sorted(tagged[left]):
+            raise MemoptError(
+                f"the weight of {path} reaches {_name(reach, held)} without a call of {path}, by its attribute or by "
+                "a module that shares it: that past is not followed",
+                hint=f"Call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
+                "off with untraced(), to train it with the gradient of each step alone",
+            )
+
+
+def check_exposed(reach: Reach, held: Held, constant: frozenset[Use]) -> None:
+    """Raises :class:`MemoptError` for a state outside its cell that enters a weight, and is read past it as well."""
+    entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
+    weighted = [reads for left in reach.followed if held not in (reads := reach.reads[left]).direct - reads.weighted]
+    if any(held in reach.behind_it(reads)[1] for reads in (*entering, *weighted)):
+        raise MemoptError(
+            f"{_name(reach, held)}, as the last step left it, enters a weight, and is read past it and outside its "
+            "cell as well",
+            hint="Read it as a constant where it enters the weight: detach() it there.",
+        )
+
+
+def _name(reach: Reach, source: Source) -> str:
+    if isinstance(source, Use):
+        return source.path or "the model"
+    if isinstance(source, Held):
+        return f"{source.cell}.{source.name}" if source.cell else source.name
+    states: Sequence[State] = reach.probe.states[source.cell]
+    if source.number < len(states):
+        return _name(reach, Held(source.cell, states[source.number].name))
+    return f"what {source.cell or 'the model'} returns"
+
+
+def _shape(reach: Reach, source: Source) -> tuple[int, ...]:
+    return tuple(reach.probe.leaves[source].shape[1:])

@@ -1,0 +1,191 @@
+"""Autograd's graph of one time step: what a tensor was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from memopt_cli.online.structure import Source
+from memopt_cli.online.traces import Gate
+from memopt_cli.runtime.private_torch import vector_jacobian
+
+_PRODUCTS = (
+    "Addbmm", "Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "CudnnRnn", "Dot", "Embedding", "Linear", "Miopen",
+    "Mkldnn", "Mm", "Mv", "Trilinear",
+)  # fmt: skip
+"""Nodes of autograd's graph that multiply with a weight, if one of their factors is a parameter."""
+
+
+def jacobian_row(
+    gate: Gate, q: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None
+) -> list[Tensor | None]:
+    """``cotangent * dq/dinput`` for each input, by paths within the cell; ``None`` where there is no path.
+
+    With the default, a cotangent of ones, that is the diagonal of an elementwise Jacobian.
+    """
+    if not q.requires_grad or not inputs:
+        return [None] * len(inputs)
+    gate.closed = True
+    try:
+        ones = torch.ones_like(q) if cotangent is None else cotangent
+        return vector_jacobian((q,), (ones,), inputs)
+    finally:
+        gate.closed = False
+
+
+@dataclass(slots=True)
+class Reads:
+    """What a tensor was computed from."""
+
+    direct: set[Source] = field(default_factory=set)
+    """By paths that enter no weight."""
+    weighted: set[Source] = field(default_factory=set)
+    """By paths that enter a weight that has no tag."""
+    parameters: bool = False
+    """Trainable ones, or inputs of the model that want a gradient."""
+    tagged: set[str] = field(default_factory=set)
+    """Modules whose tagged weights it reads itself, not by calling them."""
+    mixed: set[Source] = field(default_factory=set)
+    """Of ``direct``, those that do not act neuron by neuron; the weighted ones among them act in two ways."""
+
+    @property
+    def sources(self) -> set[Source]:
+        return self.direct | self.weighted
+
+
+_Edge = tuple[Node, int]
+
+
+def _edge_of(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class Graph:
+    """Walks autograd's graph from a tensor to the leaves that it was computed from."""
+
+    def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
+        self._parameters = {id(p) for p in model.parameters()}
+        self._has_frozen = any(not p.requires_grad for p in model.parameters())
+        self._trainable = trainable
+        self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
+
+    def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> Reads:
+        """What ``tensor`` was computed from."""
+        names = {id(leaf): source for source, leaf in leaves.items()}
+        found = Reads()
+        for leaf, weighted in self._walk(tensor):
+            if (source := names.get(id(leaf))) is not None:
+                (found.weighted if weighted else found.direct).add(source)
+            elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
+                found.parameters = True
+                if (path := self._tagged.get(id(leaf))) is not None:
+                    found.tagged.add(path)
+        return found
+
+    def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Each leaf, and whether a path to it enters a weight."""
+        if tensor.grad_fn is None:
+            if tensor.requires_grad:
+                yield tensor, False
+            return
+        pending, seen = [(tensor.grad_fn, False)], set()
+        while pending:
+            node, weighted = pending.pop()
+            if (node, weighted) in seen:
+                continue
+            seen.add((node, weighted))
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf, weighted
+                continue
+            weighted = weighted or self._is_weight(node)
+            pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
+
+    def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
+        """Those of the sources that ``tensor`` was computed from by a path past weights and other sources."""
+        ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
+        pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        while pending:
+            edge = pending.pop()
+            if edge in seen:
+                continue
+            seen.add(edge)
+            node = edge[0]
+            if edge in ends:
+                found.add(ends[edge])
+            elif not hasattr(node, "variable") and not self._is_weight(node):
+                pending += [(before, number) for before, number in node.next_functions if before is not None]
+        return found
+
+    def _is_weight(self, node: Node) -> bool:
+        """Whether the node is a product, one factor of which comes from parameters alone."""
+        if not node.name().startswith(_PRODUCTS):
+            return False
+        factors = [
+            {id(node.variable)} if hasattr(node, "variable") else {id(leaf) for leaf in _leaves_of_node(node)}
+            for node, _ in node.next_functions
+            if node is not None
+        ]
+        is_fixed = self._has_frozen and any(before is None for before, _ in node.next_functions)
+        return is_fixed or any(factor and factor <= self._parameters for factor in factors)
+
+
+def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
+    """The numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else and none of them on
+    another; else empty.
+    """
+    reached: set[int] = set()
+    if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:
+        return frozenset()
+    inner: set[int] = set()
+    for node, number in ends.items():
+        if number in reached:
+            for before, _ in node.next_functions:
+                if before is not None:
+                    list(_leaves_of_node(before, ends, inner))
+    return frozenset() if inner & reached else frozenset(reached)
+
+
+def leaves_behind(
+    tensor: Tensor, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
+) -> Iterator[Tensor]:
+    """The leaves that a tensor was computed from.  Paths end at ``ends``; their numbers go to ``reached``."""
+    if tensor.grad_fn is None:
+        yield tensor
+    else:
+        yield from _leaves_of_node(tensor.grad_fn, ends, reached)
+
+
+def leaves_before(tensors: Sequence[Tensor], ends: set[Node]) -> Iterator[Tensor]:
+    """The leaves that tensors were computed from, by paths that pass none of the ``ends``."""
+    pending, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set(ends)
+    yield from (t for t in tensors if t.grad_fn is None)
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending += [following for following, _ in node.next_functions if following is not None]
+
+
+def _leaves_of_node(
+    start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
+) -> Iterator[Tensor]:
+    pending, seen = [start], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if ends is not None and reached is not None and node in ends:
+            reached.add(ends[node])
+        elif hasattr(node, "variable"):
+            yield node.variable
+        else:
+            pending += [following for following, _ in node.next_functions if following is not None]

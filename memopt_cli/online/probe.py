@@ -1,0 +1,174 @@
+"""One time step of a model, taken apart: what each part of it reads of the others, and whether neuron by neuron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.online.graph import Graph, Reads, jacobian_row, leaves_behind, only
+from memopt_cli.online.interception import Interception
+from memopt_cli.online.operations import operation_of
+from memopt_cli.online.structure import Source
+from memopt_cli.online.traces import Held, Left, Use
+from memopt_cli.runtime.private_torch import tree_leaves
+
+
+class Probe(Interception):
+    """Takes one step with every part of it cut off from the others, and notes what each one reads."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Module],
+        cells: Mapping[str, nn.Module],
+        graph: Graph,
+        *,
+        batched: bool,
+        spread: float,
+    ) -> None:
+        """``spread``: how far from rest the states are."""
+        super().__init__(weights, cells, batched=batched)
+        self.reads: dict[Use | Left, Reads] = {}
+        """Of the input of each use and of each tensor that leaves a cell, in the order in which they were made."""
+        self.of_output: list[Reads] = []
+        self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
+        self.shapes: dict[Left, tuple[int, ...]] = {}
+        self.derived: dict[Left, frozenset[int]] = {}
+        self.overwritten: set[Held] = set()
+        """States that their cells find changed."""
+        self.forgotten: set[Held] = set()
+        """States that the step leaves as constants."""
+        self.read_outside: set[Held] = set()
+        """States that their own cell is given by what calls it, besides finding them."""
+        self._graph = graph
+        self.leaves: dict[Source, Tensor] = {}
+        self._shown: dict[Node, int] = {}
+        """Nodes of what is shown of states outside their cells, numbered as ``_shown_states``."""
+        self._shown_states: list[Held] = []
+        self._random = torch.Generator().manual_seed(0)
+        self._spread = spread
+
+    def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        """Fill in what is noted."""
+        for cell, states in self.states.items():
+            self.act_on(states, lambda *values, cell=cell: self._hold(cell, values))
+        output = self.run(model, inputs)
+        results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        if results:
+            self.batch.lift(self._end, *results)
+
+    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+        self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
+        self.reads[use] = self._graph.reads(z[0], self.leaves) if z else Reads()
+        operation = operation_of(self.weights[use.path])
+        _check_weight(use.path, self.weights[use.path])
+        y = operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias)
+        return (self._cut(use, y),)
+
+    def on_overwritten(self, held: Held) -> None:
+        self.overwritten.add(held)
+
+    def on_forgotten(self, held: Held) -> None:
+        self.forgotten.add(held)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Path of a tagged module or a cell -> how often it was called."""
+        return {path: self._calls.get(path, 0) for path in (*self.weights, *self.cells)}
+
+    def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
+        names = [Held(cell, state.name) for state in self.states[cell]]
+        return tuple(
+            value if call or held in self.overwritten else self.leaves[held].clone()
+            for held, value in zip(names, states, strict=True)
+        )
+
+    def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self._note_outside(cell, tensors)
+        count, lefts = len(self.states[cell]), [Left(cell, call, i) for i in range(len(tensors))]
+        new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
+        for left, q in zip(lefts, tensors, strict=True):
+            _check_real(self.states[cell][left.number].name if left.number < count else "", cell, q)
+            self.shapes[left] = tuple(q.shape[1:])
+            reads = self.reads[left] = self._graph.reads(q, self.leaves)
+            reads.mixed = {s for s in reads.direct if s in reads.weighted or not self._elementwise(q, self.leaves[s])}
+            if left.number >= count and (states := only(q, new)):
+                self.derived[left] = states
+        return tuple(self._cut(left, q) for left, q in zip(lefts, tensors, strict=True))
+
+    def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # Away from rest, where surrogates and gates have slopes.
+        names = [Held(cell, state.name) for state in self.states[cell]]
+        shown = tuple(
+            self._cut(held, value + self._spread * self._noise(value)).clone()
+            for held, value in zip(names, values, strict=True)
+        )
+        for held, value in zip(names, shown, strict=True):
+            assert value.grad_fn is not None
+            self._shown[value.grad_fn] = len(self._shown_states)
+            self._shown_states.append(held)
+        return shown
+
+    def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
+        reached: set[int] = set()
+        for tensor in tensors:
+            list(leaves_behind(tensor, self._shown, reached))
+        self.read_outside |= {held for number in reached if (held := self._shown_states[number]).cell == cell}
+
+    def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
+        self.of_output = [self._graph.reads(result, self.leaves) for result in results]
+        return ()
+
+    def _cut(self, source: Source, tensor: Tensor) -> Tensor:
+        self.leaves[source] = tensor.detach().requires_grad_()
+        return self.leaves[source]
+
+    def _elementwise(self, q: Tensor, leaf: Tensor) -> bool:
+        """An elementwise Jacobian maps a random cotangent to its product with the diagonal: zeros to zeros."""
+        (diagonal,) = jacobian_row(self.gate, q, [leaf])
+        if diagonal is None:
+            return True
+        noise = self._noise(q)
+        return leaf.shape == q.shape and all(
+            _same(image, diagonal * cotangent) and not image[(cotangent == 0) & image.isfinite()].any()
+            for cotangent in (noise.clamp_min(0), noise.clamp_max(0))
+            if (image := jacobian_row(self.gate, q, [leaf], cotangent)[0]) is not None
+        )
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self._random, dtype=torch.float64).to(like)
+
+
+def _check_weight(path: str, module: nn.Module) -> None:
+    """Raises :class:`MemoptError` for a weight of which two readings are two tensors of other values."""
+    if isinstance(vars(module).get("weight"), Tensor):
+        raise MemoptError(
+            f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
+            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
+        )
+    once, again = operation_of(module), operation_of(module)
+    for a, b in ((once.weight, again.weight), (once.bias, again.bias)):
+        if a is not None and b is not None and a is not b and not torch.equal(a, b):
+            raise MemoptError(
+                f"the weight of {path} is computed anew each time it is read, and differs from the last time",
+                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced()",
+            )
+
+
+def _check_real(state: str, cell: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        raise MemoptError(
+            f"{f'{cell}.{state}'.removeprefix('.') if state else f'what {cell} returns'} is complex: the Jacobian of a "
+            "neuron is not one number then",
+            hint="Declare its real and its imaginary part as two states, as memopt_cli.LRU does",
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    finite = a.isfinite() & b.isfinite()
+    scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
+    # Of float32 whatever the dtype: surrogates may compute in it, as snnTorch's do.
+    return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(torch.float32).eps ** 0.5)

@@ -1,0 +1,65 @@
+"""The traces of all weights of a model, which begin, advance and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from memopt_cli.online.states import State, states_of
+from memopt_cli.online.traces import Held, Row, Ties, Trace, Use
+
+
+class TraceSet:
+    """One trace for every use of a traced weight."""
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.by_use = {trace.use: trace for trace in traces}
+        self._named = [(trace, name, state) for trace in traces for name, state in states_of(trace).items()]
+
+    @property
+    def states(self) -> list[State]:
+        """Of all traces."""
+        return [state for _, _, state in self._named]
+
+    @property
+    def reached(self) -> set[Held]:
+        """The model's states that a trace tells of."""
+        return {held for trace in self.by_use.values() for held in trace.shapes}
+
+    def load(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Steps begin with these values of the states, ``[B, ...]`` each."""
+        loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.by_use}
+        for (trace, name, _), value in zip(self._named, values, strict=True):
+            loaded[trace.use][name] = value
+        for use, trace in self.by_use.items():
+            trace.begin(loaded[use])
+        return ()
+
+    def values(self) -> tuple[Tensor, ...]:
+        """Of the states, as the last step has advanced them, ``[B, ...]`` each."""
+        return tuple(trace.live.values[name] for trace, name, _ in self._named)
+
+    def end(self) -> None:
+        """The last step has ended."""
+        for trace in self.by_use.values():
+            trace.end()
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """What gradients are divided by, of what is tied from now on."""
+        for trace in self.by_use.values():
+            trace.set_scale(scale)
+
+    def advance(self, rows: Mapping[Held, Row]) -> None:
+        """One step on, by the total rows of the new states."""
+        for trace in self.by_use.values():
+            trace.advance(rows)
+
+    def ties(self, row: Row) -> Ties:
+        """Of a tensor with this row, to the weights and to what their inputs were computed from."""
+        of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
+        return [tie for ties in of_traces for tie in ties]
+
+    def past(self, held: Held) -> Ties:
+        """Of a state as the last step left it, to all weights that reach it."""
+        return [(None, trace.past(held)) for trace in self.by_use.values() if held in trace.shapes]

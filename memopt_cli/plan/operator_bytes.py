@@ -1,0 +1,128 @@
+"""How many bytes a recorded step holds at each of its operators, and which operator pays for what backward keeps.
+
+Where a storage is kept for backward by several operators, the first that takes it as an input pays for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from itertools import accumulate
+
+from memopt_cli.records import ModuleCall, StepTrace
+
+
+class OperatorBytes:
+    """Lists with an entry for each operator of a step, in bytes."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
+        self._is_forward = [op.phase == "forward" for op in trace.ops]
+        self._backward_starts = [
+            op for op, ran in enumerate(trace.ops) if ran.phase == "backward" and trace.ops[op - 1].phase != "backward"
+        ]
+        """Where a forward ends."""
+        self.payer: dict[int, int] = {}
+        """Storage that is kept for backward -> the operator that pays for it."""
+        self.paid, self.paid_packed = self._payments()
+        """What operators of forward pay for, without packing and with, as prefix sums."""
+        self.base, self.entry, self.resident = self._levels()
+        """What is not kept for backward, workspace included; what of it an operator finds; and what of it stays."""
+        self.whole = self._held_whole()
+        """In forward: what it holds of what is packed for backward."""
+
+    def _payments(self) -> tuple[list[int], list[int]]:
+        """Bytes that every operator of forward pays for, without packing and with, as prefix sums."""
+        count = len(self._trace.ops) + 1
+        paid, packed = [0] * count, [0] * count
+        for index, storage in enumerate(self._trace.storages):
+            savers = [op for op in storage.saved_by if self._is_forward[op]]
+            if savers and storage.born >= 0:
+                payer = min((op for op in savers if not self._produces(op, index)), default=savers[0])
+                self.payer[index] = payer
+                paid[payer + 1] += storage.nbytes
+                packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
+        return list(accumulate(paid)), list(accumulate(packed))
+
+    def _produces(self, op: int, storage: int) -> bool:
+        return self._trace.storages[storage].born == op or storage in self._trace.ops[op].mutates
+
+    def _levels(self) -> tuple[list[int], list[int], list[int]]:
+        """At every operator: bytes not kept for backward, workspace included; those it finds; those that stay."""
+        count = len(self._trace.ops)
+        base, entry, resident = [0] * (count + 1), [0] * (count + 2), [0] * (count + 1)
+        for index, storage in enumerate(self._trace.storages):
+            born = max(0, storage.born)
+            died = count if storage.died is None else storage.died
+            lasting = storage.born < 0 or storage.kind in ("gradients", "optimizer", "parameters", "buffers")
+            for level, counts in ((base, index not in self.payer), (resident, lasting)):
+                if counts and died > born:
+                    level[born] += storage.nbytes
+                    level[died] -= storage.nbytes
+            if index not in self.payer and died > born + 1:
+                entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
+                entry[died] -= storage.nbytes
+        levels = list(accumulate(base[:-1]))
+        for index, op in enumerate(self._trace.ops):
+            levels[index] += op.workspace_bytes
+        return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
+
+    def _held_whole(self) -> list[int]:
+        """At every operator of forward: bytes that forward holds of what is packed for backward."""
+        level = [0] * (len(self._trace.ops) + 1)
+        for index in self.payer:
+            storage = self._trace.storages[index]
+            end = self._end_of_forward(storage.born)
+            freed = end if storage.freed is None else min(storage.freed, end)
+            if storage.compressor != "null" and freed > storage.born:
+                level[storage.born] += storage.nbytes
+                level[freed] -= storage.nbytes
+        return list(accumulate(level[:-1]))
+
+    def _end_of_forward(self, op: int) -> int:
+        """Of the forward that an operator is in."""
+        if not self._backward_starts:
+            return len(self._is_forward)
+        place = bisect.bisect_left(self._backward_starts, op)
+        return self._backward_starts[min(place, len(self._backward_starts) - 1)]
+
+    def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
+        """At every operator: bytes of what is made in ``forward`` and paid for later; and those that are not packed."""
+        changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+        for index in range(*self._born_in(forward)):
+            storage = self._trace.storages[index]
+            if self.payer.get(index, -1) < forward.stop:
+                continue
+            for change in changes if storage.compressor == "null" else changes[:1]:
+                change[storage.born] += storage.nbytes
+                if storage.died is None or storage.died > backward.start:
+                    change[backward.start] += storage.nbytes
+                    change[backward.stop if storage.died is None else storage.died] -= storage.nbytes
+
+        def levels(change: dict[int, int]) -> dict[int, int]:
+            both = ((ops, accumulate(change[op] for op in ops)) for ops in (forward, backward))
+            return {op: level for ops, alive in both for op, level in zip(ops, alive, strict=True)}
+
+        return levels(changes[0]), levels(changes[1])
+
+    def forward_alone(self, call: ModuleCall) -> int:
+        """Most bytes at any instant of forward if autograd keeps nothing of what is inside."""
+        level: dict[int, int] = defaultdict(int)
+        for index in range(*self._born_in(range(call.start, call.end))):
+            storage = self._trace.storages[index]
+            freed = call.end if storage.freed is None else min(storage.freed, call.end)
+            if index in self.payer and freed > storage.born:
+                level[storage.born] += storage.nbytes
+                level[freed] -= storage.nbytes
+        alive = highest = 0
+        for op in range(call.start, call.end):
+            alive += level.get(op, 0)
+            highest = max(highest, alive + self.base[op])
+        return highest
+
+    def _born_in(self, ops: range) -> tuple[int, int]:
+        storages = self._trace.storages
+        return (
+            bisect.bisect_left(storages, ops.start, key=lambda s: s.born),
+            bisect.bisect_left(storages, ops.stop, key=lambda s: s.born),
+        )

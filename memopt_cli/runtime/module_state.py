@@ -1,0 +1,294 @@
+"""The state of a module tree: buffers, and tensors, numbers and containers that modules keep in attributes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from memopt_cli.runtime.private_torch import (
+    attributes_of_script,
+    buffers_of,
+    children_of,
+    is_of_transform,
+    parameters_of,
+    program_of,
+)
+
+SEGMENT_KEY, RUNS_KEY = "_memopt_segment", "_memopt_runs"
+"""Attributes that make a module a segment, and divide a Sequential into runs."""
+_STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY}
+"""Attributes of every module that are no state: its parameters, children and hooks."""
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""Types of values that are put back as they are; most attributes are of one."""
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
+def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
+    """The first parameter or buffer that has no shape before a lazy module has run; empty if there is none."""
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
+            if is_lazy(tensor):
+                return f"{path}.{name}".removeprefix(".")
+    return ""
+
+
+def name_of(module: nn.Module) -> str:
+    """How messages name a module: its class, and of a segment its path in the plan."""
+    path, kind = getattr(vars(module).get(SEGMENT_KEY), "path", ""), type(module).__name__
+    return f"{kind} at '{path}'" if path else kind
+
+
+@dataclass(slots=True)
+class _Container:
+    """A built-in container and what it held: restored in place, since others may hold it too."""
+
+    container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
+    items: Any
+
+    def restore(self, replaced: Mapping[int, Any]) -> Any:
+        items = [_restored(item, replaced) for item in self.items]
+        self.container.clear()
+        if isinstance(self.container, dict):
+            for key, value in items:  # a Counter's ``update`` would count the pairs
+                self.container[key] = value
+        elif isinstance(self.container, set):
+            self.container.update(items)
+        else:
+            self.container.extend(items)
+        return self.container
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A module's own random generator, and where it stood."""
+
+    generator: torch.Generator
+    position: Tensor
+
+    def restore(self) -> torch.Generator:
+        self.generator.set_state(self.position)
+        return self.generator
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgotten:
+    """Stands for a tensor that is no longer held, by its id."""
+
+    key: int
+
+
+class _Slots(MutableMapping[str, Any]):
+    """What a ScriptModule keeps besides its parameters and children: not in its dictionary, but in its program."""
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._program = program_of(module)
+        # Of one that was loaded they name its buffers too.
+        buffers = (name for name, _ in buffers_of(module).items())
+        self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._program.getattr(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._program.setattr(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)  # a program's are what they are
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+    """Where a module keeps its state."""
+    yield vars(module)
+    if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
+        yield _Slots(module)
+
+
+class ModuleState:
+    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._attributes = [(attributes, *_held(attributes)) for m in modules for attributes in _attributes_of(m)]
+        self._kinds = {type(m): None for m in modules}
+        # A ScriptModule's cannot be exchanged.
+        self._children = [(children_of(m), dict(children_of(m))) for m in modules if isinstance(children_of(m), dict)]
+
+    def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
+        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` as that other one."""
+        for children, held in self._children:
+            if children != held:
+                children.clear()
+                children.update(held)
+        for attributes, atoms, held in self._attributes:
+            for key in attributes.keys() - atoms.keys() - held.keys() - _STRUCTURE:
+                del attributes[key]
+            attributes.update(atoms)
+            for key, value in held.items():
+                attributes[key] = _restored(value, replaced or {})
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Do not hold the tensors of these ids any longer; :meth:`restore` must be given others in their place."""
+        forgotten = {key: _Forgotten(key) for key in keys}
+        self._attributes = [
+            (attributes, atoms, {name: _without(value, forgotten) for name, value in held.items()})
+            for attributes, atoms, held in self._attributes
+        ]
+
+    def kinds(self) -> Iterator[type[nn.Module]]:
+        """The classes of its modules."""
+        yield from self._kinds
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor among the attributes."""
+        for *_, held in self._attributes:
+            yield from _tensors(held.values())
+
+    def others(self) -> Iterator[Any]:
+        """What else there is among them: neither tensors, nor what is put back as it is."""
+        for *_, held in self._attributes:
+            yield from _others(held.values())
+
+    def large_tensors(self) -> list[Tensor]:
+        """Each of those once that are no vectors: batch statistics are, which forward writes in place."""
+        return list({id(t): t for t in self.tensors() if t.dim() > 1}.values())
+
+
+def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
+    """The tensors and numbers among what a module keeps besides parameters, by path and name; not those of ``without``.
+
+    In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
+    """
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for attributes in () if part in without else _attributes_of(part):
+            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            _name(found, path, {key: value for key, value in held.items() if key not in _STRUCTURE})
+    return found
+
+
+def _name(found: dict[str, Any], path: str, value: Any) -> None:
+    if isinstance(value, dict | list | tuple | deque):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _name(found, f"{path}.{key}".removeprefix("."), inner)
+    elif type(value) in _NUMBERS or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+        found[path] = value
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A deep copy; what has a graph among its attributes, which cannot be copied, is detached in it.
+
+    Raises whatever the classes of the module's attributes raise.
+    """
+    graphs = {id(t): t.detach().clone() for t in ModuleState(module).tensors() if t.grad_fn is not None}
+    return deepcopy(module, graphs)
+
+
+def reset_hidden_state(module: nn.Module) -> None:
+    """Forget what earlier steps left on the module: SpikingJelly's memories, snnTorch's membranes, graphs.
+
+    Attributes that hold a tensor with a graph are detached: such a module could be neither copied nor pickled.
+    """
+    for m in module.modules():
+        for name in ("reset", "reset_mem") if hasattr(m, "_memories") else ("reset_mem",):
+            reset = getattr(m, name, None)
+            if callable(reset):
+                reset()
+                break
+    detach_state(module)
+
+
+def detach_state(module: nn.Module) -> None:
+    """Cut what a module keeps in buffers and attributes off the graph that made it: as it is, it cannot be copied."""
+    state = ModuleState(module)
+    state.restore({id(t): t.detach() for t in state.tensors() if t.grad_fn is not None})
+
+
+def _held(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state among a module's attributes: what is put back as it is, and what needs a look."""
+    atoms: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key in _STRUCTURE:
+            continue
+        if _is_atom(value):
+            atoms[key] = value
+        else:
+            held[key] = _hold(value)
+    return atoms, held
+
+
+def _is_atom(value: Any) -> bool:
+    return type(value) in _ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
+
+
+def _hold(value: Any) -> Any:
+    if isinstance(value, list | deque):
+        return _Container(value, [_hold(item) for item in value])
+    if isinstance(value, dict):
+        return _Container(value, [(key, _hold(item)) for key, item in value.items()])
+    if type(value) is set:
+        return _Container(value, list(value))
+    if isinstance(value, torch.Generator):
+        return _Drawing(value, value.get_state())
+    return value
+
+
+def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
+    if isinstance(value, _Container):
+        return value.restore(replaced)
+    if isinstance(value, _Drawing):
+        return value.restore()
+    if isinstance(value, tuple):
+        return _rebuilt(value, [_restored(item, replaced) for item in value])
+    if isinstance(value, _Forgotten):
+        return replaced[value.key]
+    return replaced.get(id(value), value)
+
+
+def _without(value: Any, forgotten: dict[int, _Forgotten]) -> Any:
+    if isinstance(value, _Container):
+        return _Container(value.container, [_without(item, forgotten) for item in value.items])
+    if isinstance(value, tuple):
+        return _rebuilt(value, [_without(item, forgotten) for item in value])
+    return forgotten.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def _others(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _Container):
+            yield from _others(value.items)
+        elif isinstance(value, tuple):
+            yield from _others(value)
+        elif not isinstance(value, Tensor | _Drawing) and not _is_atom(value):
+            yield value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            # What a transform of torch.func has left behind can be neither read nor copied.
+            if not isinstance(value, nn.Parameter) and not is_of_transform(value):
+                yield value
+        elif isinstance(value, _Container):
+            yield from _tensors(value.items)
+        elif isinstance(value, tuple):
+            yield from _tensors(value)

@@ -1,0 +1,163 @@
+"""The variations of a recorded step: other sizes, masks, modes, and frozen parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from memopt_cli.equality import in_double
+from memopt_cli.errors import StepError, first_line
+from memopt_cli.own_step import OwnStep
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+Resize = Callable[[int], Inputs]
+"""The inputs at another batch size; raises where they have no other."""
+_Vary = Callable[[Step], AbstractContextManager[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """One of the checks: its name as it ends a sentence, and the step as it is varied meanwhile."""
+
+    name: str
+    batch: int
+    vary: Callable[[Step], AbstractContextManager[Step]]
+
+
+class CannotVary(StepError):
+    """There is nothing of the kind to vary."""
+
+
+def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
+    """Most likely to matter first.  ``batch``: of the recorded step; ``size``: the largest that there is time for."""
+    recorded = batch
+    inputs: _Vary = _as_recorded
+    if size < batch:
+        with contextlib.suppress(Exception):  # inputs of one size
+            resize(size)
+            batch, inputs = size, _at(resize, size)
+    for number, (name, vary) in enumerate(_KINDS.items()):
+        yield Variation(name, batch, _both(inputs, vary))
+        if number == 0 and batch == recorded:
+            other = batch // 2 or 2
+            yield Variation(f"at batch {other}", other, _at(resize, other))
+
+
+def _both(inputs: _Vary, vary: _Vary) -> _Vary:
+    @contextlib.contextmanager
+    def varied(step: Step) -> Iterator[Step]:
+        with inputs(step) as other, vary(other) as result:
+            yield result
+
+    return varied
+
+
+def _as_recorded(step: Step) -> AbstractContextManager[Step]:
+    return contextlib.nullcontext(step)
+
+
+def _at(resize: Resize, size: int) -> _Vary:
+    """With inputs of another batch size."""
+
+    def varied(step: Step) -> AbstractContextManager[Step]:
+        try:
+            args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
+        except Exception as error:  # of a script, too
+            raise CannotVary(first_line(error)) from error
+        return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
+
+    return varied
+
+
+def _masks(step: Step) -> AbstractContextManager[Step]:
+    """Masks among the inputs are turned over in the last half of their last dimension."""
+    if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
+        raise CannotVary("no input is a mask")
+    args, kwargs = map_leaves(_turned, (step.args, step.kwargs))
+    return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
+
+
+def _is_mask(leaf: Any) -> bool:
+    """A tensor of zeros and ones that is no floating one, as spikes are."""
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
+        return False
+    return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def _turned(leaf: Any) -> Any:
+    if not _is_mask(leaf):
+        return leaf
+    turned = leaf.clone()
+    half = leaf.shape[-1] // 2
+    turned[..., half:] = leaf[..., half:] == 0
+    return turned
+
+
+@contextlib.contextmanager
+def _eval(step: Step) -> Iterator[Step]:
+    modes = [(module, module.training) for module in step.model.modules()]
+    step.model.eval()
+    try:
+        yield step
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _frozen(step: Step) -> Iterator[Step]:
+    with _thawed_again(step) as freeze:
+        freeze()
+        yield step
+
+
+@contextlib.contextmanager
+def _frozen_late(step: Step) -> Iterator[Step]:
+    """Between forward and backward, which is where the loss is formed."""
+    if isinstance(step, OwnStep):
+        raise CannotVary("its function forms the loss")
+    with _thawed_again(step) as freeze:
+
+        def loss(output: Any) -> Any:
+            freeze()
+            return step.loss(output) if step.loss else output
+
+        yield replace(step, loss=loss)
+
+
+@contextlib.contextmanager
+def _thawed_again(step: Step) -> Iterator[Callable[[], None]]:
+    """Freezes the first half of the parameters, in the model's order, until the end."""
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    frozen = parameters[: len(parameters) // 2]
+    if not frozen:
+        raise CannotVary("it has fewer than two parameters")
+
+    def set_needed(needed: bool) -> None:
+        for parameter in frozen:
+            parameter.requires_grad_(needed)
+
+    try:
+        yield lambda: set_needed(False)
+    finally:
+        set_needed(True)
+
+
+_KINDS: dict[str, _Vary] = {
+    "in the next step": _as_recorded,
+    "with masks changed": _masks,
+    "in eval mode": _eval,
+    "with frozen parameters": _frozen,
+    "with parameters frozen before backward": _frozen_late,
+}
+"""By the check's name, as it ends a sentence."""
+CHECKS = len(_KINDS) + 1
+"""How many there are at most."""
