@@ -89,7 +89,7 @@ $(COMPAT)/oldest/.installed: TORCH := $(OLDEST_TORCH)
 $(COMPAT)/newest/.installed: TORCH := torch
 $(COMPAT)/%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check '$(TORCH)' -e . hypothesis numpy pytest
+	$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check '$(TORCH)' -e . hypothesis numpy pytest snntorch
 	touch $@
 
 $(SAMPLES): $(INSTALLED) $(wildcard sample_models/*.py)

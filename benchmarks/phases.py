@@ -47,6 +47,8 @@ SETTINGS = tuple(
         ("adamw", 1, 1.0, "fp16"),
     ]
 )
+_MOST_SKIPPED = 16
+"""Of a scaler's first steps."""
 HEADER = ["step", "phase", "measured", "predicted", "error"]
 
 
@@ -57,8 +59,8 @@ def gpt() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    """Of ``sample_models``, and four images."""
-    return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(4, 3, 64, 64)}
+    """Of ``sample_models``, and two small images."""
+    return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(2, 3, 32, 32)}
 
 
 def lora() -> tuple[nn.Module, dict[str, Any]]:
@@ -88,8 +90,11 @@ def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) ->
         make_optimizer=make,
         scaler=make_scaler(settings),
     )
-    reset_gradients(step)
-    take(step)
+    for _ in range(_MOST_SKIPPED):
+        reset_gradients(step)
+        take(step)
+        if any(optimizer.state for optimizer in step.optimizers()):
+            break  # the scaler has found a scale at which gradients are finite
     reset_gradients(step)
     return step
 

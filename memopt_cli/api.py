@@ -168,15 +168,11 @@ def memory_optimization(
     )
     resolved = resolve(request, has_inputs=dummy_input is not None)
     settings = StepSettings(device=resolve_device())
-    with logged(verbose) as progress, taken_off(net) as carried:
+    with logged(verbose) as progress:
         if dummy_input is None or resolved.options.level == 0:
-            found = _unmeasured(net, listed_modules(net), resolved, settings.device)
-            if not found.plan.is_empty:
-                found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
-            apply_plan(net, found.plan)
+            found = _on_instances(net, resolved, settings, progress)
         else:
             found = _measured(net, dummy_input, request, resolved, settings, progress)
-    found.notes[:0] = _taken_off(carried)
     found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
@@ -267,6 +263,17 @@ def _local_rank(variable: str, devices: int) -> int:
 # ---------------------------------------------------------------------------------------------- how
 
 
+def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, progress: Progress) -> Findings:
+    """Segments on what was asked for, unmeasured; they are on ``net`` then."""
+    with taken_off(net) as carried:
+        found = _unmeasured(net, listed_modules(net), resolved, settings.device)
+        if not found.plan.is_empty:
+            found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
+        apply_plan(net, found.plan)
+    found.notes[:0] = _taken_off(carried)
+    return found
+
+
 def _taken_off(carried: Plan) -> list[str]:
     return [] if carried.is_empty else [TAKEN_OFF]
 
@@ -287,8 +294,10 @@ def _measured(
         asked = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=request, recommend_batch=False
         )
-        found = found_and_proven(asked, resolved, prepared, progress)
-        apply_plan(net, found.plan)  # before anything that can fail
+        with taken_off(net) as carried:
+            found = found_and_proven(asked, resolved, prepared, progress)
+            apply_plan(net, found.plan)  # before anything that can fail
+        found.notes[:0] = _taken_off(carried)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
             found.notes.extend(_warm_up(net, prepared, found.plan))

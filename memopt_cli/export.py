@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from memopt_cli import plain
@@ -25,41 +24,14 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     left_out = [f"# - {reason}" for reason in _left_out(plan)]
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
-    source = source.replace(": dict[str, tuple[str, ...]] = {}", _table(dict(_segments(plan))), 1)
-    source = source.replace(": dict[str, tuple[tuple[str, str], ...]] = {}", _table(_runs(plan)), 1)
-    return "\n".join([*head, source])
+    table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
+    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table(table), 1)])
 
 
-def _table(rows: Mapping[str, object]) -> str:
+def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
     """Of constants, in the place of an empty one."""
     lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
     return " = {\n" + "".join(lines) + "}" if rows else " = {}"
-
-
-def _segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Paths of the modules, with what is kept."""
-    for segment in plan.segments:
-        if not _run_in(segment.path) and not segment.through_loss:
-            yield _own_path(segment.path), () if _keeps_around_others(segment, plan) else segment.keep
-
-
-def _runs(plan: Plan) -> dict[str, tuple[tuple[str, str], ...]]:
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for segment in plan.segments:
-        if run := _run_in(segment.path):
-            found[_own_path(segment.path.rpartition(".")[0])].append(run)
-    return {path: tuple(runs) for path, runs in found.items()}
-
-
-def _run_in(path: str) -> tuple[str, str] | None:
-    """The first and last layer of a run, ``features.0-2``; ``None`` for a module."""
-    first, dash, last = path.rpartition(".")[2].partition("-")
-    return (first, last) if dash else None
-
-
-def _own_path(path: str) -> str:
-    """As the model has it: without the runs that it lies in."""
-    return ".".join(name for name in path.split(".") if "-" not in name)
 
 
 def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
@@ -84,5 +56,5 @@ def _left_out(plan: Plan) -> Iterator[str]:
             yield f"{path}: its input is stored as it is, not packed ({segment.compressor})"
         if segment.spatial_split:
             yield f"{path}: what __spatial_split__ returns is not split"
-        if segment.keep and (_keeps_around_others(segment, plan) or _run_in(segment.path)):
+        if _keeps_around_others(segment, plan):
             yield f"{path}: outputs are not kept ({', '.join(segment.keep)})"

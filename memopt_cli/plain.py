@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,54 +17,76 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 SEGMENTS: dict[str, tuple[str, ...]] = {}
-"""Path of a module whose forward is run again in backward -> operators whose outputs are kept."""
-RUNS: dict[str, tuple[tuple[str, str], ...]] = {}
-"""Path of an nn.Sequential -> the first and last child of each run of layers that is run again as one."""
+"""Path of what is run again in backward, a module or layers as ``features.0-2`` -> operators whose outputs are kept."""
 
 
 def checkpoint_segments(model: nn.Module) -> nn.Module:
-    """Make segments of the modules of ``model`` that the tables name, in place."""
-    for path, runs in RUNS.items():
-        layers = model.get_submodule(path)
-        layers.forward = functools.partial(_run_layers, layers, runs)
-    for path, kept in SEGMENTS.items():
-        module = model.get_submodule(path)
-        module.forward = functools.partial(_checkpointed, module, module.forward, kept)
+    """Make segments of what the table names in ``model``, in place: all, or with an error none."""
+    found = [(*_find(model, path), kept) for path, kept in SEGMENTS.items()]
+    runs: dict[nn.Module, list[tuple[str, str, tuple[str, ...]]]] = {}
+    for module, run, kept in found:
+        if run is not None:
+            runs.setdefault(module, []).append((*run, kept))
+    for layers, inside in runs.items():
+        names = list(layers._modules)
+        inside.sort(key=lambda run: names.index(run[0]) - names.index(run[1]))  # the longest first
+        layers.forward = functools.partial(_run_in_turn, layers, names, inside)
+    for module, run, kept in found:
+        if run is None:
+            module.forward = functools.partial(_checkpointed, [module], module.forward, kept)
     return model
 
 
-def _run_layers(layers: nn.Module, runs: tuple[tuple[str, str], ...], x: Any) -> Any:
-    pending: list[nn.Module] = []
-    firsts, lasts = {first for first, _ in runs}, {last for _, last in runs}
-    for name, layer in layers.named_children():
-        if pending or name in firsts:
-            pending.append(layer)
-            if name in lasts:
-                part = nn.Sequential(*pending)
-                x = _checkpointed(part, part.forward, (), x)
-                pending = []
+def _find(model: nn.Module, path: str) -> tuple[nn.Module, tuple[str, str] | None]:
+    """A module; or an nn.Sequential, with the first and the last of its layers that are one segment."""
+    module, run = model, None
+    for name in path.split(".") if path else ():
+        first, _, last = name.partition("-")
+        if name in module._modules:
+            module, run = module.get_submodule(name), None
+        elif isinstance(module, nn.Sequential) and first in module._modules and last in module._modules:
+            run = first, last
         else:
-            x = layer(x)
+            raise AttributeError(f"{type(model).__name__} has no {path!r}")
+    installed = getattr(module.__dict__.get("forward"), "func", None)
+    if getattr(installed, "__name__", "") in (
+        _checkpointed.__name__,
+        _run_in_turn.__name__,
+    ):  # by another such file too
+        raise RuntimeError(f"{path!r} is a segment already")
+    return module, run
+
+
+def _run_in_turn(layers: nn.Module, names: list[str], runs: list[tuple[str, str, tuple[str, ...]]], x: Any) -> Any:
+    while names:
+        run = next((run for run in runs if run[0] == names[0] and run[1] in names), None)
+        if run is None:
+            x, names = layers.get_submodule(names[0])(x), names[1:]
+            continue
+        inner, names = names[: names.index(run[1]) + 1], names[names.index(run[1]) + 1 :]
+        forward = functools.partial(_run_in_turn, layers, inner, [other for other in runs if other is not run])
+        x = _checkpointed([layers.get_submodule(name) for name in inner], forward, run[2], x)
     return x
 
 
 def _checkpointed(
-    module: nn.Module, forward: Callable[..., Any], kept: tuple[str, ...], *args: Any, **kwargs: Any
+    modules: list[nn.Module], forward: Callable[..., Any], kept: tuple[str, ...], *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = functools.partial(_contexts, module, kept)
+    contexts = functools.partial(_contexts, modules, kept)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _contexts(
-    module: nn.Module, kept: tuple[str, ...]
+    modules: list[nn.Module], kept: tuple[str, ...]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the first run and around the second."""
+    buffers = _Buffers(modules)
     if not kept:
-        return nullcontext(), _buffers_put_back(module)
+        return buffers.first_run(), buffers.second_run()
     first, second = create_selective_checkpoint_contexts(_policy(kept))  # type: ignore[no-untyped-call]
-    return first, _both(_buffers_put_back(module), second)
+    return _both(buffers.first_run(), first), _both(buffers.second_run(), second)
 
 
 @contextmanager
@@ -75,17 +97,39 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _buffers_put_back(module: nn.Module) -> Iterator[None]:
-    """What a second forward writes to buffers, batch statistics above all, counts once."""
-    before: list[tuple[Tensor, Tensor]] = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
+class _Buffers:
+    """Of some modules: the second run begins with what the first began with, and what it writes is forgotten."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        inner = {part: None for module in modules for part in module.modules()}
+        self._places = [(part, name) for part in inner for name in part._buffers]
+        self._before: dict[tuple[nn.Module, str], Tensor | None] = {}
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        begun = {place: self._at(place) for place in self._places}
+        values = {place: None if buffer is None else buffer.clone() for place, buffer in begun.items()}
         yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for place, value in values.items():
+            buffer = self._at(place)
+            if buffer is not begun[place] or (buffer is not None and value is not None and not buffer.equal(value)):
+                self._before[place] = value
+
+    @contextmanager
+    def second_run(self) -> Iterator[None]:
+        now = {place: self._at(place) for place in self._places}
+        try:
+            for (part, name), value in self._before.items():
+                part._buffers[name] = None if value is None else value.clone()
+            yield
+        finally:
+            for (part, name), buffer in now.items():
+                part._buffers[name] = buffer
+
+    @staticmethod
+    def _at(place: tuple[nn.Module, str]) -> Tensor | None:
+        part, name = place
+        return part._buffers[name]
 
 
 def _policy(kept: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:

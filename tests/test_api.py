@@ -24,6 +24,7 @@ import memopt_cli
 from memopt_cli import (
     GCContainer,
     MemOptSummary,
+    api,
     apply_gc,
     get_module_and_parent,
     memory_optimization,
@@ -1024,3 +1025,18 @@ def test_the_public_names_are_listed_and_there() -> None:
     assert set(memopt_cli.__all__) <= listed
     assert {"__all__", "on_unsafe"} <= listed
     assert [name for name in memopt_cli.__all__ if not hasattr(memopt_cli, name)] == []
+
+
+def test_what_fails_leaves_the_plan_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="1"),))
+    model = memopt_cli.apply_plan(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan)
+    monkeypatch.setattr(api, "found_and_proven", fails)
+    with pytest.raises(KeyboardInterrupt):
+        memopt_cli.memory_optimization(model, nn.Linear, (torch.ones(2, 4),), level=1)
+    assert memopt_cli.plan_of(model) == plan
+    with pytest.raises(Exception, match="mat1 and mat2"):
+        memopt_cli.apply_gc(model, nn.Linear, (torch.ones(2, 5),), device="cpu")
+    assert memopt_cli.plan_of(model) == plan

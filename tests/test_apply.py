@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.apply import apply_plan, remove_plan
+from memopt_cli.apply import apply_plan, plan_of, remove_plan, taken_off
 from memopt_cli.errors import PlanError, VerificationError
 from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
@@ -278,3 +278,33 @@ class _Tells(nn.Sequential):
 def test_a_path_of_a_plan_asks_no_property() -> None:
     with pytest.raises(PlanError, match=r"the plan names module 'device\.x'"):
         apply_plan(_Tells(nn.Linear(2, 2)), Plan(segments=(SegmentPlan(path="device.x"),)))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type[BaseException]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(segments=(SegmentPlan(path="0-1"), SegmentPlan(path="2", chunks=2)), packed=True, in_backward=True)
+    apply_plan(model, plan, optimizer)
+    carried = plan_of(model)
+
+    def fails() -> None:
+        with taken_off(model):
+            assert plan_of(model).is_empty
+            apply_plan(model, Plan(segments=(SegmentPlan(path="1"),)))
+            raise error
+
+    with pytest.raises(error):
+        fails()
+    assert plan_of(model) == carried
+    assert {segment.path for segment in carried.segments} == {"0-1", "2"}
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters()), "updated in backward"
+
+
+def test_a_plan_that_was_taken_off_stays_off_where_nothing_fails() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
+    with taken_off(model):
+        pass
+    assert plan_of(model).is_empty

@@ -72,6 +72,8 @@ PLANS = {
     "root": plan({"path": ""}),
     "kept": plan({"path": "blocks.0", "keep": ("aten::addmm#2",)}, {"path": "blocks.1", "keep": ("aten::addmm",)}),
     "runs": plan({"path": "layers.0-3"}, {"path": "layers.4-7"}),
+    "runs in runs": plan({"path": "layers.0-7"}, {"path": "layers.0-7.0-3"}, {"path": "layers.0-7.0-3.2"}),
+    "kept in a run": plan({"path": "layers.2-5", "keep": ("aten::addmm",)}),
     "in a run": plan({"path": "layers.0-3.2"}),
     "none": plan(),
 }
@@ -130,7 +132,6 @@ def test_what_has_no_plain_form_is_named() -> None:
         "- blocks.0: run at once, not in 4 chunks",
         "- blocks.0: its input is stored as it is, not packed (bit)",
         "- blocks.1: outputs are not kept (aten::addmm)",
-        "- layers.0-3: outputs are not kept (aten::addmm)",
         "- head: no segment; the plan runs it in 8 chunks through the loss",
     ]
 
@@ -149,7 +150,85 @@ def test_it_needs_no_memopt(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [], done.stderr
 
 
-def test_a_copy_of_the_model_stays_plain() -> None:
+class Remembers(nn.Module):
+    """A buffer that each forward replaces, another that it writes to, and a third that is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("replaced", torch.zeros(16))
+        self.register_buffer("written", torch.zeros(16))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.replaced + self.written.clone()
+        mean = y.detach().mean(0)
+        self.late = mean if self.late is None else self.late + mean
+        self.replaced = torch.tanh(mean)
+        self.written += mean
+        return y * self.late
+
+
+class SpectralNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Dashes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"res-block": Block(), "a-b": nn.Sequential(Block(), Block())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts["a-b"](self.parts["res-block"](x))
+
+
+class Again(nn.Sequential):
+    """The same layer at two places."""
+
+    def __init__(self) -> None:
+        layer = nn.Linear(16, 16)
+        super().__init__(layer, nn.Tanh(), layer, nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (Remembers, plan({"path": ""})),
+        (SpectralNorm, plan({"path": "layer"})),
+        (Dashes, plan({"path": "parts.res-block"}, {"path": "parts.a-b.0-1"})),
+        (Again, plan({"path": "0-1"}, {"path": "2-3"})),
+    ],
+)
+def test_buffers_and_names_of_any_kind(kind: type[nn.Module], given: memopt_cli.Plan) -> None:
+    torch.manual_seed(0)
+    original = kind()
+    model = exported(given)["checkpoint_segments"](copy.deepcopy(original))
+    for _ in range(3):
+        assert all(map(torch.equal, effects(model), effects(original)))
+
+
+@pytest.mark.parametrize("missing", ["blocks.7", "layers.0-9", "layers.x-y", "blocks.0-1"])
+def test_what_the_model_lacks_is_refused_and_nothing_done(missing: str) -> None:
     model = made()
-    exported(PLANS["modules"])["checkpoint_segments"](copy.deepcopy(model))
+    with pytest.raises(AttributeError, match=missing):
+        exported(plan({"path": "blocks.0"}, {"path": missing}))["checkpoint_segments"](model)
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_segment_is_not_made_twice() -> None:
+    model = exported(PLANS["runs"])["checkpoint_segments"](made())
+    with pytest.raises(RuntimeError, match="is a segment already"):
+        exported(plan({"path": "blocks.0"}, {"path": "layers.4-7"}))["checkpoint_segments"](model)
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_copy_has_segments_of_its_own() -> None:
+    model = exported(PLANS["runs"])["checkpoint_segments"](made())
+    copied = copy.deepcopy(model)
+    assert copied.layers.forward.args[0] is copied.layers
+    assert all(map(torch.equal, effects(copied), effects(made())))

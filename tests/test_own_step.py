@@ -223,11 +223,6 @@ def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -
     assert "--accumulate, or --global-batch, says how a step is run" in done.err
 
 
-def test_commands_of_one_model_take_no_step(steps: Any) -> None:
-    with pytest.raises(OptionError, match=r"the model is a Step, no torch\.nn\.Module"):
-        memopt_cli.profile(steps.two_rounds(), "4x8")
-
-
 @pytest.mark.usefixtures("in_process")
 def test_the_inputs_of_a_step_are_not_guessed(memopt: Callable[..., Done]) -> None:
     done = memopt("profile", f"{STEPS}:two_rounds")

@@ -21,7 +21,7 @@ from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
-from memopt_cli.loading.pickles.scan import scan_pickle
+from memopt_cli.loading.pickles.scan import scan_pickle, uncollected
 from memopt_cli.loading.safetensors_file import is_safetensors, read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.trust import as_flags
@@ -54,7 +54,8 @@ def describe(file: ModelFile) -> Inspection:
     that harms whoever unpacks it.  A global that is refused is part of the answer.
     """
     try:
-        found = _reader(file)(file)
+        with uncollected():
+            found = _reader(file)(file)
         contents = found.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
     except (ValueError, RecursionError) as err:

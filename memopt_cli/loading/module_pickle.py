@@ -28,6 +28,7 @@ from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
+from memopt_cli.loading.pickles.scan import uncollected
 from memopt_cli.loading.trust import (
     Unvouched,
     as_flags,
@@ -62,9 +63,10 @@ class ModulePickle:
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if trust.pickle:
             return Loaded(module=_load_unchecked(file, trust))
-        pickled = read_pickled(file)
-        refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-        root, notes = module_in(pickled.pickle.root, file.key, file.path)
+        with uncollected():
+            pickled = read_pickled(file)
+            refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
+            root, notes = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         made = _make(file, pickled, root, kinds_of(_stored(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
@@ -176,6 +178,19 @@ def _stored(pickled: PickledFile) -> Stored:
 
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Judge what can be reached, by its names, by what they stand for and as a whole; then make it."""
+    with uncollected():
+        audit = _audited(file, pickled, root, kinds, vouched)
+    try:
+        with watched(file.path):
+            return build(pickled.pickle, root, audit.recipes)
+    except Broken as err:
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
+    except (BadProgram, UnsafeScript) as err:
+        part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
+        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
+
+
+def _audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
     _refuse_many(file, pickled.scan.wanted)
     known, of_none = claimed(uses_in(root), kinds)
     _refuse_libraries(file, known)
@@ -188,14 +203,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
     _refuse(file, verdicts)
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
-    try:
-        with watched(file.path):
-            return build(pickled.pickle, root, audit.recipes)
-    except Broken as err:
-        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
-    except (BadProgram, UnsafeScript) as err:
-        part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
-        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
+    return audit
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:

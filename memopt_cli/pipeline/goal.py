@@ -90,6 +90,12 @@ class GoalSearch:
         least_bytes = min(measured) if measured else (least or self.planner.least(self.level)).peak_bytes
         raise self._nothing_fits(budget_bytes, least_bytes)
 
+    def least(self) -> LevelRow:
+        """The plan of the least peak that is fast enough, not measured."""
+        started = time.monotonic()
+        found = self.planner.least(self.level, self._most)
+        return found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
+
     def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
         """What fits; or where its step takes far longer than predicted, another that does and is measured faster."""
         best = found, outcome

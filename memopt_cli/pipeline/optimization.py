@@ -274,7 +274,7 @@ class _Job:
             measured = original.outcome
             peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(planned.within(self.budget_bytes))
+            rows.append(self._within(search, original, planned, self.budget_bytes))
         if goal.frontier:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
@@ -304,26 +304,56 @@ class _Job:
         self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
 
+    def _within(self, search: _Search, original: LevelRow, planned: GoalSearch, limit_bytes: int) -> LevelRow:
+        """The fastest plan within a budget.
+
+        The optimizer in backward costs no time: it is tried first where the original does not fit, and last, under the
+        plan of the least peak, where no plan does.
+        """
+        outcome = original.outcome
+        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > limit_bytes:
+            alone = self._tried_in_backward(search, original, replace(original, level=planned.level))
+            if isinstance(alone, LevelRow) and _is_within(alone, limit_bytes):
+                return alone
+        try:
+            return planned.within(limit_bytes)
+        except NothingFitsError:
+            found = self._tried_in_backward(search, original, planned.least())
+            if isinstance(found, LevelRow) and _is_within(found, limit_bytes):
+                return found
+            raise
+
     def _in_backward(
         self, search: _Search, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
     ) -> LevelRow | None:
         """The row to apply, with the optimizer in backward where that lowers its peak; in ``rows`` as well."""
-        settings = self.measurements.prepared.subject.settings
-        if applied is None or not may_run_in_backward(settings):
+        if applied is None:
             return applied
-        plan = applied_row([original, *rows], applied).plan
-        found = InBackwardTrial(
-            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
-            measure=self.measurements.measure,
-            original=original,
-            most_slowdown=self.options.max_slowdown or math.inf,
-            dry_run=search.traced.has_dry_runs,
-        ).of(replace(applied, plan=plan))
+        row = replace(applied, plan=applied_row([original, *rows], applied).plan)
+        found = self._tried_in_backward(search, original, row)
         if isinstance(found, str):
             self.notes += [found] if found else []
             return applied
         rows[rows.index(applied)] = found
         return found
+
+    def _tried_in_backward(self, search: _Search, original: LevelRow, row: LevelRow) -> LevelRow | str:
+        """As :meth:`InBackwardTrial.of`; nothing is tried in a step that forbids it."""
+        if not may_run_in_backward(self.measurements.prepared.subject.settings):
+            return ""
+        return InBackwardTrial(
+            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
+            measure=self.measurements.measure,
+            original=original,
+            most_slowdown=self._most_slowdown_in_backward(),
+            dry_run=search.traced.has_dry_runs,
+        ).of(row)
+
+    def _most_slowdown_in_backward(self) -> float:
+        """That of the levels, or the one that was asked for beside a goal."""
+        if self.request.goal == SearchGoal():
+            return self.options.max_slowdown or math.inf
+        return self.request.search.get("max_slowdown") or math.inf
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
@@ -369,6 +399,10 @@ class _Job:
         if prover.replaced:
             self.faster = self.smaller = None
         return proven
+
+
+def _is_within(row: LevelRow, limit_bytes: int) -> bool:
+    return isinstance(row.outcome, Measurement) and row.outcome.allocated_peak_bytes <= limit_bytes
 
 
 def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from memopt_cli.runtime.compressor import (
 )
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
+from memopt_cli.runtime.objects import Objects
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, not_compiled, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
@@ -54,10 +55,12 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
         if config.batch_statistics:
             return _run_passes(module, forward, pieces, states, kwargs)
         return _joined(config, *_one_by_one(module, forward, [forward] * chunks, pieces, states, kwargs))
-    except _NotInChunks as moves:
-        run_whole(module, str(moves))
-        moves.undo()
-    return _run_one_chunk(module, forward, args, kwargs)
+    except _NotInChunks as found:
+        reason, undo = str(found), found.undo
+    undo()
+    output = _run_one_chunk(module, forward, args, kwargs)  # an error that is none of chunks ends here
+    run_whole(module, reason)
+    return output
 
 
 def _run_one_chunk(
@@ -132,7 +135,7 @@ def _one_by_one(
             inputs.started = first.started
         try:
             output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
-        except RuntimeError as error:
+        except Exception as error:  # the module's own code, on a part of what it was written for
             if first is not None:
                 first.failed(error)
             raise
@@ -174,7 +177,9 @@ class _FirstChunk:
     ) -> None:
         self._module, self._forward, self._states, self._kwargs = module, forward, states, kwargs
         self._first, self._second = pieces[:2]
+        self._length = sum(piece[0].shape[vars(module)[SEGMENT_KEY].axis] for piece in pieces)
         self._moves = Moves(module)
+        self._arguments = [_Argument(name, value) for name, value in _named(len(pieces[0]), states, kwargs)]
         self._start: StartingState | None = None
         self._lent: Sequence[Tensor] = ()
 
@@ -189,21 +194,32 @@ class _FirstChunk:
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
-        reason = ""
-        if moved:
+        reason = next((argument.told() for argument in self._arguments if argument.has_moved()), "")
+        if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tells and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent))
 
-    def failed(self, error: RuntimeError) -> None:
+    def failed(self, error: Exception) -> None:
         """It has ended with an error.  Raises :class:`_NotInChunks` unless the whole would fail alike: state that is
-        kept for all rows, say, does not fit a part of them.
+        kept for all rows, say, or a mask of all, does not fit a part of them.
         """
-        if self._start is not None and not (isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)):
-            line = str(error).partition("\n")[0]
-            raise _NotInChunks(f"fails on a chunk ({line})", functools.partial(self._start.enter, self._lent))
+        gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
+        is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
+        if self._start is None or gathers or is_full or self._start.lost():
+            return
+        uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
+        what = f"gets {uncut} whole with every chunk, and " if uncut else ""
+        raise _NotInChunks(f"{what}fails on a chunk ({line})", functools.partial(self._start.enter, self._lent))
+
+    def _uncut(self) -> Iterator[str]:
+        """The keywords whose tensors have a length as if they were to be cut."""
+        axis = vars(self._module)[SEGMENT_KEY].axis
+        for name, value in self._kwargs.items():
+            if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
+                yield name
 
     def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
         config: SegmentConfig = vars(self._module)[SEGMENT_KEY]
@@ -243,6 +259,31 @@ class _FirstChunk:
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
+
+
+class _Argument:
+    """Something that every chunk gets as it is, and should not find changed by the one before."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._kind = name, type(value).__name__
+        self._objects = Objects((value,))
+
+    def has_moved(self) -> bool:
+        return self._objects.has_moved()
+
+    def told(self) -> str:
+        """What the first chunk did to it, a sentence without its subject."""
+        is_cache = "cache" in self._kind.lower()
+        hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
+        return f"writes to {self._name}, a {self._kind}, which the next chunk would read{hint}"
+
+
+def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments that every chunk gets, no tensors, and what to call each; ``cut``: how many come before."""
+    named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
+    named += [(f"its argument {name}", value) for name, value in kwargs.items()]
+    # Tensors are states, which chunks hand on by what they return.
+    yield from ((name, value) for name, value in named if not isinstance(value, Tensor | tuple))
 
 
 def _shows_moves(piece: Sequence[Tensor]) -> bool:

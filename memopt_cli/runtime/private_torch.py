@@ -450,7 +450,7 @@ def _refusal_of_hooks() -> str:
     return "PyTorch does not refuse"
 
 
-def is_out_of_cpu_memory(error: RuntimeError) -> bool:
+def is_out_of_cpu_memory(error: Exception) -> bool:
     """Whether the CPU's memory ran out, for which PyTorch has no class: two sentences of its own and of C++."""
     return any(words in str(error) for words in ("can't allocate memory", "bad_alloc"))
 

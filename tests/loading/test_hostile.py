@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -26,6 +27,7 @@ from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading import load_model, read_file, trust
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.records import InputSpec, ModelSource, Trust
 from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, holding, payloads
@@ -396,6 +398,27 @@ def test_code_in_the_place_of_a_missing_library_is_not_offered_as_that(memopt: M
 
 
 # ---------------------------------------------------------------------------------------------- what a hint costs
+
+
+def test_a_large_file_may_not_take_as_much_work_as_a_small_one_for_each_byte() -> None:
+    """It is large because of its weights; opcodes take hundreds of bytes of memory each."""
+    small, large = (PickleScan(size=size) for size in (8 << 20, 64 << 20))
+    assert large.most_work < 2 * small.most_work
+    assert PickleScan(size=1 << 40).most_work == 8_000_000  # of an expert model with 50,000 modules
+
+
+def test_nothing_is_looked_through_for_garbage_while_a_file_is_judged(memopt: Memopt) -> None:
+    """The collector would walk a million stand-ins each time that as many more are made."""
+    Path("model.pt").write_bytes(archive({"data.pkl": b"\x80\x02](" + b"]" * 90_000 + b"e."}))
+    collected = list[int]()
+    gc.callbacks.append(lambda phase, told: collected.append(told["generation"]))
+    try:
+        with pytest.raises(FileFormatError, match="a list, not a model"):
+            load_model(ModelSource(location="model.pt"))
+        assert len(collected) < 10  # afterwards; there were hundreds
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
 
 
 def test_a_script_is_looked_at_once_for_all_names(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -853,6 +853,22 @@ def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: M
 
 
 @pytest.mark.slow
+def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    goal = ("-i", "8x128", "--level", "1", "--no-recommend-batch", "--budget", "85%", "--json")
+    done = optimize("net.pt", *goal, "--optimizer", "adamw")
+    assert done.code == 0, done.err
+    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    assert summary.plan == Plan(in_backward=True)
+    assert summary.budget_bytes is not None
+    (found,) = (row.outcome for row in summary.levels if row.plan.in_backward)
+    assert isinstance(found, Measurement)
+    assert found.allocated_peak_bytes <= summary.budget_bytes
+    forbidden = optimize("net.pt", *goal, "--force", "--optimizer", "adamw", "--clip-norm", "1")
+    assert forbidden.code == 6  # its gradients are all there at once, and no segment lowers that
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [

@@ -345,3 +345,71 @@ def test_a_batch_of_equal_samples_does_not_settle_it() -> None:
 )
 def test_alike(before: Any, whole: Any, halves: Any, verdict: bool) -> None:
     assert _is_alike(before, whole, halves) is verdict
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+class Masked(nn.Module):
+    """Its mask, if there is one, is of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        y = self.linear(x).tanh()
+        return y if mask is None else y * mask
+
+
+def test_a_mask_that_comes_with_a_later_batch() -> None:
+    model = Masked()
+    chunked = copy.deepcopy(model)
+    install_segment(chunked, CHUNKS)
+    x, mask = torch.randn(6, 4), torch.rand(6, 1)
+    chunked(x).sum().backward()
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match=r"gets mask whole with every chunk, and fails on a chunk .* runs whole"):
+        chunked(x, mask=mask).sum().backward()
+    model(x, mask=mask).sum().backward()
+    torch.testing.assert_close(model.linear.weight.grad, chunked.linear.weight.grad)
+
+
+def test_an_error_of_the_whole_stays_what_it_is(recwarn: pytest.WarningsRecorder) -> None:
+    model = Masked()
+    install_segment(model, CHUNKS)
+    with pytest.raises(RuntimeError, match=r"\(7\)"):
+        model(torch.randn(6, 4), mask=torch.rand(7, 1))
+    assert not recwarn.list
+
+
+class KeyCache:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Caching(Masked):
+    """Attends to all keys that are in the cache; where it draws, what it computes is not compared."""
+
+    def forward(self, x: Tensor, cache: KeyCache | None = None, *, mask: Tensor | None = None) -> Tensor:
+        y = self.linear(x)
+        assert cache is not None
+        cache.keys.append(y)
+        return nn.functional.dropout(y * sum(key.mean() for key in cache.keys))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_cache_that_every_chunk_would_fill(by_name: bool) -> None:
+    model = Caching()
+    chunked = copy.deepcopy(model)
+    install_segment(chunked, CHUNKS)
+    x, caches = torch.randn(6, 4), (KeyCache(), KeyCache())
+    name = "cache" if by_name else "2"
+    reason = rf"writes to its argument {name}, a KeyCache, .*train with use_cache=False\): it runs whole"
+    for net, cache in zip((model, chunked), caches, strict=True):
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match=reason) if net is chunked else warnings.catch_warnings():
+            y = net(x, cache=cache) if by_name else net(x, cache)
+        y.sum().backward()
+    assert torch.equal(model.linear.weight.grad, chunked.linear.weight.grad)
+    assert torch.equal(*(torch.cat(cache.keys) for cache in caches))

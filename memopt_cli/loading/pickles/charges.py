@@ -9,8 +9,11 @@ from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
-_LEAST_WORK, _BYTES_PER_WORK, _MOST_WORK = 500_000, 8, 8_000_000
+_LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
 """Opcodes, and items that plain containers are made of: a module takes 150 in a few hundred bytes."""
+_DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
+"""Bytes of a file that may all be opcodes and small weights, and for how many of these, and of those beyond, there is
+one: a large file is large because of its weights."""
 _COPIES, _LEAST_TAKEN = 4, 1 << 20
 """How often each byte of a file may be taken in by a call: bytes may stand in it once, and be used again and again."""
 
@@ -31,7 +34,9 @@ class PickleScan:
     most_work: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.most_work = min(_LEAST_WORK + self.size // _BYTES_PER_WORK, _MOST_WORK)
+        self.most_work = min(
+            _LEAST_WORK + min(self.size, _DENSE) // _BYTES_PER_WORK + self.size // _BYTES_PER_MORE, _MOST_WORK
+        )
 
     def spend(self, work: int) -> None:
         """Raises :class:`ValueError` where unpickling would take far more work than a model of this size does."""

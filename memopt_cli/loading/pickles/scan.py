@@ -9,8 +9,10 @@ be called late, by way of the memo.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickletools
+from collections.abc import Iterator
 from typing import IO
 
 from memopt_cli.loading.pickles.charges import PickleScan
@@ -24,14 +26,22 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     Raises :class:`ValueError` if the bytes there are no complete pickle, or unpickling them is made to take forever.
     """
     machine = Machine(scan)
-    collects = gc.isenabled()
-    gc.disable()  # all that is made here stays, and would be looked through again and again
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
-            machine.step(opcode, argument)
+        with uncollected():
+            for opcode, argument, _ in pickletools.genops(stream):
+                machine.step(opcode, argument)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
         raise ValueError("its bytes are not a pickle, or a broken one") from err
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """What is made within stays, and would be looked through for garbage again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()

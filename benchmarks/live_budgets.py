@@ -1,0 +1,77 @@
+"""``memopt_cli.optimize`` within ten budgets on five live models: none is passed, and gradients are exact.
+
+Prints a line a model.  A budget that no plan meets is refused, which is no violation.  Exits with 1 if a measured peak
+passes its budget, or a gradient differs in a bit, at a level where none may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.errors import NothingFitsError
+from memopt_cli.records import Measurement
+from memopt_cli.selftest import models
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolutions": (models.convolutional, (16, 3, 32, 32)),
+    "attention": (models.transformer, (8, 128, 64)),
+    "LSTM": (models.Recurrent, (24, 32, 64)),
+    "spiking": (models.spiking, (12, 64, 64)),
+    "skip connections": (models.streams, (2048, 64)),
+}
+BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of one step, with the same dropout each time."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    model(x).pow(2).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def run(name: str, budgets: Sequence[float], level: int) -> bool:
+    """Whether every budget of one model is kept, with exact gradients."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    exact, kept = gradients(model, x), True
+    shares: list[str] = []
+    for budget in budgets:
+        memopt_cli.remove_plan(model)
+        try:
+            summary = memopt_cli.optimize(model, x, budget=budget, level=level).summary
+        except NothingFitsError:
+            shares.append("none")
+            continue
+        original, applied = summary.levels[0].outcome, summary.levels[-1].outcome
+        assert isinstance(original, Measurement)
+        assert isinstance(applied, Measurement)
+        share = applied.allocated_peak_bytes / original.allocated_peak_bytes
+        is_exact = all(map(torch.equal, gradients(model, x), exact))
+        kept &= share <= budget and is_exact
+        shares.append(f"{share:.3f}" + " not exact" * (not is_exact))
+    print(f"{name}: {', '.join(f'{b:g} → {s}' for b, s in zip(budgets, shares, strict=True))}", flush=True)
+    return kept
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS)
+    parser.add_argument("--level", type=int, default=2, help="2: all that is exact to the bit")
+    given = parser.parse_args()
+    kept = [run(name, given.budgets, given.level) for name in given.models]
+    print(f"{sum(kept)} of {len(kept)} models: every budget kept, gradients equal bit for bit")
+    return int(not all(kept))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
