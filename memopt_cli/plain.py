@@ -28,7 +28,7 @@ def checkpoint_segments(model: nn.Module) -> nn.Module:
         if run is not None:
             runs.setdefault(module, []).append((*run, kept))
     for layers, inside in runs.items():
-        names = list(layers._modules)
+        names = _names_in(layers)
         inside.sort(key=lambda run: names.index(run[0]) - names.index(run[1]))  # the longest first
         layers.forward = functools.partial(_run_in_turn, layers, names, inside)
     for module, run, kept in found:
@@ -37,14 +37,20 @@ def checkpoint_segments(model: nn.Module) -> nn.Module:
     return model
 
 
+def _names_in(module: nn.Module) -> list[str]:
+    """Of its children, in their order; one that stands twice has two."""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+
+
 def _find(model: nn.Module, path: str) -> tuple[nn.Module, tuple[str, str] | None]:
     """A module; or an nn.Sequential, with the first and the last of its layers that are one segment."""
     module, run = model, None
     for name in path.split(".") if path else ():
         first, _, last = name.partition("-")
-        if name in module._modules:
+        names = _names_in(module)
+        if name in names:
             module, run = module.get_submodule(name), None
-        elif isinstance(module, nn.Sequential) and first in module._modules and last in module._modules:
+        elif isinstance(module, nn.Sequential) and first in names and last in names:
             run = first, last
         else:
             raise AttributeError(f"{type(model).__name__} has no {path!r}")

@@ -476,7 +476,7 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
     )
     yield "two pickles but for case", Hostile(archive({**good, "DATA.PKL": bad["data.pkl"]}), REFUSED, "two records")
     yield "two archives", Hostile(archive(good) + archive(bad), NO_MODEL, "damaged")
-    yield "an archive behind a pickle", Hostile(b"\x80\x02N." + archive(bad), NO_MODEL, "no model")
+    yield "an archive behind a pickle", Hostile(b"\x80\x02N." + archive(bad), NO_MODEL, "not a model")
     yield "bytes behind the archive", Hostile(archive(good) + b"more", NO_MODEL, "damaged")
     yield "a long comment", Hostile(archive(good)[:-2] + b"\x04\x00more", NO_MODEL, "damaged")
     yield "shared bytes", Hostile(_sharing(good), REFUSED, "overlap")

@@ -9,7 +9,7 @@ import pytest
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import ModuleTree
 from memopt_cli.plan.levels import allowed_at
-from memopt_cli.plan.targets import asked_for, left_out, matching_targets, outermost, segment
+from memopt_cli.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
 from memopt_cli.plan.ways import Limits
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan, StepTrace
 
@@ -108,11 +108,11 @@ def test_without_targets_every_module_is_one() -> None:
 
 
 def test_what_was_asked_for_and_cannot_be_is_noted() -> None:
-    (note,) = left_out(BLOCKS, SearchOptions(modules=("a", "b.x", "c")))
+    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("a", "b.x", "c"))))
     assert note == "Not candidates: 'b.x' (it is parametrized), 'c' (the step never calls it)."
-    (note,) = left_out(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g")))
+    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g"))))
     assert note.endswith("and 2 more.")
-    assert left_out(BLOCKS, SearchOptions(modules=("a",))) == []
+    assert left_out(refused(BLOCKS, SearchOptions(modules=("a",)))) == []
 
 
 def test_the_outermost_are_in_the_order_of_first_call() -> None:
