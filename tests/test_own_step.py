@@ -275,7 +275,8 @@ def test_a_step_is_held_against_its_baseline(memopt: Callable[..., Done], tmp_pa
     mine = tmp_path / "mine.py"
     mine.write_text(STEPS.read_text())
     recorded = memopt("baseline", f"{mine}:two_rounds", "-i", "256x8")
-    assert (recorded.code, recorded.changed) == (0, {"memopt-baseline.json"})
+    assert recorded.code == 0
+    assert "memopt-baseline.json" in recorded.changed  # Python may write what it has compiled, too
     same = memopt("check", f"{mine}:two_rounds")
     assert same.code == 0
     assert "no regression" in same.out
