@@ -21,7 +21,6 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import (
     FORMAT,
-    TAKEN_OFF,
     detached_copy,
     difference_error,
     found_and_proven,
@@ -30,6 +29,7 @@ from memopt_cli.pipeline.live_model import (
     logged,
     observed_modules,
     prepared_model,
+    taken_off_note,
 )
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -215,7 +215,7 @@ def apply_gc(
             modules = observed_modules(net, dummy_input, StepSettings(device=device))
         found = _unmeasured(net, modules, resolved, device)
         apply_plan(net, found.plan)
-    found.notes[:0] = _taken_off(carried)
+    found.notes[:0] = taken_off_note(carried)
     found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else net
 
@@ -270,12 +270,8 @@ def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, pr
         if not found.plan.is_empty:
             found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
         apply_plan(net, found.plan)
-    found.notes[:0] = _taken_off(carried)
+    found.notes[:0] = taken_off_note(carried)
     return found
-
-
-def _taken_off(carried: Plan) -> list[str]:
-    return [] if carried.is_empty else [TAKEN_OFF]
 
 
 def _measured(
@@ -297,7 +293,7 @@ def _measured(
         with taken_off(net) as carried:
             found = found_and_proven(asked, resolved, prepared, progress)
             apply_plan(net, found.plan)  # before anything that can fail
-        found.notes[:0] = _taken_off(carried)
+        found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
             found.notes.extend(_warm_up(net, prepared, found.plan))

@@ -135,8 +135,9 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 def gradients_kept(model: nn.Module) -> Iterator[None]:
     """Within, the parameters have no gradients; those that they had, they have again afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
-        model.zero_grad(set_to_none=True)
         yield
     finally:
         for parameter, gradient in gradients:

@@ -40,7 +40,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
-from memopt_cli.pipeline.live_model import TAKEN_OFF, described, found_and_proven, logged, prepared_model
+from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import profile_prepared
@@ -468,8 +468,7 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
     """After all else that can fail."""
     with taken_off(model) as carried:
         apply_plan(model, found.plan.of_model)
-    if not carried.is_empty:
-        found.notes.insert(0, TAKEN_OFF)
+    found.notes[:0] = taken_off_note(carried)
 
 
 def _advice(request: OptimizeRequest, prepared: Prepared, found: Findings, progress: Progress) -> BatchAdvice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from memopt_cli.errors import UsageError
@@ -30,6 +31,12 @@ def parse_bytes(text: str) -> int:
 def counted(number: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def format_some(texts: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 2 more``."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
 
 
 def exact_bytes(size: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.batching.memory import MemoryMeter
+from memopt_cli.equality import gradients_kept
 from memopt_cli.records import OutOfMemory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import is_out_of_memory, seeds_of_backward, synchronize
@@ -50,15 +51,10 @@ def try_step(
 def undisturbed(model: nn.Module, device: str) -> Iterator[None]:
     """Whatever runs inside leaves no trace on the model or on torch's random generators."""
     start = StartingState(model)
-    gradients = [(p, p.grad) for p in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+        with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         start.enter()
 
 

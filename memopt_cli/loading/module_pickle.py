@@ -279,9 +279,8 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
     if len(as_flags(remedy)) > _LONGEST_FLAGS:
         helps, remedy = False, Trust()
     hint = f"If you trust where it came from, add: {as_flags(remedy)}" if helps else UNCHECKED
-    told = {name: verdict for name, verdict in denied.items() if verdict.remedy is None} or denied
-    told = denied if helps else told
-    message = f"{file.path} was not loaded: {_listed(told)}"
+    beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
+    message = f"{file.path} was not loaded: {_listed(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 
 

@@ -126,8 +126,7 @@ class Climb:
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """The row, measured; or that of a plan predicted to be faster, where its step takes too long in truth."""
         for _ in range(_MEASUREMENTS):
-            row = self.measured(row)
-            row = self._confirmed(row)
+            row = self._confirmed(self.measured(row))
             slowdown = self._slowdown(row)
             if slowdown <= self._limit:
                 return row

@@ -37,6 +37,7 @@ from memopt_cli.records import (
     ModelSource,
     ModuleTrace,
     OptimizeRequest,
+    Plan,
     StepSettings,
     TensorSpec,
     Trust,
@@ -299,7 +300,9 @@ def _hand_over(model: nn.Module, path: Path) -> _HandOver:
 # ---------------------------------------------------------------------------------------------- what is told, and where
 
 
-TAKEN_OFF = "The model carried a plan already; it was taken off first."
+def taken_off_note(carried: Plan) -> list[str]:
+    """That a plan which the model carried is gone; none where it carried none."""
+    return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
 def found_and_proven(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, progress: Progress) -> Findings:

@@ -19,10 +19,8 @@ from memopt_cli.records import (
     Verification,
     to_data,
 )
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import format_bytes, format_seconds, format_some
 
-_NAMED = 3
-"""So many modules are named in a note."""
 _SLOW = 2.0
 """A step that takes so many times as long asks for a compromise."""
 
@@ -141,15 +139,14 @@ def _codecs_left_out(found: Findings) -> list[str]:
 
 
 def _codec_left_out(paths: list[str], misfit: str) -> str:
-    named = ", ".join(f"'{path or '(root)'}'" for path in paths[:_NAMED])
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    named = format_some([f"'{path or '(root)'}'" for path in paths])
     if misfit:
         return (
-            f"x_compressor is not used by {named}{more}: {misfit}. decompress(packed), or decompress(packed, shape), "
+            f"x_compressor is not used by {named}: {misfit}. decompress(packed), or decompress(packed, shape), "
             "must return the tensor that compress(x) was given, in its dtype and shape."
         )
     return (
-        f"x_compressor is not used by {named}{more}: it does not make all their inputs in this step smaller "
+        f"x_compressor is not used by {named}: it does not make all their inputs in this step smaller "
         "without loss, so a segment stores them as they are."
     )
 

@@ -9,9 +9,8 @@ from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import ModuleTree, is_within
 from memopt_cli.plan.policy import Selection
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
+from memopt_cli.units import format_some
 
-_NAMED = 3
-"""How many modules a note names."""
 _NEVER_CALLED = "the step never calls it"
 _NONE_ALLOWED: dict[SelectionPolicy, str] = {
     "explicit_zero_budget": "max_gc_wrapped_modules allows none",
@@ -48,8 +47,7 @@ def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str,
 def left_out(refusals: Mapping[str, str]) -> list[str]:
     """A note on the modules asked for by path that cannot be candidates, if there are any."""
     named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return [f"Not candidates: {', '.join(named[:_NAMED])}{more}."] if named else []
+    return [f"Not candidates: {format_some(named)}."] if named else []
 
 
 def without_segment(classes: Iterable[tuple[str, Sequence[str]]], selection: Selection) -> list[str]:
