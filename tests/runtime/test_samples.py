@@ -34,7 +34,7 @@ UNSEEN: dict[str, Callable[[], Any]] = {
     "seeded anew": lambda: np.random.default_rng().random(4),
     "by a name that is put together": lambda: torch.rand(4, generator=globals()["GENER" + "ATOR"]),
 }
-"""What nothing can put back, or find; four numbers: a single one agrees within rounding once in three thousand times."""
+"""What nothing can put back, or find; four numbers, as one agrees within rounding once in three thousand times."""
 
 GENERATOR = torch.Generator()
 
