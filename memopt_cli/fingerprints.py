@@ -1,4 +1,4 @@
-"""How far apart two steps are, by the few numbers that each left: of :mod:`memopt_cli.verify.fingerprint`."""
+"""How far apart two steps are, by the few numbers that each left: of :mod:`memopt_cli.verification.fingerprint`."""
 
 from __future__ import annotations
 

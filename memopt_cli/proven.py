@@ -19,8 +19,8 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import Step
 from memopt_cli.user_step import Step as UserStep
 from memopt_cli.user_step import models_of
-from memopt_cli.verify import first_samples
-from memopt_cli.verify import verify as compared
+from memopt_cli.verification import first_samples
+from memopt_cli.verification import verify as compared
 from memopt_cli.write import read_plan
 
 Applied = TypeVar("Applied", nn.Module, UserStep, Mapping[str, nn.Module])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan, remove_plan
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.step import Step
-from memopt_cli.verify import first_samples, further_steps, verify
+from memopt_cli.verification import first_samples, further_steps, verify
 
 Install = Callable[[Any], object]
 

@@ -16,7 +16,7 @@ PACKAGE = "memopt_cli"
 BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "__version__"}
 BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "user_step", "own_step", "equality", "workspace"}
 STAGES = {
-    *("loading", "trace", "chunking", "measure", "plan", "apply", "verify", "write"),
+    *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write"),
     *("batch_size", "model_batching", "online", "regression"),
 }
 PARTS: dict[str, set[str]] = {
@@ -54,7 +54,7 @@ PARTS: dict[str, set[str]] = {
     "pipeline": BELOW_STAGES
     | STAGES
     | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
-    "proven": BELOW_STAGES | {"apply", "verify", "write"},
+    "proven": BELOW_STAGES | {"apply", "verification", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "arguments": BELOW_STAGES | {"api", "devices", "model_batching", "pipeline", "write"},
     "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
@@ -167,7 +167,7 @@ def plant(root: Path, file: str, source: str) -> list[str]:
         ("apply.py", "from memopt_cli import load", "apply must not import memopt_cli.load"),
         ("apply.py", "import memopt_cli", "apply must not import memopt_cli"),
         ("runtime/a.py", "from memopt_cli import __version__", "runtime must not import memopt_cli.__version__"),
-        ("verify.py", "import_module('memopt_cli.cli.app')", "verify must not import memopt_cli.cli.app"),
+        ("verification.py", "import_module('memopt_cli.cli.app')", "verification must not import memopt_cli.cli.app"),
         ("shortcuts.py", "", "shortcuts is in no layer"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from memopt_cli.runtime.cuts import Cut, chunk_lengths, record_cut, recorded_cuts
-from memopt_cli.verify.sizes import least_sizes
+from memopt_cli.verification.sizes import least_sizes
 
 Lengths = Callable[[Mapping[str, int]], list[tuple[int, int]]]
 """Chunks that are asked for, and the length that is cut into them, of each segment."""

@@ -17,8 +17,8 @@ from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.step import Step
-from memopt_cli.verify import verify
-from memopt_cli.verify.recorded_step import _noise
+from memopt_cli.verification import verify
+from memopt_cli.verification.recorded_step import _noise
 
 Install = Callable[[nn.Module], object]
 

@@ -17,7 +17,7 @@ from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
 from memopt_cli.plan.loss_heads import loss_heads, with_heads
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.step import Step
-from memopt_cli.verify import verify
+from memopt_cli.verification import verify
 from tests.plan.subjects import Subject
 
 VOCABULARY = 600

@@ -28,7 +28,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.step import Step, run_checked
-from memopt_cli.verify import verify
+from memopt_cli.verification import verify
 
 CLASSES, WIDTH = 11, 6
 THROUGH_LOSS = SegmentConfig(chunks=4, through_loss=True)

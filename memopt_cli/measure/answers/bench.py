@@ -27,7 +27,7 @@ from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place
 from memopt_cli.user_step import StepModels
-from memopt_cli.verify import first_samples
+from memopt_cli.verification import first_samples
 
 Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")

@@ -37,7 +37,7 @@ from memopt_cli.step import (
     synchronize,
     take,
 )
-from memopt_cli.verify import fingerprint, left_by, left_on, repeated
+from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20

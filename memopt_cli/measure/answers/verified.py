@@ -20,7 +20,7 @@ from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.step import Step
-from memopt_cli.verify import compare_updates, first_samples, least_sizes, verify
+from memopt_cli.verification import compare_updates, first_samples, least_sizes, verify
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:

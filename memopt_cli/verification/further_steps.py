@@ -28,7 +28,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, synchronize
 from memopt_cli.units import format_seconds
-from memopt_cli.verify.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
+from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS = 3
 """All of it takes no longer than so many steps of the plain model, ..."""

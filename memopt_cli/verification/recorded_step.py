@@ -26,8 +26,8 @@ from memopt_cli.runtime.batch_statistics import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, synchronize
-from memopt_cli.verify.further_steps import Found, Recorded, follow
-from memopt_cli.verify.variations import Resize
+from memopt_cli.verification.further_steps import Found, Recorded, follow
+from memopt_cli.verification.variations import Resize
 
 Transform = Callable[[nn.Module], object]
 
@@ -50,8 +50,8 @@ def verify(
     float64, to :data:`TOLERANCE`, and what the model itself casts to float32 is left in float64.  In segments that are
     inexact, as asked for, batch norms are held at fixed statistics meanwhile: all else must agree.
 
-    With ``resize`` a few steps follow it, see :func:`memopt_cli.verify.further_steps.follow`; ``asked_s``: how long a
-    step takes at the size that was asked for, where this one is smaller.
+    With ``resize`` a few steps follow it, see :func:`memopt_cli.verification.further_steps.follow`; ``asked_s``: how
+    long a step takes at the size that was asked for, where this one is smaller.
     """
     chunked = any(segment.chunks > 1 for segment in plan.segments)
     inexact = tuple(segment.path for segment in plan.segments if segment.inexact)

@@ -15,7 +15,7 @@ from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, reset_gradients, seed_everything, take
-from memopt_cli.verify.further_steps import Found
+from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]
 
