@@ -12,7 +12,7 @@ _NO_GRADIENTS = "None of the inputs have requires_grad=True"
 """PyTorch's warning, of a reentrant checkpoint."""
 
 REENTRANT = (
-    "its checkpoint is reentrant and is given nothing that needs a gradient: take use_reentrant=False, or "
+    "a reentrant checkpoint is given nothing that needs a gradient: take use_reentrant=False, or "
     "model.enable_input_require_grads() of Hugging Face"
 )
 RANDOM_AGAIN = (
@@ -65,6 +65,12 @@ def cause_of(pair: Pair) -> Cause | None:
         _update,
     )
     return next((cause for explain in explanations if (cause := explain(pair)) is not None), None)
+
+
+def of_failure(step: StepPrint) -> Cause | None:
+    """Of a step that failed."""
+    is_known = any(_NO_GRADIENTS in text for text in step.warnings)
+    return Cause(module="", class_name="", text=REENTRANT) if is_known else None
 
 
 def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
-from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_gaps
+from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.gaps import Apart, by_the_same_names, first_gap, half_of_digits, largest_gap
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
@@ -67,12 +68,13 @@ def compare_prepared(
         compared=len(once.steps[0].left),
         precision=reference.subject.settings.precision,
         worst=0.0,
-        notes=(*reference.notes, *candidate.notes),
+        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
     )
-    if isinstance(other, StepFailed):
-        return replace(blank, failed=other.message, differs_in_step=1)
     if not isinstance(other, Followed):
         raise_failure(other, "the candidate's step could not be run: ")
+    if other.failed:
+        cause = of_failure(other.steps[-1])
+        return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
     return _compared(sides, job, _Runs(once=once, again=again, other=other), blank)
 
 
@@ -98,6 +100,8 @@ class _Sides:
         found = self._ask(self._reference, job)
         if not isinstance(found, Followed):
             raise_failure(found, "the reference's step could not be run: ")
+        if found.failed:
+            raise StepError(f"the reference's step fails: {found.failed}")
         return found
 
     def candidate(self, job: FollowJob) -> Followed | Failure:
@@ -109,7 +113,8 @@ class _Sides:
         one = self._ask(self._reference, job)
         other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
         if isinstance(one, Followed) and isinstance(other, Followed):
-            return by_the_same_names(one, other)
+            failed = one.failed or other.failed
+            return StepFailed(message=failed) if failed else by_the_same_names(one, other)
         assert not isinstance(other, Followed)
         return other
 
@@ -127,12 +132,26 @@ def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) ->
     apart = first_gap(once, other)
     if apart is None:
         return replace(found, alike="not" if hooks else "to the bit")
-    noise = 2 * largest_gap(once, again)
+    noise = _noise(once, again)
     if noise and first_gap(once, other, noise) is None:
         return replace(found, alike="within noise")
     if noise or not apart.is_rounding:
         return _explained(sides, job, replace(found, gaps=apart.gaps), apart, noise)
     return _told_by_rounding(sides, job, found, once, other)
+
+
+def _noise(once: Followed, again: Followed) -> float:
+    """Twice the distance of two runs of the reference, as atomic sums on a GPU leave it.
+
+    Raises :class:`StepError` where it is larger than such sums explain: nothing could be said of such a model.
+    """
+    apart = first_gap(once, again, half_of_digits(once, 0.0))
+    if apart is not None:
+        raise StepError(
+            f"the reference's own step is not repeatable: {apart.gaps[0].name} differs between two runs from one seed",
+            hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
+        )
+    return 2 * largest_gap(once, again)
 
 
 def _told_by_rounding(

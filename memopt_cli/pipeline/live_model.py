@@ -71,8 +71,20 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
+    with once(), also_prepared_model(model, inputs, settings, functions) as prepared:
+        yield prepared
+
+
+@contextlib.contextmanager
+def also_prepared_model(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
+    settings: StepSettings,
+    functions: Sequence[UserFunction] = (),
+) -> Iterator[Prepared]:
+    """The same within :func:`once`: one of several."""
     build = functools.partial(detached_copy, model)
-    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
         if isinstance(inputs, InputSpec):
             spec = inputs

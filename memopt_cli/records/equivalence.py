@@ -69,6 +69,8 @@ class StepPrint:
     choices: tuple[ChoicePrint, ...] = ()
     warnings: tuple[str, ...] = ()
     """What Python warned of."""
+    failed: str = ""
+    """What the step raised: it left nothing, and none follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,11 @@ class Followed:
     """Random numbers were drawn."""
     is_compiled: bool
     """Modules in it go through ``torch.compile``, and were not watched."""
+
+    @property
+    def failed(self) -> str:
+        """What the last step raised; empty: nothing."""
+        return self.steps[-1].failed
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as can be told", "not"]
@@ -132,7 +139,7 @@ class Equivalence:
     gaps: tuple[TensorGap, ...] = ()
     """All that differs in that step, what people look at first in front."""
     failed: str = ""
-    """What the candidate's step raised, where the reference's raises nothing."""
+    """What the candidate's step raised, where the reference's raises nothing: that which ``differs_in_step`` names."""
     hooks: str = ""
     """How the calls of hooks differ."""
     cause: Cause | None = None

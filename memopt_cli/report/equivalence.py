@@ -46,7 +46,7 @@ def _steps(found: Equivalence) -> str:
 def reason(found: Equivalence) -> str:
     """What differs first."""
     if found.failed:
-        return f"its step fails: {found.failed}"
+        return f"step {found.differs_in_step} fails: {found.failed}"
     if not found.gaps:
         return found.hooks
     return f"{_told(found.gaps[0])} in step {found.differs_in_step} of {found.steps}"

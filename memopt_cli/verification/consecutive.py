@@ -15,12 +15,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memopt_cli.equality import Updates, generator_state, generators_kept, named_state
+from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
 from memopt_cli.runtime.module_state import copy_of, reset_hidden_state
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, module_hooks, reset_gradients, seed_everything
+from memopt_cli.step import Step, is_out_of_memory, module_hooks, reset_gradients, seed_everything
 from memopt_cli.user_step import StepModels
 from memopt_cli.verification.fingerprint import fingerprint, left_by
 from memopt_cli.verification.updates import RATE, set_rate
@@ -32,15 +33,17 @@ _LIBRARIES = ("torch", "memopt_cli")
 def consecutive(step: Step, count: int, watched: int | None) -> Followed:
     """What ``count`` steps leave, the inputs being the same in each; parameters are afterwards as they were before.
 
-    The optimizer is that of the step, else SGD.  Raises what the model raises.
+    The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
     """
     is_unseen = any(map(is_compiled, step.model.modules()))
     with generators_kept(), _from_start(step) as training:
         start = _prints(_parameters(training.model) | named_state(training.model))
         seed_everything(step.settings.seed)
         begun = _drawn()
-        taken = tuple(_taken(training, watched=number == watched and not is_unseen) for number in range(count))
-        return Followed(start=start, steps=taken, draws=_drawn() != begun, is_compiled=is_unseen)
+        taken: list[StepPrint] = []
+        while len(taken) < count and not any(step.failed for step in taken):
+            taken.append(_taken(training, watched=len(taken) == watched and not is_unseen))
+        return Followed(start=start, steps=tuple(taken), draws=_drawn() != begun, is_compiled=is_unseen)
 
 
 @contextlib.contextmanager
@@ -74,14 +77,26 @@ def _taken(step: Step, *, watched: bool) -> StepPrint:
     seen = watch.of(step.model) if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
         warnings.simplefilter("always")
-        left = _left_by_own(current) if isinstance(current, OwnStep) else _left_by(current)
+        left, failed = _attempted(current)
     return StepPrint(
-        left=left + _prints(_parameters(step.model)),
+        left=left,
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
+        failed=failed,
     )
+
+
+def _attempted(step: Step) -> tuple[tuple[TensorPrint, ...], str]:
+    """What it left, or why it did not."""
+    try:
+        left = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step)
+    except Exception as error:  # the model's own classes may raise anything
+        if is_out_of_memory(error):
+            raise
+        return (), error.message if isinstance(error, MemoptError) else first_line(error)
+    return left + _prints(_parameters(step.model)), ""
 
 
 def _left_by(step: Step) -> tuple[TensorPrint, ...]:
