@@ -34,6 +34,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextReport
+from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.user_step import Step
 
 Trained = nn.Module | Callable[[], Step]
@@ -111,7 +112,8 @@ def _prepared(
 ) -> Iterator[Prepared]:
     if isinstance(trained, nn.Module):
         model = checked_model(trained)
-        with also_prepared_model(model, given, settings, functions) as prepared:
+        obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
+        with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
             yield replace(prepared, carried=plan_of(model).of_model)
         return
     if isinstance(trained, Step) or not callable(trained):

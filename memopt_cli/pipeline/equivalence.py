@@ -159,28 +159,31 @@ def _told_by_rounding(
 ) -> Equivalence:
     """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
     epsilon = _EPSILONS.get(sides.precision, 0.0)
-    wide = job if epsilon else replace(job, double=True)
-    why = "autocast leaves float64 alone"
-    if wide.double:
+    if epsilon:
+        why = "autocast leaves float64 alone"
+    else:
         sides.progress.stage("comparing in float64")
+        wide = replace(job, double=True)
         both = sides.both(wide)
         if isinstance(both, tuple):
-            apart = first_gap(*both, _TOLERANCE)
-            found = replace(found, precision="fp64")
-            return (
-                replace(found, alike="up to rounding")
-                if apart is None
-                else _explained(sides, wide, found, apart, _TOLERANCE)
+            apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
+            if apart is None:
+                return replace(cast, alike="up to rounding")
+            if not other.is_compiled:
+                return _explained(sides, wide, cast, apart, _TOLERANCE)
+            why = "what a compiled model casts to float32 stays so"
+        else:
+            why = (
+                f"it does not run in float64: {both.message}"
+                if isinstance(both, StepFailed)
+                else "float64 does not fit"
             )
-        why = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else "float64 does not fit"
     allowed = half_of_digits(once, epsilon)
     apart = first_gap(once, other, allowed)
-    found = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
-    return (
-        replace(found, alike="as far as can be told")
-        if apart is None
-        else _explained(sides, job, found, apart, allowed)
-    )
+    noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
+    if apart is None:
+        return replace(noted, alike="as far as can be told")
+    return _explained(sides, job, noted, apart, allowed)
 
 
 def _explained(sides: _Sides, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:

@@ -81,8 +81,9 @@ def also_prepared_model(
     inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
     settings: StepSettings,
     functions: Sequence[UserFunction] = (),
+    obstacle: str = "",
 ) -> Iterator[Prepared]:
-    """The same within :func:`once`: one of several."""
+    """The same within :func:`once`: one of several.  ``obstacle``: why no subprocess is to be given it."""
     build = functools.partial(detached_copy, model)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
@@ -92,7 +93,8 @@ def also_prepared_model(
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
-        obstacle = next(filter(None, (handed.obstacle, *(function.obstacle for function in functions))), "")
+        obstacles = (obstacle, handed.obstacle, *(function.obstacle for function in functions))
+        obstacle = next(filter(None, obstacles), "")
         notes = (f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)

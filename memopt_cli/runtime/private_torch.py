@@ -564,6 +564,14 @@ def is_compiled(module: nn.Module) -> bool:
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
+def compiled_anew() -> AbstractContextManager[None]:
+    """Within, a module is compiled however often others with its code were: past a limit, it would run as it is."""
+    import torch._dynamo
+
+    patch: Any = torch._dynamo.config.patch
+    return patch(recompile_limit=1000, accumulated_recompile_limit=10000)  # type: ignore[no-any-return]
+
+
 def original_of(module: Any) -> Any:
     """The module within a compiled one; any other object as it is."""
     return getattr(module, "_orig_mod", module)

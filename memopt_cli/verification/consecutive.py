@@ -19,7 +19,7 @@ from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
 from memopt_cli.runtime.module_state import copy_of, reset_hidden_state
-from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, hook_tables, is_compiled
+from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, module_hooks, reset_gradients, seed_everything
 from memopt_cli.user_step import StepModels
@@ -36,7 +36,7 @@ def consecutive(step: Step, count: int, watched: int | None) -> Followed:
     The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
     """
     is_unseen = any(map(is_compiled, step.model.modules()))
-    with generators_kept(), _from_start(step) as training:
+    with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
         start = _prints(_parameters(training.model) | named_state(training.model))
         seed_everything(step.settings.seed)
         begun = _drawn()

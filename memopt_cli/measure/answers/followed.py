@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 
 from memopt_cli.apply import apply_plan
-from memopt_cli.equality import step_in_double
+from memopt_cli.equality import step_cast_to_double, step_in_double
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.records import Followed
+from memopt_cli.runtime.private_torch import is_compiled
+from memopt_cli.step import Step
 from memopt_cli.verification import consecutive
 
 
@@ -20,8 +23,15 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     if job.in_eval:
         bench.model.eval()
     try:
-        with step_in_double(step) if job.double else contextlib.nullcontext(step) as taken:
+        with _as_asked(step, job) as taken:
             return consecutive(taken, job.steps, job.watched)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _as_asked(step: Step, job: FollowJob) -> AbstractContextManager[Step]:
+    if not job.double:
+        return contextlib.nullcontext(step)
+    is_known_to_compiler = any(map(is_compiled, step.model.modules()))
+    return step_cast_to_double(step) if is_known_to_compiler else step_in_double(step)
