@@ -36,20 +36,19 @@ def headline(found: Equivalence) -> str:
     if found.passed:
         far = f", {found.worst:.1g} apart at most" if found.worst else ""
         return f"{both}: {_steps(found)}, {found.compared} tensors each, {_ALIKE[found.alike]}{far}"
-    return f"{found.candidate} does not train as {found.reference} does: {reason(found)}"
+    return f"{found.candidate} does not train as {found.reference} does"
 
 
 def _steps(found: Equivalence) -> str:
     return f"{found.steps} steps" if found.steps > 1 else "one step"
 
 
-def reason(found: Equivalence) -> str:
+def _reason(found: Equivalence) -> str:
     """What differs first."""
+    where = f"in step {found.differs_in_step} of {found.steps}"
     if found.failed:
-        return f"step {found.differs_in_step} fails: {found.failed}"
-    if not found.gaps:
-        return found.hooks
-    return f"{_told(found.gaps[0])} in step {found.differs_in_step} of {found.steps}"
+        return f"{where} the candidate fails: {found.failed}"
+    return f"{where} {_told(found.gaps[0])}" if found.gaps else found.hooks
 
 
 def _told(gap: TensorGap) -> str:
@@ -59,7 +58,9 @@ def _told(gap: TensorGap) -> str:
 
 
 def where(found: Equivalence) -> Iterator[str]:
-    """The module, and the likely cause."""
+    """What differs first, in which module, and the likely cause; nothing of two that are the same."""
+    if not found.passed:
+        yield _reason(found)
     cause = found.cause
     if cause is None:
         return
