@@ -98,7 +98,7 @@ def as_a_batch_and_in_lanes(net: nn.Module, inputs: Tensor) -> tuple[float, floa
     found = torch.stack([lanes(x) for x in inputs])
     found.sin().sum().backward()
     assert expected.std() > 0.1
-    return float((found - expected).abs().max()), relative(gradients(net), of_batch)
+    return float((found - expected).detach().abs().max()), relative(gradients(net), of_batch)
 
 
 def test_vmap_runs_each_sample_as_a_batch_would(net: nn.Module) -> None:
