@@ -44,10 +44,11 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import refusal, reset_hidden_state
+from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
-from memopt_cli.step import Step, place
+from memopt_cli.step import Step, module_hooks, place
 from memopt_cli.trace import asked_compressor, record_inputs
 
 FORMAT = "live"
@@ -252,11 +253,36 @@ def observed_modules(
     It runs in this process, on a copy of the model and of the inputs.  Raises what :func:`detached_copy` or the model
     raises.
     """
+    with undisturbed():
+        return record_inputs(_step_of_copies(model, inputs, settings))
+
+
+def codecs_failing_on_zeros(
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> dict[str, str]:
+    """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
+
+    Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  As :func:`observed_modules`.
+    """
+    found: dict[str, str] = {}
+
+    def enter(path: str, module: nn.Module, given: Any) -> None:
+        if asked_compressor(module) == OWN_COMPRESSOR:
+            codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
+            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
+            found.setdefault(path, next(filter(None, reasons), ""))
+
+    step = _step_of_copies(model, inputs, settings)
+    with undisturbed(), torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):
+        step.forward()
+    return {path: reason for path, reason in found.items() if reason}
+
+
+def _step_of_copies(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings) -> Step:
     copied = place(detached_copy(model), settings)
     given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
-    with undisturbed():
-        return record_inputs(Step(model=copied, args=args, kwargs=kwargs, settings=settings))
+    return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
 
 
 def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
