@@ -187,6 +187,15 @@ class TraceJob(StepJob[Traced]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordJob(StepJob[StepTrace]):
+    """Record a step that is run, without the seconds of its operators: what is not planned needs none."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:record_step"
+    most_bytes: ClassVar[int] = TraceJob.most_bytes
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountJob(StepJob[Counted]):
     """The tensor peak under a plan."""
 

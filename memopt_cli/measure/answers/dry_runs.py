@@ -13,8 +13,8 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced, TraceJob
-from memopt_cli.records import Counted, Plan
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
+from memopt_cli.records import Counted, Plan, StepTrace
 from memopt_cli.step import is_out_of_memory, run_checked
 from memopt_cli.workspace import Workspaces
 
@@ -35,6 +35,11 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     except Exception:  # the model's own code, or too little memory
         return traced
     return replace(really, dry_run_bytes=traced.dry_run_bytes)
+
+
+def record_step(bench: Bench, job: RecordJob) -> StepTrace:
+    """A step under a plan, run."""
+    return record_on_data(bench, job.plan).trace
 
 
 def count(bench: Bench, job: CountJob) -> Counted:
