@@ -66,7 +66,7 @@ class Held:
         self._end()
 
     def remake(self) -> None:
-        """Have forward run again now, if it has not.  What it makes is held, and must stay as it is until it is used."""
+        """Have forward run again now, if it has not.  What it makes is held, and may not change until it is used."""
         awaited, self._awaited = self._awaited, []
         for place in awaited:
             if (saved := place()) is not None:
