@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.optimizers import closure_refusal
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
@@ -30,7 +31,7 @@ from memopt_cli.step import (
     rejection,
     watched_modules,
 )
-from memopt_cli.user_step import StepModels, closure_refusal
+from memopt_cli.user_step import StepModels
 
 Entered = Callable[[Phase], object]
 Updating = Callable[[Optimizer], object]

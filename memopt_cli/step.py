@@ -96,7 +96,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except (RuntimeError, TypeError) as err:
+        except Exception as err:  # of a class of anybody's
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
