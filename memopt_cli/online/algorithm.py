@@ -17,7 +17,7 @@ from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.calls import Past, Sizes
 from memopt_cli.online.finding import find_structure
 from memopt_cli.online.operations import Operation, operation_of, trace_kind
-from memopt_cli.online.states import Batching, environ, init_all_states, states_of
+from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
@@ -43,6 +43,9 @@ class OnlineAlgorithm(nn.Module):
         what came before the window.
         """
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model is a {type(model).__name__}", hint="Give a torch.nn.Module of one time step.")
+        check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
             raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')
         self.model = model

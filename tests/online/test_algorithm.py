@@ -512,7 +512,13 @@ def test_states_for_one_sample_do_not_do_for_a_batch() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda net: D_RTRL(net, vjp_method="two-step"), lambda net: ES_D_RTRL(net, 0.9, correction="some")],
+    [
+        lambda net: D_RTRL(net, vjp_method="two-step"),
+        lambda net: ES_D_RTRL(net, 0.9, correction="some"),
+        lambda net: D_RTRL(net, mode="batching"),
+        lambda net: D_RTRL(net, mode=Batching),
+        lambda net: D_RTRL(net.forward),
+    ],
 )
 def test_unknown_settings_are_refused(make: Callable[[nn.Module], OnlineAlgorithm]) -> None:
     with pytest.raises(UsageError, match="Give"):
