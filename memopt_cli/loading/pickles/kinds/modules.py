@@ -340,6 +340,11 @@ def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
     return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
 
 
+def _refuse_call(name: str, value: Any, graph: Graph) -> str:
+    """PyTorch calls it in the place of the module; it saves none."""
+    return "" if value is None else f"has {name}, which would be called in its place"
+
+
 def _holds_flag(key: Any, item: Any, graph: Graph) -> bool:
     return isinstance(key, int) and isinstance(item, bool)
 
@@ -371,6 +376,7 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     "training": _check_flag,
     RUNS_KEY: _RUNS,
     SEGMENT_KEY: _refuse_segment,
+    "_compiled_call_impl": _refuse_call,
     "_is_full_backward_hook": _check_flag,
     **dict.fromkeys(HOOKS, _HOOKED),
     **dict.fromkeys(
