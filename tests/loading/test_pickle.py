@@ -334,6 +334,21 @@ def test_a_vouched_package_does_not_vouch_for_what_it_imports(foreign: Path) -> 
         load_model(source(bad, packages=("foreign_models",)))
 
 
+@pytest.mark.parametrize(
+    "imported", ["from os import system as run", "from torch import load as run", "import runpy as run"]
+)
+def test_no_hint_offers_another_name_of_a_function_of_python_s(foreign: Path, imported: str) -> None:
+    """A first one may vouch for the package, whose own functions would do it no harm."""
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text(f"{init.read_text()}\n{imported}\n")
+    path = foreign.parent / "called.pt"
+    path.write_bytes(archive({"data.pkl": b"\x80\x02cforeign_models\nrun\nX\x04\x00\x00\x00true\x85R."}))
+    for trust in (Trust(), Trust(packages=("foreign_models",)), Trust(libraries=("foreign_models",))):
+        with pytest.raises(UnsafeFileError) as error:
+            load_model(ModelSource(location=str(path), trust=trust))
+        assert "--allow-global" not in error.value.hint
+
+
 def test_a_vouched_package_does_not_vouch_for_calls_of_its_functions(foreign: Path) -> None:
     init = foreign.parent / "foreign_models" / "__init__.py"
     init.write_text(init.read_text() + "\ndef run(text):\n    return Net()\n")
