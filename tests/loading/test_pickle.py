@@ -386,6 +386,15 @@ def test_trust_pickle_loads_anything_and_says_so(foreign: Path) -> None:
     assert any("--trust-pickle" in note for note in loaded.notes)
 
 
+def test_what_a_package_lacks_is_what_is_to_be_installed(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text("import sklearn\n")
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(FileFormatError, match=r"foreign_models\.Net") as error:
+        load_model(source(foreign, packages=("foreign_models",)))
+    assert "pip install scikit-learn" in error.value.hint
+
+
 def test_a_missing_package_is_named(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(foreign.parent / "elsewhere"))
     sys.path.remove(str(foreign.parent))

@@ -50,6 +50,8 @@ class Missing:
     """It cannot be imported, for this reason."""
 
     reason: str
+    lacks: str = ""
+    """The module that is not installed, where that is another than its own."""
 
 
 class Graph(Protocol):
@@ -115,7 +117,8 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
             found = getattr(found, part)
         return found
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
-        return Missing(first_line(err))
+        lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
+        return Missing(first_line(err), "" if within(lacks, wanted.package) else lacks)
 
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
