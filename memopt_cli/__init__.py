@@ -24,6 +24,7 @@ _PUBLIC = {
     "frontier": "memopt_cli.live",
     "optimize": "memopt_cli.live",
     "profile": "memopt_cli.live",
+    "verify": "memopt_cli.verified",
     "recommend_batch": "memopt_cli.live",
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",

@@ -76,7 +76,7 @@ from memopt_cli.spec_text import parse_limit
 from memopt_cli.write import check_targets
 
 
-class _Shown:
+class Shown:
     """Looks like the command's report where it is printed, and in a notebook."""
 
     def _write(self, stream: TextIO) -> None:
@@ -92,7 +92,7 @@ class _Shown:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Optimized(_Shown):
+class Optimized(Shown):
     """What was found, as ``memopt optimize`` shows it."""
 
     result: OptimizeResult
@@ -112,7 +112,7 @@ class Optimized(_Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Profiled(_Shown):
+class Profiled(Shown):
     """Where a step's memory goes, as ``memopt profile`` shows it."""
 
     result: StepProfile
@@ -122,7 +122,7 @@ class Profiled(_Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Recommended(_Shown):
+class Recommended(Shown):
     """How large a batch fits, as ``memopt recommend-batch`` shows it."""
 
     result: BatchRecommendation
@@ -137,7 +137,7 @@ class Recommended(_Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Recorded(_Shown):
+class Recorded(Shown):
     """A baseline that was written, as ``memopt baseline`` shows it."""
 
     result: BaselineResult
@@ -147,7 +147,7 @@ class Recorded(_Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Checked(_Shown):
+class Checked(Shown):
     """A step held against its baseline, as ``memopt check`` shows it."""
 
     result: Comparison

@@ -62,8 +62,16 @@ class Step:
         """Unscale the gradients and clip them, as far as the step does either."""
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
+        elif self.settings.precision == "fp16" and self.scaler is None:
+            self._unscale_without_data()
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+
+    def _unscale_without_data(self) -> None:
+        """In place, as a scaler does, which would have to read whether the gradients are finite."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0)
 
     def reach(self) -> None:
         """Call every module that the step calls, once at least."""
@@ -100,13 +108,32 @@ class Step:
         entered("backward")
         self.backward(output)
         del output
-        if self.scaler is not None or self.settings.clip_norm is not None:
+        if self.settings.precision == "fp16" or self.settings.clip_norm is not None:
             entered("clip")
             self.clip()
         if self.optimizer is not None:
             if not is_in_backward(self.optimizer):
                 entered("update")
             self.update()
+
+    def settle(self) -> None:
+        """Let the scaler find its scale, as a script does in its first updates, which it skips.  Leaves gradients.
+
+        Raises :class:`StepError` where gradients are finite at none.
+        """
+        if self.scaler is None:
+            return
+        for _ in range(SCALES):
+            self.model.zero_grad(set_to_none=True)
+            self.backward(self.forward())
+            if self.is_settled():
+                return
+            self.scaler.update(self.scaler.get_scale() / 2)
+        raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
+
+    def is_settled(self) -> bool:
+        """Whether the scaler, if there is one, would not skip an update by the gradients that are there."""
+        return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def find_gradients(self) -> None:
         """See :func:`reset_gradients`."""
@@ -156,6 +183,16 @@ def give_zero_gradient(parameter: Tensor) -> None:
     """Whoever times the operators of the step does not see it."""
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         parameter.grad = torch.zeros_like(parameter)
+
+
+SCALES = 17
+"""A scaler's, from 65536 down to 1."""
+_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
+_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
 def _scaled(

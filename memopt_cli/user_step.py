@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class StepModels(nn.Module):
     """
 
     # No entries of ``vars(module)``, which holds what steps may change and every job finds as it was.
-    __slots__ = ("_device", "_leaves", "_make", "_moved", "_step")
+    __slots__ = ("_device", "_leaves", "_make", "_moved", "_step", "_waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
         """``make`` makes it once more; ``device``: where it is."""
@@ -98,6 +98,7 @@ class StepModels(nn.Module):
         self._step = step
         self._leaves: frozenset[str] | None = None
         self._moved: dict[nn.Parameter, Tensor] = {}
+        self._waiting = {id(optimizer) for optimizer in step.optimizers}
         for name, model in self._step.models.items():
             self.add_module(name, model)
 
@@ -110,6 +111,20 @@ class StepModels(nn.Module):
     def leaves(self) -> frozenset[str] | None:
         """Names of the parameters that have gradients when a step has ended; ``None``: none was taken yet."""
         return self._leaves
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Ids of the optimizers that no step has used yet, or whose every update a scaler has skipped."""
+        return self._waiting
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether any has stepped, or there is none."""
+        return not self._step.optimizers or len(self._waiting) < len(self._step.optimizers)
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """One steps."""
+        self._waiting.discard(id(optimizer))
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """A first step has ended; ``before``: the values that parameters had, nothing of those without data."""

@@ -63,6 +63,7 @@ PARTS: dict[str, set[str]] = {
     "export": BASE | {"plain", "write"},
     "live": BELOW_STAGES
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
+    "verified": BELOW_STAGES | {"arguments", "apply", "live", "measure.processes", "pipeline", "report"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},

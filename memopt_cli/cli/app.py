@@ -25,6 +25,7 @@ from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
+from memopt_cli.cli.verify import verify
 from memopt_cli.documents import abridged, printable
 from memopt_cli.errors import Interrupted, MemoptError, UsageError
 from memopt_cli.report.lines import guarded
@@ -49,6 +50,7 @@ app.command("profile", cls=GroupedCommand)(profile)
 app.command("optimize", cls=GroupedCommand)(optimize)
 app.command("recommend-batch", cls=GroupedCommand)(recommend_batch)
 app.command("apply", cls=GroupedCommand)(apply)
+app.command("verify", cls=GroupedCommand)(verify)
 app.command("baseline", cls=GroupedCommand)(baseline)
 app.command("check", cls=GroupedCommand)(check)
 app.command("compare", cls=GroupedCommand)(compare)

@@ -86,7 +86,8 @@ def _positive(text: str) -> float:
     return value
 
 
-def _check_model(location: str) -> str:
+def check_model(location: str) -> str:
+    """Raises :class:`typer.BadParameter` for what names no model."""
     if os.path.isdir(location) and not is_pretrained(location):
         raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")
     if os.path.exists(location):
@@ -145,7 +146,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        callback=_check_model,
+        callback=check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
         "package.module:callable or file.py:function, which builds a model or a step of yours (memopt_cli.Step).",
         show_default=False,
@@ -156,7 +157,7 @@ SavedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        callback=_check_model,
+        callback=check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
         show_default=False,
     ),

@@ -16,6 +16,7 @@ from memopt_cli.records import (
     Conditions,
     Counted,
     Fingerprint,
+    Followed,
     InputSpec,
     Inspection,
     Measurement,
@@ -330,3 +331,22 @@ class VerifyJob(StepJob[Verification]):
     """In the steps that follow, too."""
     asked_s: float = 0.0
     """Time of a step of the original as described, where the sizes are smaller: so the others may take longer."""
+
+
+# ---------------------------------------------------------------------------------------------- of consecutive steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowJob(StepJob[Followed]):
+    """What consecutive steps with an optimizer leave."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
+    most_bytes: ClassVar[int] = PER_TENSOR
+    plan: Plan = ORIGINAL
+    steps: int = 3
+    watched: int | None = None
+    """The index of a step whose calls of modules are told, too."""
+    double: bool = False
+    """In float64, all of it."""
+    in_eval: bool = False
+    """Without what random numbers training mode draws."""

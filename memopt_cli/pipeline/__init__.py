@@ -1,6 +1,7 @@
 """What each command does, stage by stage.  The only place that knows the order."""
 
 from memopt_cli.pipeline.application import apply
+from memopt_cli.pipeline.equivalence import verify
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
@@ -16,4 +17,5 @@ __all__ = [
     "optimize",
     "profile",
     "recommend_batch",
+    "verify",
 ]

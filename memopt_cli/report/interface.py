@@ -10,6 +10,7 @@ from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
     Comparison,
+    Equivalence,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -57,3 +58,10 @@ class ComparisonReport(Protocol):
 
     def refused(self, reason: str, stream: TextIO) -> None:
         """``memopt check`` ended without a comparison; stderr says so, too."""
+
+
+class EquivalenceReport(Protocol):
+    """What a form of report needs for ``memopt verify``."""
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        """``memopt verify`` is done."""

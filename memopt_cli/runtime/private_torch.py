@@ -564,6 +564,19 @@ def is_compiled(module: nn.Module) -> bool:
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Within, a module is compiled however often others with its code were: past a limit, it would run as it is.
+
+    What was compiled before is forgotten, and compiled again where it is called next.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+        yield
+
+
 def original_of(module: Any) -> Any:
     """The module within a compiled one; any other object as it is."""
     return getattr(module, "_orig_mod", module)

@@ -598,6 +598,35 @@ def test_what_goes_to_the_compiler() -> None:
     assert p.is_compiled(other)
 
 
+def test_what_was_compiled_often_is_compiled_anew() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+
+    class Scaled(nn.Module):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    def run(count: int) -> int:
+        before = len(compiled)
+        for factor in range(len(compiled), len(compiled) + count):
+            torch.compile(Scaled(factor), backend=backend, dynamic=False)(torch.ones(2))
+        return len(compiled) - before
+
+    assert run(20) < 20, "there is no limit any more: compiled_anew can go"
+    with p.compiled_anew():
+        assert run(20) == 20
+    torch._dynamo.reset()
+
+
 def test_the_compiler_is_there_to_import() -> None:
     p.import_compiler()
     assert "torch._dynamo" in sys.modules

@@ -59,7 +59,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """A step that is run."""
-    step = bench.step(job.batch, job.dims)
+    step = bench.settled(bench.step(job.batch, job.dims))
     with bench.planned(job.plan):
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
@@ -105,7 +105,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """A step that is run."""
     workspaces = workspaces_for(bench, plan)
     with bench.planned(plan):
-        recorded = trace.record(bench.step(), bench.batch, contents=True, workspaces=workspaces)
+        recorded = trace.record(bench.settled(bench.step()), bench.batch, contents=True, workspaces=workspaces)
     return Traced(trace=recorded, fake=False, dry_run_bytes=None)
 
 
