@@ -29,7 +29,7 @@ _PUBLIC = {
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",
     "export_plan": "memopt_cli.export",
-    "read_plan": "memopt_cli.write",
+    "read_plan": "memopt_cli.contents",
     "plan_of": "memopt_cli.apply",
     "remove_plan": "memopt_cli.apply",
     "GCContainer": "memopt_cli.runtime",

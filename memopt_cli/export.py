@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 
 from memopt_cli import plain
+from memopt_cli.contents import read_plan
 from memopt_cli.documents import printable
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.units import counted
-from memopt_cli.write import read_plan
 
 
 def export_plan(plan: Plan | str | os.PathLike[str]) -> str:

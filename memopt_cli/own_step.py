@@ -17,20 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.module_calls import rejection, watched_modules
 from memopt_cli.optimizers import closure_refusal
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import (
-    SCALES,
-    Step,
-    check_finite,
-    give_zero_gradient,
-    is_out_of_memory,
-    rejection,
-    watched_modules,
-)
+from memopt_cli.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
 from memopt_cli.user_step import StepModels
 
 Entered = Callable[[Phase], object]

@@ -13,6 +13,7 @@ from memopt_cli.cli.help import OUTPUT, STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.values import check_model, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, StepSettings
@@ -28,7 +29,7 @@ _DIFFERENCE = 1
 
 
 def _check_model(location: str | None) -> str | None:
-    return None if location is None else options.check_model(location)
+    return None if location is None else check_model(location)
 
 
 @with_parts
@@ -53,9 +54,7 @@ def verify(
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            metavar="N", parser=options.whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."
-        ),
+        typer.Option(metavar="N", parser=whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."),
     ] = 3,
     format: Annotated[
         Literal["table", "json", "md", "github", "junit"],

@@ -536,8 +536,10 @@ def differentiates_ahead() -> bool:
 
 def _wrapped_backend(backend: Any) -> Any:
     """What one of the wrappings calls that PyTorch puts around a backend, DDP's among them."""
-    of_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
-    return of_ddp or getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+    if of_ddp := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
+        return of_ddp
+    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")  # the second: PyTorch 2.8's
+    return next((inner for name in names if (inner := getattr(backend, name, None))), None)
 
 
 @asked_while_compiling

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, Phase
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import Storage, StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of

@@ -28,6 +28,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli import pipeline
+from memopt_cli.contents import read_plan
 from memopt_cli.equality import TOLERANCE
 from memopt_cli.errors import MeasurementError
 from memopt_cli.loading import input_spec, load_model
@@ -58,7 +59,6 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
-from memopt_cli.write import read_plan
 
 Memopt = Callable[..., Any]
 
