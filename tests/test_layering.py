@@ -30,6 +30,7 @@ PARTS: dict[str, set[str]] = {
     "spec_text": {"errors", "optimizer_text", "records", "units"},
     "batch_axis": {"errors", "records", "spec_text"},
     "devices": {"errors"},
+    "oom_text": {"records"},
     "fingerprints": {"records"},
     "runtime": set(),
     "step": BASE | {"runtime", "optimizers"},
@@ -53,7 +54,7 @@ PARTS: dict[str, set[str]] = {
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES
     | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
     "proven": BELOW_STAGES | {"apply", "verification", "write"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "arguments": BELOW_STAGES | {"api", "devices", "model_batching", "pipeline", "write"},
