@@ -64,6 +64,7 @@ PARTS: dict[str, set[str]] = {
     "export": BASE | {"plain", "write"},
     "live": BELOW_STAGES
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
+    "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "live", "measure.processes", "pipeline", "report"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.pipeline.profiling import allocated_peak, is_alive, live_bytes, record_step
 from memopt_cli.pipeline.recommendation import recommend_prepared
+from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -35,6 +37,7 @@ from memopt_cli.records import (
     ModelSource,
     OptimizeRequest,
     OutOfMemoryText,
+    Plan,
     SearchGoal,
     SearchOverrides,
     SnapshotFacts,
@@ -49,9 +52,11 @@ from memopt_cli.units import exact_bytes, format_bytes
 _SHARE: Final = 0.9
 """Of the device's free memory, where nobody says how much there is."""
 _MOST_LOG_BYTES: Final = 64 << 20
-_SHOWN: Final = 12
-"""Holders."""
+_KEPT: Final = 200
+"""Holders of a kind, at most."""
 _LEVEL: Final = 4
+_SEARCH_S: Final = 30.0
+"""A plan is searched for no longer."""
 _LONGEST_STEP_S: Final = 60.0
 
 
@@ -72,9 +77,10 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     limit_bytes, limit = _limit(request, error, snapshot, prepared)
     found = _explained(request, prepared, limit_bytes, limit, progress)
     asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
-    lines = snapshot.lines[:_SHOWN] if snapshot else found.lines
+    lines = snapshot.lines[:_KEPT] if snapshot else found.lines
     return replace(
         found,
+        notes=(*found.notes, *_fragmented(error)),
         asked_bytes=asked,
         lines=lines,
         line=(error.line if error and error.line else found.line),
@@ -100,6 +106,15 @@ def _error_of(path: str) -> OutOfMemoryText:
     return found
 
 
+def _fragmented(error: OutOfMemoryText | None) -> tuple[str, ...]:
+    if error is None or error.reserved_bytes < error.asked_bytes:
+        return ()
+    return (
+        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used, in pieces that were too "
+        "small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them.",
+    )
+
+
 def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
     assert request.snapshot_path is not None
     with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
@@ -115,7 +130,7 @@ def _of_snapshot(found: SnapshotFacts, request: ExplainRequest) -> Explanation:
         limit="what the snapshot tells",
         needed_bytes=found.allocated_bytes + found.asked_bytes,
         asked_bytes=found.asked_bytes,
-        lines=found.lines[:_SHOWN],
+        lines=found.lines[:_KEPT],
         notes=("Name the model as well, and what would fit is tried.",),
     )
 
@@ -150,6 +165,7 @@ def _explained(
     alive = [s for s in trace.storages if is_alive(s, where.op)]
     made = [s for s in alive if s.kind in ("activations", "temporaries")]
     trial = _Trial(request, prepared, limit_bytes, progress)
+    stays = _stays(trace, request.settings.optimizer)
     return Explanation(
         header=file_header(prepared),
         limit_bytes=limit_bytes,
@@ -160,7 +176,7 @@ def _explained(
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made, lambda s: s.module),
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
-        suggestions=trial.suggestions() if instant is not None else (),
+        suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
         notes=(*notes, *trial.notes),
     )
@@ -175,6 +191,16 @@ def _first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> 
     return None
 
 
+def _stays(trace: StepTrace, optimizer: str) -> int:
+    """Bytes that no change takes less of: what the step finds, and the gradients that it leaves.
+
+    An optimizer in backward would need no more than one of these at a time.
+    """
+    left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
+    counted = [s.nbytes for s in left if s.kind != "gradients" or optimizer in ("", "none")]
+    return sum(counted)
+
+
 def _line_at(trace: StepTrace, instant: Instant) -> str:
     """In backward, the line of the forward that is differentiated is not known: the module is."""
     return trace.ops[instant.op].line if instant.op >= 0 else ""
@@ -185,10 +211,23 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
     for storage in storages:
         held[name(storage)] += storage.nbytes
     most = sorted(held.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(Holder(name=name, nbytes=nbytes) for name, nbytes in most[:_SHOWN])
+    return tuple(Holder(name=name, nbytes=nbytes) for name, nbytes in most[:_KEPT])
 
 
 # ---------------------------------------------------------------------------------------------- what would fit
+
+
+_NAMES: Final = {
+    "_plan": "A plan",
+    "_micro_batches": "Micro-batches",
+    "_autocast": "Autocast to bfloat16",
+    "_both": "A plan and micro-batches",
+}
+
+
+def _told(plan: Plan) -> str:
+    count = len(plan.segments)
+    return f"a plan of {count} segment{'s' * (count != 1)}"
 
 
 class _Trial:
@@ -200,84 +239,102 @@ class _Trial:
         self.refused: list[str] = []
         self.notes: list[str] = []
 
-    def suggestions(self) -> tuple[Suggestion, ...]:
-        """What fits, fastest first."""
-        found = [
-            suggestion
-            for attempt in (self._plan, self._micro_batches, self._autocast)
-            for suggestion in self._attempted(attempt)
-        ]
-        return tuple(sorted(found, key=lambda suggestion: suggestion.seconds))
+    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
+        """What fits, fastest first and what rounds last; two changes together where none fits alone.
+
+        ``stays_bytes``: what is there whatever is done.
+        """
+        if stays_bytes >= self._limit_bytes:
+            taken = format_bytes(stays_bytes)
+            self.refused.append(f"Nothing that memopt can do: parameters, gradients, buffers and inputs take {taken}.")
+            return ()
+        alone = (self._plan, self._micro_batches, self._autocast)
+        found = [suggestion for attempt in alone for suggestion in self._attempted(attempt)]
+        return tuple(
+            sorted(found or self._attempted(self._both), key=lambda said: (said.change == "autocast", said.seconds))
+        )
 
     def _attempted(self, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
         try:
             yield from attempt()
         except MemoptError as error:
-            name = attempt.__name__.strip("_").replace("_", "-")
-            self.refused.append(f"{name.capitalize()}: {error.message}")
+            self.refused.append(f"{_NAMES[attempt.__name__]}: {error.message}.")
 
     def _plan(self) -> Iterator[Suggestion]:
         """The fastest one within the limit, with an optimizer in backward where that helps."""
-        request, location = self._request, self._location
-        goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
-        search = SearchOverrides(level=_LEVEL)
-        asked = OptimizeRequest(
-            source=self._prepared.subject.source,
-            spec=self._prepared.subject.spec,
-            settings=self._prepared.subject.settings,
-            search=search,
-            goal=goal,
-            timeout_s=request.timeout_s,
-            recommend_batch=False,
-        )
-        found = find_plan(asked, resolve(search), self._prepared, self._progress)
+        found = self._found(SearchGoal(budget=Budget(nbytes=self._limit_bytes)), SearchOverrides(level=_LEVEL))
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
-        if found.verification is not None and not found.verification.passed:
-            raise NothingFitsError("the plan that fits does not compute the same")
-        if not isinstance(measured, Measurement):
-            return
-        in_backward = found.plan.in_backward
+        assert isinstance(measured, Measurement), "it is within the budget"
+        where = ", the optimizer in backward" if found.plan.in_backward else ""
         yield Suggestion(
-            change="optimizer in backward" if in_backward else "plan",
-            text=f"a plan of {len(found.plan.segments)} segments" + (", the optimizer in backward" * in_backward),
-            command=f"memopt optimize {location} --level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}",
+            change="optimizer in backward" if found.plan.in_backward else "plan",
+            text=f"{_told(found.plan)}{where}",
+            command=f"memopt optimize {self._location} --level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}",
+            plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measured.allocated_peak_bytes,
             seconds=measured.step_s,
         )
 
+    def _found(self, goal: SearchGoal, search: SearchOverrides) -> Findings:
+        """Raises :class:`NothingFitsError` if the plan does not compute the same."""
+        subject = self._prepared.subject
+        asked = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=search,
+            goal=goal,
+            timeout_s=self._request.timeout_s,
+            recommend_batch=False,
+            search_limit_s=_SEARCH_S,
+        )
+        found = find_plan(asked, resolve(search), self._prepared, self._progress)
+        if found.verification is not None and not found.verification.passed:
+            raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
+        return found
+
     def _micro_batches(self) -> Iterator[Suggestion]:
         """Fewer samples at a time, the gradients added up."""
-        batch = self._prepared.batch
-        if self._prepared.subject.settings.micro_batches > 1:
+        yield from self._accumulated(ORIGINAL, "")
+
+    def _both(self) -> Iterator[Suggestion]:
+        """The same under the plan of the least peak."""
+        plan = self._found(SearchGoal(), SearchOverrides(level=_LEVEL, max_slowdown=math.inf)).plan
+        yield from self._accumulated(plan, f"{_told(plan)} and ")
+
+    def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
+        subject = self._prepared.subject
+        if subject.settings.micro_batches > 1:
             raise UsageError("the step accumulates already")
         asked = BatchRequest(
-            source=self._prepared.subject.source,
-            spec=self._prepared.subject.spec,
-            settings=replace(self._prepared.subject.settings, micro_batches=2),
+            source=subject.source,
+            spec=subject.spec,
+            settings=replace(subject.settings, micro_batches=2),
             memory=self._limit_bytes,
-            global_batch=batch,
+            global_batch=self._prepared.batch,
             timeout_s=self._request.timeout_s,
             longest_step_s=_LONGEST_STEP_S,
         )
-        prepared = replace(self._prepared, subject=replace(self._prepared.subject, settings=asked.settings))
-        found = recommend_prepared(asked, prepared, None, (), self._progress)
-        made = found.accumulation
-        outcome = found.rows[found.chosen].outcome
-        runs = outcome.probes if isinstance(outcome, BatchAdvice) else ()
-        run = next((run for run in runs if made is not None and run.batch == made.batch), None)
-        if made is None or run is None or made.steps < 2:
-            return
-        yield Suggestion(
-            change="micro-batches",
-            text=f"{made.steps} micro-batches of {made.batch}",
-            command=f"memopt recommend-batch {self._location} --memory {exact_bytes(self._limit_bytes)} "
-            f"--global-batch {batch}",
-            predicted_bytes=None,
-            peak_bytes=run.allocated_peak_bytes,
-            seconds=made.steps * run.step_s,
-        )
+        prepared = replace(self._prepared, subject=replace(subject, settings=asked.settings))
+        found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, (), self._progress)
+        row = found.rows[found.chosen]
+        runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
+        for run in (run for run in runs if found.accumulation is not None and run.batch == found.accumulation.batch):
+            steps = -(-self._prepared.batch // run.batch)
+            yield Suggestion(
+                change="micro-batches",
+                text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
+                command=f"memopt recommend-batch {self._location} --memory {exact_bytes(self._limit_bytes)} "
+                f"--global-batch {self._prepared.batch}{' --plan PLAN.yaml' * row.planned}",
+                plan=plan,
+                batch=run.batch,
+                predicted_bytes=None,
+                peak_bytes=run.allocated_peak_bytes,
+                seconds=steps * run.step_s,
+            )
+            break
 
     def _autocast(self) -> Iterator[Suggestion]:
         """Matrices in bfloat16."""

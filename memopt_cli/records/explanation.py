@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.measurement import Breakdown
 from memopt_cli.records.model import ModelSource
+from memopt_cli.records.plan import Plan
 from memopt_cli.records.profile import Instant
 from memopt_cli.records.settings import StepSettings
 
@@ -88,6 +89,10 @@ class Suggestion:
     text: str
     command: str
     """What to type, or to write."""
+    plan: Plan = field(default_factory=Plan)
+    """The one under which it was run."""
+    batch: int | None = None
+    """Of a micro-batch; ``None``: the whole."""
     predicted_bytes: int | None
     """By a dry run; ``None``: there was none."""
     peak_bytes: int
@@ -120,7 +125,7 @@ class Explanation:
     lines: tuple[Holder, ...] = ()
     """The same by line of the model's code, or of a snapshot's stacks."""
     suggestions: tuple[Suggestion, ...] = ()
-    """Fastest first."""
+    """Fastest first; what rounds comes last."""
     refused: tuple[str, ...] = ()
     """What was tried and does not fit, and why."""
     notes: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -12,6 +13,10 @@ from memopt_cli.units import format_bytes, format_seconds
 
 _LONGEST = 56
 """Characters of a name."""
+_SHOWN = 12
+"""Rows of a table."""
+_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
+"""A part of a module's path that is a number."""
 
 
 def headline(found: Explanation) -> Iterator[str]:
@@ -39,11 +44,24 @@ def tables(found: Explanation) -> Iterator[Table]:
         parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
         yield _holders("held then", [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
     if found.modules:
-        yield _holders("activations of", [_named(holder, "(the step)") for holder in found.modules])
-    if lines := [_named(holder, "(no line is known)") for holder in found.lines]:
+        yield _holders("activations of", [_named(holder, "(the step)") for holder in _gathered(found.modules)])
+    if lines := [_named(holder, "(no line is known)") for holder in found.lines[:_SHOWN]]:
         yield _holders("made at", lines)
     if found.suggestions:
         yield _suggestions(found)
+
+
+def _gathered(modules: Sequence[Holder]) -> list[Holder]:
+    """The same module of several blocks as one: ``blocks.*.mlp``."""
+    held: dict[str, list[int]] = {}
+    for holder in modules:
+        held.setdefault(_NUMBER.sub(r"\1*", holder.name, count=1), []).append(holder.nbytes)
+    alone = {_NUMBER.sub(r"\1*", holder.name, count=1): holder.name for holder in modules}
+    rows = [
+        Holder(name=f"{name} (×{len(sizes)})" if len(sizes) > 1 else alone[name], nbytes=sum(sizes))
+        for name, sizes in held.items()
+    ]
+    return sorted(rows, key=lambda row: -row.nbytes)[:_SHOWN]
 
 
 def _named(holder: Holder, empty: str) -> Holder:
@@ -65,7 +83,7 @@ def _holders(heading: str, holders: Sequence[Holder]) -> Table:
 
 
 def _suggestions(found: Explanation) -> Table:
-    table = _table("what fits, fastest first", "predicted", "measured", "time")
+    table = _table("what fits", "predicted", "measured", "time")
     for said in found.suggestions:
         predicted = format_bytes(said.predicted_bytes) if said.predicted_bytes is not None else "–"
         table.add_row(said.text, predicted, format_bytes(said.peak_bytes), format_seconds(said.seconds))
@@ -82,7 +100,7 @@ def _table(name: str, *numbers: str) -> Table:
 
 def remarks(found: Explanation) -> Iterator[str]:
     """What to type, what does not fit, and notes."""
-    yield from (f"{said.text}: {said.command}" for said in found.suggestions)
+    yield from (f"for {said.text}: {said.command}" for said in found.suggestions)
     yield from found.refused
     yield from found.notes
     yield f"total time {format_seconds(found.spent_s)}"
