@@ -78,7 +78,7 @@ def explain(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Say why a step runs out of memory, and what would make it fit.
+    """Say why a step runs out of memory, and what would fit.
 
     Who holds what at the instant at which memory runs out: by category, by module, by line of your code. Then changes
     with which the step fits, each of them run: a plan, micro-batches, autocast.
