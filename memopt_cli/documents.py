@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import yaml
 
@@ -77,14 +77,30 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
     ``most``: bytes that it may have.  Raises :class:`OSError` with a reason for people.
     """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            data = file.read() if most is None else file.read(most + 1)
-    except ValueError as err:  # a null character, or half a character
-        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from err
+    with _opened(path) as file:
+        data = file.read() if most is None else file.read(most + 1)
     if most is not None and len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return data
+
+
+def read_end(path: str | os.PathLike[str], most: int) -> bytes:
+    """The same of the last ``most`` bytes, however many there are.  Raises :class:`OSError`."""
+    end = b""
+    with _opened(path) as file:
+        if file.seekable():
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most)
+        while block := file.read(1 << 20):
+            end = (end + block)[-most:]
+    return end
+
+
+def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        return open(path, "rb", opener=_open_at_once)
+    except ValueError as err:  # a null character, or half a character
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from err
 
 
 def _open_at_once(path: str, flags: int) -> int:

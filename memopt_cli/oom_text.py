@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Final
 
 from memopt_cli.records import OutOfMemoryText
 
-_UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_AMOUNT = r"([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)"
+_APPLES: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
+"""As its backend writes them."""
+_UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLES}
+_AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
     re.compile(rf"[Tt]ried to allocate {_AMOUNT}"),  # of CUDA and others
     re.compile(r"you tried to allocate (\d+) (bytes)"),  # of the CPU
@@ -21,12 +24,16 @@ _ALLOCATED: Final = (
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
+_FRAME_LINES: Final = 8
+"""At most, of a frame of a traceback: its code and its carets among them."""
+_TRACEBACK: Final = 1 << 20
+"""Characters, at most."""
 _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3")
 
 
 def read_oom(text: str) -> OutOfMemoryText | None:
     """The last such message of a text; ``None`` if there is none."""
-    found = [match for pattern in _ASKED for match in pattern.finditer(text)]
+    found = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
     if not found:
         return None
     last = max(found, key=lambda match: match.start())
@@ -39,7 +46,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
         free_bytes=_first(_FREE, said),
         allocated_bytes=allocated,
         reserved_bytes=max(0, unallocated),
-        line=_innermost(text[: last.start()]),
+        line=_innermost(text[max(0, last.start() - _TRACEBACK) : last.start()]),
     )
 
 
@@ -54,7 +61,14 @@ def _bytes(found: re.Match[str]) -> int:
         return 0
 
 
-def _innermost(traceback: str) -> str:
-    frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(traceback)]
-    own = [frame for frame in frames if not _LIBRARY.search(frame)]
-    return next(reversed(own or frames), "")
+def _innermost(text: str) -> str:
+    """Of the traceback that ends the text; empty if none does: an earlier one is of another error."""
+    frames: list[str] = []
+    end = len(text)
+    for found in reversed([*_FRAME.finditer(text)]):
+        if text.count("\n", found.end(), end) > _FRAME_LINES:
+            break
+        frames.append(f"{found['file']}:{found['line']}")
+        end = found.start()
+    own = (frame for frame in frames if not _LIBRARY.search(frame))
+    return next(own, frames[0] if frames else "")

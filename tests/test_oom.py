@@ -52,3 +52,24 @@ def test_a_folder_that_is_not_there_does_not_hide_the_error(tmp_path: Path) -> N
 def test_a_path_of_another_type_is_refused() -> None:
     with pytest.raises(OptionError), memopt_cli.explain_oom(3):  # type: ignore[arg-type]
         pass
+
+
+FRAME = 'Traceback (most recent call last):\n  File "/me/{name}.py", line {line}, in f\n    x = f(x)\n'
+MESSAGE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\n"
+
+
+def test_the_line_is_that_of_the_traceback_that_ends_in_the_message() -> None:
+    earlier = FRAME.format(name="earlier", line=3) + "ValueError: x\n" + "step 7\n" * 20
+    named = read_oom(earlier + FRAME.format(name="train", line=9) + MESSAGE)
+    assert named is not None
+    assert named.line == "/me/train.py:9"
+    bare = read_oom(earlier + MESSAGE)
+    assert bare is not None
+    assert bare.line == ""
+
+
+def test_the_message_of_another_backend() -> None:
+    said = "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 256.00 MB on"
+    found = read_oom(said)
+    assert found is not None
+    assert found.asked_bytes == 256 * 2**20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -11,6 +11,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli.help import ANSWER
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import check_any_model, check_file
 from memopt_cli.cli.values import memory as memory_size
@@ -20,6 +21,9 @@ from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 
+_OWN: Final = ("model", "memory", "log", "snapshot", "json", "quiet", "verbose")
+"""Parameters that have no place in the commands that are suggested: theirs are others, or are added."""
+
 
 @with_parts
 def explain(
@@ -27,7 +31,7 @@ def explain(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             callback=check_any_model,
             show_default=False,
             help="As for memopt optimize; a snapshot alone does without.",
@@ -89,6 +93,7 @@ def explain(
         log_path=log,
         snapshot_path=snapshot,
         timeout_s=timeout,
+        flags=typed_flags(context, leave_out=_OWN),
     )
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

@@ -98,10 +98,10 @@ def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
     return format_.load(file, trust), format_.name
 
 
-def read_file(path: str, key: str | None = None) -> ModelFile:
-    """The bytes of a file.  Raises :class:`UsageError`, which says why, if there are none to be had."""
+def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:
+    """The bytes of a file.  Raises :class:`UsageError` that says why there are none, or too many."""
     try:
-        return ModelFile(path=path, data=read_bytes(path), key=key)
+        return ModelFile(path=path, data=read_bytes(path, most_bytes), key=key)
     except IsADirectoryError as err:
         hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
         raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err

@@ -9,7 +9,8 @@ import io
 import pickle
 import pickletools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
@@ -24,6 +25,11 @@ _PLAIN: Final = frozenset(
 )
 """Opcodes that make plain containers, numbers and texts of them, and call nothing."""
 _MOST_HOLDERS: Final = 200
+_MOST_BYTES: Final = 1 << 30
+_MOST_OPCODES: Final = 50_000_000
+"""Of a pickle: each makes at most some 70 bytes, and two million events of a history have no more."""
+_LONGEST_NAME: Final = 4096
+_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
 class _NothingBuilt(pickle.Unpickler):
@@ -34,38 +40,40 @@ class _NothingBuilt(pickle.Unpickler):
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
-    """Who held what, by the innermost line of each stack that is no library's.
+    """Who held what on the device that ran out, else on all, by the innermost line of each stack that is no library's.
 
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
-    what is no snapshot.
+    what is no snapshot, or too large a one.
     """
-    data = _plain(read_file(path).data, path)
+    data, opcodes = _plain(read_file(path, most_bytes=_MOST_BYTES).data, path)
     try:
-        return _facts(data)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as err:
-        raise FileFormatError(
-            f"{path} is no snapshot of torch.cuda.memory", hint="Pickle what torch.cuda.memory._snapshot() returns."
-        ) from err
+        return _Reading(opcodes).facts(data)
+    except (TypeError, ValueError, KeyError, AttributeError) as err:
+        raise FileFormatError(f"{path} is no snapshot of torch.cuda.memory", hint=_HINT) from err
 
 
-def _plain(data: bytes, path: str) -> Any:
+def _plain(data: bytes, path: str) -> tuple[Any, int]:
+    """What a pickle holds, and how many opcodes it has."""
     try:
-        _check(data, path)
-        return _NothingBuilt(io.BytesIO(data)).load()
-    except UnsafeFileError:
+        opcodes = _check(data, path)
+        return _NothingBuilt(io.BytesIO(data)).load(), opcodes
+    except (UnsafeFileError, FileFormatError):
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
         raise FileFormatError(f"{path} is not a pickle, or a damaged one", hint="Write the snapshot again.") from err
 
 
-def _check(data: bytes, path: str) -> None:
-    """Raises :class:`UnsafeFileError` for an opcode that is not plain, or a memo that is made to be huge."""
-    memoized = 0
-    for opcode, argument, _ in pickletools.genops(data):
+def _check(data: bytes, path: str) -> int:
+    """How many opcodes there are.
+
+    Raises :class:`UnsafeFileError` for one that is not plain, or a memo that is made to be huge, and
+    :class:`FileFormatError` for too many.
+    """
+    memoized = opcodes = 0
+    for opcodes, (opcode, argument, _) in enumerate(pickletools.genops(data), start=1):
         if opcode.name not in _PLAIN:
             raise UnsafeFileError(
-                f"{path} is no snapshot: a pickle of plain containers does without {opcode.name}",
-                hint="Pickle what torch.cuda.memory._snapshot() returns.",
+                f"{path} is no snapshot: a pickle of plain containers does without {opcode.name}", hint=_HINT
             )
         if "PUT" in opcode.name or opcode.name == "MEMOIZE":
             if argument is not None and int(argument) > memoized:
@@ -73,41 +81,91 @@ def _check(data: bytes, path: str) -> None:
                     f"{path} is no snapshot: it numbers its objects out of turn", hint="Write it again."
                 )
             memoized += 1
+        if opcodes > _MOST_OPCODES:
+            raise FileFormatError(
+                f"{path} holds more than {_MOST_OPCODES} values",
+                hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
+            )
+    return opcodes
 
 
-def _facts(data: Mapping[str, Any]) -> SnapshotFacts:
-    held: Counter[str] = Counter()
-    blocks = [block for segment in data["segments"] for block in segment["blocks"]]
-    active = [block for block in blocks if str(block["state"]).startswith("active")]
-    for block in active:
-        held[_line_of(block)] += int(block["size"])
-    asked = free = 0
-    for event in _events(data.get("device_traces", ())):
-        if event.get("action") == "oom":
-            asked, free = int(event["size"]), int(event.get("device_free", 0))
-    return SnapshotFacts(
-        allocated_bytes=sum(int(block["size"]) for block in active),
-        reserved_bytes=sum(int(segment["total_size"]) for segment in data["segments"]),
-        asked_bytes=asked,
-        free_bytes=free,
-        lines=tuple(Holder(name=name, nbytes=size) for name, size in held.most_common(_MOST_HOLDERS)),
-    )
+@dataclass(slots=True)
+class _Reading:
+    """Of one snapshot, which may refer to any part of it any number of times, and still take no longer to read."""
+
+    left: int
+    """Parts that may yet be looked at: in what is written once each has an opcode of its own."""
+    known: dict[int, str] = field(default_factory=dict)
+    """By the identity of a stack, which blocks do share, its line."""
+
+    def facts(self, data: Mapping[str, Any]) -> SnapshotFacts:
+        """Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError`, :class:`AttributeError`."""
+        device, asked_bytes, free_bytes = self._failure(data)
+        held: Counter[str] = Counter()
+        reserved_bytes = 0
+        for segment in self._each(data["segments"]):
+            if device is None or segment.get("device", device) == device:
+                reserved_bytes += _amount(segment["total_size"])
+                for block in self._each(segment["blocks"]):
+                    if _text(block["state"]).startswith("active"):
+                        held[self._line_of(block)] += _amount(block["size"])
+        return SnapshotFacts(
+            allocated_bytes=_amount(held.total()),
+            reserved_bytes=_amount(reserved_bytes),
+            asked_bytes=asked_bytes,
+            free_bytes=free_bytes,
+            lines=tuple(Holder(name=name, nbytes=size) for name, size in held.most_common(_MOST_HOLDERS)),
+        )
+
+    def _failure(self, data: Mapping[str, Any]) -> tuple[int | None, int, int]:
+        """The device that ran out last, what it was asked for and what was free; of one that is not told, all 0."""
+        found: tuple[int | None, int, int] = (None, 0, 0)
+        for device, trace in enumerate(self._each(data.get("device_traces", ()))):
+            for event in self._each(trace):
+                if event.get("action") == "oom":
+                    found = (device, _amount(event["size"]), _amount(event.get("device_free", 0)))
+        return found
+
+    def _each(self, parts: Iterable[Any]) -> Iterator[Any]:
+        for part in parts:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("it refers to its parts over and over")
+            yield part
+
+    def _line_of(self, block: Mapping[str, Any]) -> str:
+        """Of the stack of whoever made it; empty where none was recorded."""
+        past = self._each(block.get("history", ()))
+        frames = block.get("frames") or next((made["frames"] for made in past if made.get("frames")), ())
+        if id(frames) not in self.known:
+            self.known[id(frames)] = self._innermost(frames)
+        return self.known[id(frames)]
+
+    def _innermost(self, frames: Iterable[Mapping[str, Any]]) -> str:
+        of_library = ""
+        for frame in self._each(frames):
+            name = _text(frame["filename"])
+            if name.endswith(".py"):
+                line = f"{name[-_LONGEST_NAME:]}:{_amount(frame['line'])}"
+                if not _is_of_library(name):
+                    return line
+                of_library = of_library or line
+        return of_library
 
 
-def _events(traces: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
-    for trace in traces:
-        yield from trace
+def _text(value: Any) -> str:
+    """Containers are not made text of: one may stand for any number of others."""
+    if not isinstance(value, str):
+        raise TypeError("text is something else")
+    return value
 
 
-def _line_of(block: Mapping[str, Any]) -> str:
-    """Of the stack of whoever made it, innermost first; empty where none was recorded."""
-    frames = block.get("frames") or next((h["frames"] for h in block.get("history", ()) if h.get("frames")), ())
-    python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
-    own = [frame for frame in python if not _is_of_library(str(frame["filename"]))]
-    for frame in own or python:
-        return f"{frame['filename']}:{int(frame['line'])}"
-    return ""
+def _amount(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("a number is out of range")
+    return value
 
 
 def _is_of_library(name: str) -> bool:
-    return "-packages/torch/" in name or ("/lib/python3" in name and "-packages/" not in name)
+    ours = "-packages/torch/" in name or "-packages/memopt_cli/" in name
+    return ours or ("/lib/python3" in name and "-packages/" not in name)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from memopt_cli.documents import quoted_path
+from memopt_cli.documents import quoted_path, read_end
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject
 from memopt_cli.measure.runner import Session
@@ -25,6 +25,7 @@ from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
+    STEP,
     BatchAdvice,
     BatchRequest,
     Budget,
@@ -38,6 +39,7 @@ from memopt_cli.records import (
     OptimizeRequest,
     OutOfMemoryText,
     Plan,
+    Precision,
     SearchGoal,
     SearchOverrides,
     SnapshotFacts,
@@ -48,10 +50,12 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.units import exact_bytes, format_bytes
+from memopt_cli.write import output_paths
 
 _SHARE: Final = 0.9
 """Of the device's free memory, where nobody says how much there is."""
-_MOST_LOG_BYTES: Final = 64 << 20
+_MOST_LOG_BYTES: Final = 16 << 20
+"""From the end: what ran out last is told there."""
 _KEPT: Final = 200
 """Holders of a kind, at most."""
 _LEVEL: Final = 4
@@ -68,23 +72,40 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     started = time.monotonic()
     error = _error_of(request.log_path) if request.log_path is not None else None
     snapshot = _snapshot_of(request) if request.snapshot_path is not None else None
-    if request.source is None:
-        if snapshot is None:
-            raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
-        return replace(_of_snapshot(snapshot, request), spent_s=time.monotonic() - started)
-    opening = Opening(source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s)
-    prepared = prepare(opening, progress=progress, ask=ask)
-    limit_bytes, limit = _limit(request, error, snapshot, prepared)
-    found = _explained(request, prepared, limit_bytes, limit, progress)
+    found = _found(request, error, snapshot, progress, ask)
     asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
-    lines = snapshot.lines[:_KEPT] if snapshot else found.lines
     return replace(
         found,
         notes=(*found.notes, *_fragmented(error)),
         asked_bytes=asked,
-        lines=lines,
-        line=(error.line if error and error.line else found.line),
+        raised_at=error.line if error else "",
+        lines=snapshot.lines[:_KEPT] if snapshot else found.lines,
         spent_s=time.monotonic() - started,
+    )
+
+
+def _found(
+    request: ExplainRequest,
+    error: OutOfMemoryText | None,
+    snapshot: SnapshotFacts | None,
+    progress: Progress,
+    ask: Ask | None,
+) -> Explanation:
+    """Without a model there is nothing to try."""
+    if request.source is not None:
+        opening = Opening(
+            source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
+        )
+        prepared = prepare(opening, progress=progress, ask=ask)
+        return _explained(request, prepared, *_limit(request, error, snapshot, prepared), progress)
+    if snapshot is None:
+        raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
+    return Explanation(
+        header=None,
+        limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
+        limit="what the snapshot tells",
+        needed_bytes=snapshot.allocated_bytes,
+        notes=("Name the model as well, and what would fit is tried.",),
     )
 
 
@@ -93,8 +114,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
 
 def _error_of(path: str) -> OutOfMemoryText:
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_LOG_BYTES).decode(errors="replace")
+        text = read_end(path, _MOST_LOG_BYTES).decode(errors="replace")
     except OSError as err:
         raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
     found = read_oom(text)
@@ -122,19 +142,6 @@ def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
     return found if isinstance(found, SnapshotFacts) else raise_failure(found)
 
 
-def _of_snapshot(found: SnapshotFacts, request: ExplainRequest) -> Explanation:
-    """Without a model there is nothing to try."""
-    return Explanation(
-        header=None,
-        limit_bytes=found.reserved_bytes + found.free_bytes,
-        limit="what the snapshot tells",
-        needed_bytes=found.allocated_bytes + found.asked_bytes,
-        asked_bytes=found.asked_bytes,
-        lines=found.lines[:_KEPT],
-        notes=("Name the model as well, and what would fit is tried.",),
-    )
-
-
 def _limit(
     request: ExplainRequest, error: OutOfMemoryText | None, snapshot: SnapshotFacts | None, prepared: Prepared
 ) -> tuple[int, str]:
@@ -142,7 +149,7 @@ def _limit(
     device = prepared.subject.settings.device
     if request.memory is None and error is not None and error.available_bytes:
         return error.available_bytes, "what tensors held and what was free, by the error"
-    if request.memory is None and snapshot is not None and snapshot.allocated_bytes:
+    if request.memory is None and snapshot is not None and snapshot.asked_bytes:
         return snapshot.allocated_bytes + snapshot.free_bytes, "what tensors held and what was free, by the snapshot"
     limits = limits_of(_SHARE if request.memory is None else request.memory, device, _LONGEST_STEP_S)
     return limits.budget_bytes, limits.name
@@ -194,11 +201,11 @@ def _first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> 
 def _stays(trace: StepTrace, optimizer: str) -> int:
     """Bytes that no change takes less of: what the step finds, and the gradients that it leaves.
 
-    An optimizer in backward would need no more than one of these at a time.
+    An optimizer in backward would need no more than one gradient at a time, and a micro-batch less of the inputs.
     """
     left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
-    counted = [s.nbytes for s in left if s.kind != "gradients" or optimizer in ("", "none")]
-    return sum(counted)
+    may_go = ("inputs",) if optimizer in ("", "none") else ("inputs", "gradients")
+    return sum(s.nbytes for s in left if s.kind not in may_go)
 
 
 def _line_at(trace: StepTrace, instant: Instant) -> str:
@@ -246,7 +253,9 @@ class _Trial:
         """
         if stays_bytes >= self._limit_bytes:
             taken = format_bytes(stays_bytes)
-            self.refused.append(f"Nothing that memopt can do: parameters, gradients, buffers and inputs take {taken}.")
+            self.refused.append(
+                f"Nothing that memopt can do: parameters, gradients, optimizer state and buffers take {taken}."
+            )
             return ()
         alone = (self._plan, self._micro_batches, self._autocast)
         found = [suggestion for attempt in alone for suggestion in self._attempted(attempt)]
@@ -262,7 +271,8 @@ class _Trial:
 
     def _plan(self) -> Iterator[Suggestion]:
         """The fastest one within the limit, with an optimizer in backward where that helps."""
-        found = self._found(SearchGoal(budget=Budget(nbytes=self._limit_bytes)), SearchOverrides(level=_LEVEL))
+        goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
+        found = self._search(self._prepared, goal, SearchOverrides(level=_LEVEL))
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
@@ -270,16 +280,16 @@ class _Trial:
         yield Suggestion(
             change="optimizer in backward" if found.plan.in_backward else "plan",
             text=f"{_told(found.plan)}{where}",
-            command=f"memopt optimize {self._location} --level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}",
+            command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"),
             plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measured.allocated_peak_bytes,
             seconds=measured.step_s,
         )
 
-    def _found(self, goal: SearchGoal, search: SearchOverrides) -> Findings:
+    def _search(self, prepared: Prepared, goal: SearchGoal, search: SearchOverrides) -> Findings:
         """Raises :class:`NothingFitsError` if the plan does not compute the same."""
-        subject = self._prepared.subject
+        subject = prepared.subject
         asked = OptimizeRequest(
             source=subject.source,
             spec=subject.spec,
@@ -290,7 +300,7 @@ class _Trial:
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        found = find_plan(asked, resolve(search), self._prepared, self._progress)
+        found = find_plan(asked, resolve(search), prepared, self._progress)
         if found.verification is not None and not found.verification.passed:
             raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
         return found
@@ -301,34 +311,36 @@ class _Trial:
 
     def _both(self) -> Iterator[Suggestion]:
         """The same under the plan of the least peak."""
-        plan = self._found(SearchGoal(), SearchOverrides(level=_LEVEL, max_slowdown=math.inf)).plan
+        self._require_one_batch()
+        least = SearchOverrides(level=_LEVEL, max_slowdown=math.inf)
+        plan = self._search(self._changed(micro_batches=2), SearchGoal(), least).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
-        subject = self._prepared.subject
-        if subject.settings.micro_batches > 1:
-            raise UsageError("the step accumulates already")
+        self._require_one_batch()
+        prepared = self._changed(micro_batches=2)
+        subject = prepared.subject
         asked = BatchRequest(
             source=subject.source,
             spec=subject.spec,
-            settings=replace(subject.settings, micro_batches=2),
+            settings=subject.settings,
             memory=self._limit_bytes,
             global_batch=self._prepared.batch,
             timeout_s=self._request.timeout_s,
             longest_step_s=_LONGEST_STEP_S,
         )
-        prepared = replace(self._prepared, subject=replace(subject, settings=asked.settings))
         found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, (), self._progress)
         row = found.rows[found.chosen]
+        if found.interrupted:
+            raise KeyboardInterrupt
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
         for run in (run for run in runs if found.accumulation is not None and run.batch == found.accumulation.batch):
             steps = -(-self._prepared.batch // run.batch)
             yield Suggestion(
                 change="micro-batches",
                 text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
-                command=f"memopt recommend-batch {self._location} --memory {exact_bytes(self._limit_bytes)} "
-                f"--global-batch {self._prepared.batch}{' --plan PLAN.yaml' * row.planned}",
-                plan=plan,
+                command=self._recommends(planned=row.planned),
+                plan=plan if row.planned else ORIGINAL,
                 batch=run.batch,
                 predicted_bytes=None,
                 peak_bytes=run.allocated_peak_bytes,
@@ -339,11 +351,10 @@ class _Trial:
     def _autocast(self) -> Iterator[Suggestion]:
         """Matrices in bfloat16."""
         settings = self._prepared.subject.settings
+        self._require_step_of_ours()
         if settings.precision not in ("stored", "fp32"):
-            return
-        cast = replace(
-            self._prepared, subject=replace(self._prepared.subject, settings=replace(settings, precision="bf16"))
-        )
+            raise UsageError(f"the step is run in {settings.precision} already")
+        cast = self._changed(precision="bf16")
         self._progress.stage("trying bfloat16")
         with cast.session(self._request.timeout_s, "small batch") as session:
             counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
@@ -359,12 +370,42 @@ class _Trial:
         yield Suggestion(
             change="autocast",
             text="forward and loss under autocast to bfloat16, which rounds",
-            command="with torch.autocast(device_type, dtype=torch.bfloat16): …",
+            command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
             predicted_bytes=counted.allocated_peak_bytes if isinstance(counted, Counted) else None,
             peak_bytes=peak_bytes,
             seconds=measured.measurement.step_s,
         )
 
-    @property
-    def _location(self) -> str:
-        return quoted_path(self._prepared.subject.source.location)
+    def _changed(self, *, micro_batches: int | None = None, precision: Precision | None = None) -> Prepared:
+        """The same model in another step."""
+        subject = self._prepared.subject
+        settings = replace(
+            subject.settings,
+            micro_batches=micro_batches or subject.settings.micro_batches,
+            precision=precision or subject.settings.precision,
+        )
+        return replace(self._prepared, subject=replace(subject, settings=settings))
+
+    def _require_one_batch(self) -> None:
+        self._require_step_of_ours()
+        if self._prepared.subject.settings.micro_batches > 1:
+            raise UsageError("the step accumulates already")
+
+    def _require_step_of_ours(self) -> None:
+        """Raises :class:`UsageError` for one that takes its samples, and chooses its precision, by itself."""
+        if self._prepared.facts.format == STEP:
+            raise UsageError("a step of one's own is changed in its own code")
+
+    def _recommends(self, *, planned: bool) -> str:
+        """The command that finds the micro-batches; under a plan, after the one that writes it."""
+        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
+        if not planned:
+            return self._typed("recommend-batch", flags)
+        plan = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
+        found = self._typed("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
+        return f"{found} && {self._typed('recommend-batch', f'{flags} --plan {quoted_path(str(plan))}')}"
+
+    def _typed(self, command: str, flags: str) -> str:
+        """A command of memopt's on the same step."""
+        location = quoted_path(self._prepared.subject.source.location)
+        return " ".join((f"memopt {command} {location}", *self._request.flags, flags))

@@ -31,6 +31,8 @@ class ExplainRequest:
     """A pickle of ``torch.cuda.memory._snapshot()``."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
+    flags: tuple[str, ...] = ()
+    """How the user told of the model, its inputs and its step: the commands that are suggested repeat it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +114,15 @@ class Explanation:
     limit: str
     """Where that comes from."""
     needed_bytes: int
-    """The allocated peak of the step as it is, predicted; of a snapshot what was held."""
+    """The allocated peak of the step as it is, predicted; of a snapshot alone what was held."""
     asked_bytes: int = 0
     """What could not be had, as the error says."""
     instant: Instant | None = None
     """The first at which more is held than there is; ``None``: the step fits, or there is no model."""
     line: str = ""
-    """Of the model's code, at that instant or in the traceback."""
+    """Of the model's code, at that instant; at the peak of a step that fits."""
+    raised_at: str = ""
+    """The line of the traceback; empty: there is none."""
     breakdown: Breakdown | None = None
     modules: tuple[Holder, ...] = ()
     """Activations by the module that made them, most first."""

@@ -23,7 +23,7 @@ def headline(found: Explanation) -> Iterator[str]:
     """What is needed and what there is, and where it ends."""
     needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
     if found.header is None:
-        yield f"tensors held {format_bytes(found.needed_bytes - found.asked_bytes)} of {there}"
+        yield f"tensors held {needed} of {there}"
     elif found.instant is None:
         yield f"the step fits: it needs about {needed}, and there are {there}"
     else:
@@ -34,8 +34,8 @@ def headline(found: Explanation) -> Iterator[str]:
         where = f" of {found.instant.module}" if found.instant.module else ""
         line = f", {_short(found.line)}" if found.line else ""
         yield f"memory runs out in {found.instant.phase}{where}, while {found.instant.name} runs{line}"
-    elif found.line:
-        yield f"the error was raised at {_short(found.line)}"
+    if found.raised_at:
+        yield f"the error was raised at {_short(found.raised_at)}"
 
 
 def tables(found: Explanation) -> Iterator[Table]:

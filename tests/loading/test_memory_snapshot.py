@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, UsageError
+from memopt_cli.loading import memory_snapshot
 from memopt_cli.loading.memory_snapshot import read_snapshot
 from memopt_cli.records import Holder
 
@@ -91,6 +92,62 @@ def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.Captu
 def test_what_is_no_snapshot_is_said(tmp_path: Path, data: object) -> None:
     with pytest.raises(FileFormatError):
         read_snapshot(written(tmp_path, data))
+
+
+def doubled() -> list[Any]:
+    """Lists in lists that as text would take more than any memory."""
+    found: list[Any] = []
+    for _ in range(80):
+        found = [found, found]
+    return found
+
+
+MANY = 3000
+ONE = block(1, "active_allocated", frame("/me/a.py", 1))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"segments": [{"total_size": 1, "blocks": [ONE] * MANY}] * MANY}, id="blocks over and over"),
+        pytest.param({"segments": [], "device_traces": [[{"action": "x"}] * MANY] * MANY}, id="events over and over"),
+        pytest.param({"segments": [{"total_size": 1, "blocks": [{**ONE, "state": doubled()}]}]}, id="a state"),
+        pytest.param(
+            {"segments": [{"total_size": 1, "blocks": [block(1, "active", {"filename": doubled(), "line": 1})]}]},
+            id="a name",
+        ),
+        pytest.param({"segments": [{"total_size": 10**30, "blocks": []}]}, id="more bytes than there can be"),
+        pytest.param({"segments": [{"total_size": 1, "blocks": [{**ONE, "size": -1}]}]}, id="fewer than none"),
+        pytest.param({"segments": [{"total_size": 1, "blocks": [{**ONE, "size": "9" * 9999}]}]}, id="digits"),
+    ],
+)
+def test_what_would_take_all_memory_or_time_is_refused(tmp_path: Path, data: object) -> None:
+    with pytest.raises(FileFormatError, match="is no snapshot"):
+        read_snapshot(written(tmp_path, data))
+
+
+def test_a_file_of_too_many_values_or_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, SNAPSHOT)
+    monkeypatch.setattr(memory_snapshot, "_MOST_OPCODES", 20)
+    with pytest.raises(FileFormatError, match="more than 20 values"):
+        read_snapshot(path)
+    monkeypatch.setattr(memory_snapshot, "_MOST_BYTES", 20)
+    with pytest.raises(UsageError, match="larger than"):
+        read_snapshot(path)
+
+
+def test_blocks_share_their_stacks(tmp_path: Path) -> None:
+    stack = [frame(TORCH, line) for line in range(50)]
+    blocks = [{**block(2, "active_allocated"), "frames": stack} for _ in range(500)]
+    found = read_snapshot(written(tmp_path, {"segments": [{"total_size": 1000, "blocks": blocks}]}))
+    assert found.lines == (Holder(name=f"{TORCH}:0", nbytes=1000),)
+
+
+def test_of_several_devices_the_one_that_ran_out(tmp_path: Path) -> None:
+    segments = [{"device": n, "total_size": 8, "blocks": [block(n + 1, "active_allocated")]} for n in range(3)]
+    traces = [[], [{"action": "oom", "size": 5, "device_free": 3}], []]
+    found = read_snapshot(written(tmp_path, {"segments": segments, "device_traces": traces}))
+    assert (found.allocated_bytes, found.reserved_bytes, found.asked_bytes, found.free_bytes) == (2, 8, 5, 3)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.pipeline import explain
+from memopt_cli.pipeline import explain, explanation
 from memopt_cli.pipeline.profiling import live_bytes
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
@@ -77,7 +79,7 @@ def recorded(source: ModelSource) -> StepTrace:
 
 @pytest.fixture
 def explained(source: ModelSource) -> Callable[..., Explanation]:
-    def run(memory: int | None, **options: str) -> Explanation:
+    def run(memory: int | None, **options: Any) -> Explanation:
         request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=memory, **options)
         key = (memory, *options.items())
         if key not in _found:
@@ -136,7 +138,9 @@ def test_what_is_suggested_fits_when_it_is_run_again(
 def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(recorded.resident_bytes // 2)
     assert not found.suggestions
-    assert found.refused[0].startswith("Nothing that memopt can do: parameters, gradients, buffers and inputs take ")
+    assert found.refused[0].startswith(
+        "Nothing that memopt can do: parameters, gradients, optimizer state and buffers take "
+    )
 
 
 def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
@@ -155,7 +159,7 @@ def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[...,
     )
     found = explained(None, log_path=str(log))
     assert found.limit_bytes == 528 * 2**20
-    assert (found.asked_bytes, found.line) == (64 * 2**20, "/me/train.py:9")
+    assert (found.asked_bytes, found.raised_at) == (64 * 2**20, "/me/train.py:9")
     assert explained(100 * 2**20, log_path=str(log)).limit_bytes == 100 * 2**20
 
 
@@ -200,6 +204,77 @@ def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
     log.write_text("loss 0.3\n")
     with pytest.raises(UsageError, match="no message of memory that ran out"):
         explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "_MOST_LOG_BYTES", 1000)
+    log = tmp_path / "train.log"
+    log.write_text("Tried to allocate 1.00 MiB\n" + "step\n" * 1000 + "Tried to allocate 2.00 MiB\n")
+    found = explain(
+        ExplainRequest(source=None, log_path=str(log), snapshot_path=snapshot(tmp_path)), progress=Progress()
+    )
+    assert found.asked_bytes == 2 << 20
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no message of memory that ran out"):
+        explain(ExplainRequest(source=None, log_path=str(tmp_path / "pipe")), progress=Progress())
+
+
+def test_a_snapshot_in_which_nothing_ran_out_says_nothing_of_the_limit(
+    tmp_path: Path, recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
+    assert explained(None, snapshot_path=str(path)).limit_bytes > needed_bytes(recorded)
+
+
+def test_a_step_that_fits_was_raised_nowhere(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    text = io.StringIO()
+    TextReport().explained(explained(2 * needed_bytes(recorded)), text)
+    assert "raised at" not in text.getvalue()
+
+
+def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
+    found = explained(needed_bytes(recorded) - LESS, flags=("--code-path .", "--dim B=512"))
+    commands = {said.change: said.command for said in found.suggestions}
+    assert " --code-path . --dim B=512 --level 4 --budget " in commands["plan"]
+    assert " --code-path . --dim B=512 --memory " in commands["micro-batches"]
+
+
+def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
+    """Nearly all that the step takes is the inputs of a whole batch."""
+    torch.save(nn.Linear(4096, 1), tmp_path / "wide.pt")
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 4096)),), dims={"B": 256}, source="here")
+    source = ModelSource(location=str(tmp_path / "wide.pt"), trust=Trust(pickle=True))
+    found = explain(ExplainRequest(source=source, spec=spec, memory=2 << 20), progress=Progress())
+    assert "micro-batches" in {said.change for said in found.suggestions}
+
+
+STEP = """
+import torch, memopt_cli
+from torch import nn
+
+def make_step():
+    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    def run(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        net.zero_grad()
+        return loss
+    return memopt_cli.Step(models={"net": net}, run=run)
+"""
+
+
+def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STEP)
+    source = ModelSource(location=f"{script}:make_step")
+    request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=1800 << 10)
+    found = explain(request, progress=Progress())
+    assert {said.change for said in found.suggestions} <= {"plan"}
+    assert [refused for refused in found.refused if "in its own code" in refused]
 
 
 def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:

@@ -1,0 +1,28 @@
+"""The flags of a command line, for another that is suggested."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+import typer
+
+from memopt_cli.documents import quoted_flag
+
+
+def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[str, ...]:
+    """As they can be typed again, less the parameters that are left out."""
+    return tuple(_typed(context, leave_out))
+
+
+def _typed(context: typer.Context, leave_out: Container[str]) -> Iterator[str]:
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in leave_out or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        if isinstance(value, bool):
+            yield parameter.opts[0] if value else parameter.secondary_opts[0]
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            yield quoted_flag(parameter.opts[-1], str(one))
