@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,12 +244,23 @@ def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: C
     assert " --code-path . --dim B=512 --memory " in commands["micro-batches"]
 
 
-def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
-    """Nearly all that the step takes is the inputs of a whole batch."""
-    torch.save(nn.Linear(4096, 1), tmp_path / "wide.pt")
+def wide(folder: Path) -> ExplainRequest:
+    """Of a step that takes nearly nothing but inputs, of which half fit."""
+    torch.save(nn.Linear(4096, 1), folder / "wide.pt")
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 4096)),), dims={"B": 256}, source="here")
-    source = ModelSource(location=str(tmp_path / "wide.pt"), trust=Trust(pickle=True))
-    found = explain(ExplainRequest(source=source, spec=spec, memory=2 << 20), progress=Progress())
+    source = ModelSource(location=str(folder / "wide.pt"), trust=Trust(pickle=True))
+    return ExplainRequest(source=source, spec=spec, memory=2 << 20)
+
+
+def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(rows=[None], chosen=0, interrupted=True)
+    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: found)
+    with pytest.raises(KeyboardInterrupt):
+        explain(wide(tmp_path), progress=Progress())
+
+
+def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
+    found = explain(wide(tmp_path), progress=Progress())
     assert "micro-batches" in {said.change for said in found.suggestions}
 
 
