@@ -194,7 +194,17 @@ class DoubleThroughout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def step_in_double(step: Step) -> Iterator[Step]:
-    """The step in float64; afterwards the model has its own tensors again, whatever happened."""
+    """The step in float64, and what it casts to float32 as well; afterwards the model has its own tensors again."""
+    with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
+        yield cast
+
+
+@contextmanager
+def step_cast_to_double(step: Step) -> Iterator[Step]:
+    """The step with parameters, buffers and inputs in float64; afterwards the model has its own, whatever happened.
+
+    What it casts to float32 itself stays so.  ``torch.compile`` compiles it; under a dispatch mode it would not.
+    """
     start = StartingState(step.model)
     stored = [(p, p.data) for p in step.model.parameters()]
     states = [(optimizer, optimizer.state) for optimizer in step.optimizers()]
@@ -203,8 +213,7 @@ def step_in_double(step: Step) -> Iterator[Step]:
     try:
         step.model.to(torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
-        with DoubleThroughout():  # type: ignore[no-untyped-call]
-            yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+        yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
     finally:
         for parameter, data in stored:
             parameter.grad = None  # of the other dtype, if a step failed

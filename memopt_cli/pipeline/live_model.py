@@ -25,6 +25,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
@@ -48,7 +49,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
-from memopt_cli.step import Step, module_hooks, place
+from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
 
 FORMAT = "live"
@@ -72,8 +73,21 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
+    with once(), also_prepared_model(model, inputs, settings, functions) as prepared:
+        yield prepared
+
+
+@contextlib.contextmanager
+def also_prepared_model(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
+    settings: StepSettings,
+    functions: Sequence[UserFunction] = (),
+    obstacle: str = "",
+) -> Iterator[Prepared]:
+    """The same within :func:`once`: one of several.  ``obstacle``: why no subprocess is to be given it."""
     build = functools.partial(detached_copy, model)
-    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
         if isinstance(inputs, InputSpec):
             spec = inputs
@@ -81,7 +95,8 @@ def prepared_model(
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
-        obstacle = next(filter(None, (handed.obstacle, *(function.obstacle for function in functions))), "")
+        obstacles = (obstacle, handed.obstacle, *(function.obstacle for function in functions))
+        obstacle = next(filter(None, obstacles), "")
         notes = (f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)

@@ -134,12 +134,6 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
     return config
 
 
-def segment_classes(original: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The classes that segments of ``original`` have: what a restricted unpickler must know."""
-    mixins = (GCContainer, TCGCContainer, PackingContainer, LossContainer)
-    return tuple(_segment_class(original, mixin) for mixin in mixins)  # type: ignore[arg-type]
-
-
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
     """An empty segment for an unpickler to fill; a lifted module is made one as it is.
 

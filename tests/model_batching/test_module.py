@@ -19,6 +19,7 @@ from torch.testing import assert_close
 import memopt_cli
 from memopt_cli import apply_plan, memory_optimization
 from memopt_cli.apply import plan_of, remove_segments
+from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
 from memopt_cli.model_batching.kernels import linear
@@ -29,7 +30,6 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.step import Step
 from memopt_cli.trace import count
-from memopt_cli.write import plan_yaml
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
 routes = pytest.mark.parametrize("route", ROUTES)
