@@ -260,8 +260,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise StepError(
-                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
-                f"{tuple(tensor.shape)}): its loss would be NaN",
+                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})",
                 hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
             )
 
