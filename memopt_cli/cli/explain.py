@@ -37,7 +37,7 @@ def explain(
     memory: Annotated[
         float | None,
         typer.Option(
-            metavar="SIZE",
+            metavar="24GiB|90%",
             parser=memory_size,
             show_default="by the error, else 90%",
             rich_help_panel=ANSWER,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import collections
 import contextlib
 import datetime
 import decimal
 import functools
+import gzip
 import io
 import logging
+import lzma
 import os
 import pickle
 import re
@@ -18,7 +21,7 @@ import sys
 import textwrap
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -550,6 +553,14 @@ def bad_files() -> dict[str, bytes]:
         "something else": other.getvalue(),
         "plain pickle": pickle.dumps({"a": 1}),
     }
+
+
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_a_file_that_is_compressed_says_how(tmp_path: Path, pack: Callable[[bytes], bytes], name: str) -> None:
+    (tmp_path / "model.pt").write_bytes(pack(pickle.dumps(small_model())))
+    with pytest.raises(FileFormatError, match=f"compressed as a whole \\({name}\\)") as error:
+        load_model(source(tmp_path / "model.pt"))
+    assert error.value.hint == f"Unpack it first: {name} -d."
 
 
 @pytest.mark.parametrize("case", bad_files())
