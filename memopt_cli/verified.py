@@ -25,7 +25,6 @@ from memopt_cli.arguments import (
     whole,
 )
 from memopt_cli.errors import OptionError
-from memopt_cli.live import Shown
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live_model import also_prepared_model, logged, once
@@ -35,6 +34,7 @@ from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextReport
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
+from memopt_cli.shown import Shown
 from memopt_cli.user_step import Step
 
 Trained = nn.Module | Callable[[], Step]

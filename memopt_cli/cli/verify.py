@@ -13,6 +13,7 @@ from memopt_cli.cli.help import OUTPUT, STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.values import check_any_model, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, StepSettings
@@ -27,10 +28,6 @@ _DIFFERENCE = 1
 """Exit code."""
 
 
-def _check_model(location: str | None) -> str | None:
-    return None if location is None else options.check_model(location)
-
-
 @with_parts
 def verify(
     context: typer.Context,
@@ -39,7 +36,7 @@ def verify(
         str | None,
         typer.Argument(
             metavar="CANDIDATE",
-            callback=_check_model,
+            callback=check_any_model,
             help="The same model, or step, trained in another way.",
             show_default=False,
         ),
@@ -48,14 +45,12 @@ def verify(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="CANDIDATE", callback=_check_model, show_default=False, help="Another way to name CANDIDATE."
+            metavar="CANDIDATE", callback=check_any_model, show_default=False, help="Another way to name CANDIDATE."
         ),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            metavar="N", parser=options.whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."
-        ),
+        typer.Option(metavar="N", parser=whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."),
     ] = 3,
     format: Annotated[
         Literal["table", "json", "md", "github", "junit"],

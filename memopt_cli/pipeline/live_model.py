@@ -25,6 +25,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
@@ -48,7 +49,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
-from memopt_cli.step import Step, module_hooks, place
+from memopt_cli.step import Step, place
 from memopt_cli.trace import asked_compressor, record_inputs
 
 FORMAT = "live"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from memopt_cli.contents import baseline_json, read_measured, read_plan
 from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
@@ -34,7 +35,7 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.regression import KEPT, compare, differences, terms
-from memopt_cli.write import baseline_json, check_targets, content, read_measured, read_plan, write_all
+from memopt_cli.write import check_targets, content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:

@@ -541,8 +541,10 @@ def differentiates_ahead() -> bool:
 
 def _wrapped_backend(backend: Any) -> Any:
     """What one of the wrappings calls that PyTorch puts around a backend, DDP's among them."""
-    of_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
-    return of_ddp or getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+    if of_ddp := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
+        return of_ddp
+    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")  # the second: PyTorch 2.8's
+    return next((inner for name in names if (inner := getattr(backend, name, None))), None)
 
 
 @asked_while_compiling
@@ -556,6 +558,21 @@ def _compiling() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx()
+
+
+@contextlib.contextmanager
+def memory_history() -> Iterator[None]:
+    """Within, the stacks of what CUDA's allocator is asked for are recorded; only those of what is held are kept."""
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What the allocator of CUDA holds, as plain containers."""
+    return torch.cuda.memory._snapshot()
 
 
 def import_compiler() -> None:

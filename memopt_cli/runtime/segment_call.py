@@ -20,7 +20,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
-from memopt_cli.runtime.module_state import name_of, uninitialized
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     not_compiled,
@@ -90,6 +90,7 @@ def _call_now(
     first = functools.partial(_as_written, forward, args, kwargs)
     run = SegmentRun(module, first, call, start, len(tensors), keep)
     run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
+    run.gathers = inputs.of_chunk and vars(module)[SEGMENT_KEY].batch_statistics
     if module in overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()
@@ -109,7 +110,7 @@ def _call_now(
         with inputs.hooks():
             return _recomputed(run, *tensors)
     except Unrepeatable as error:
-        if starts is not None:  # chunks before this one have run
+        if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
             raise
         reason = str(error)
         if lost := start.lost():
@@ -180,13 +181,16 @@ def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
 class PackedInputs:
     """Tensors that a checkpoint saves, in a codec; those in ``raw`` as they are.
 
-    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.
+    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.  So are tensors without
+    elements: PyTorch 2.8's checkpoint saves one of its own in front of the inputs.
     """
 
     def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
         self._codec = codec
         self._raw = frozenset(map(id, tensors_of(raw)))
         self._stored: list[Any] = []
+        self.of_chunk = False
+        """They are a part of what the segment is given."""
         self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
         """Is told where the run starts, and what that lends to a segment around."""
 
@@ -200,7 +204,7 @@ class PackedInputs:
 
     @not_compiled
     def _pack(self, tensor: Tensor) -> Any:
-        codec = COMPRESSORS["null"] if id(tensor) in self._raw else self._codec
+        codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
         self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor))
         return self._stored[-1]
 

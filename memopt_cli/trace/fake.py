@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +49,13 @@ def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     if isinstance(model, StepModels):
         with mode:
             return model.anew()
+    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied within, their positions had no data
     with FakeCopyMode(mode):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, copied)
+
+
+def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+    return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 
 class FakeStep:

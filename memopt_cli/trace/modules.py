@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import Storage, StorageLog, held_bytes
 

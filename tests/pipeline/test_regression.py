@@ -15,6 +15,7 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.apply import apply_plan
+from memopt_cli.contents import read_measured
 from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.pipeline import baseline, check, compare_files
@@ -35,7 +36,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.comparison import reasons
 from memopt_cli.spec_text import parse_limit, parse_tensor
-from memopt_cli.write import read_measured
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

@@ -24,19 +24,11 @@ from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import BatchProbe, Fingerprint, Measurement, Plan
 from memopt_cli.runtime import find_part
-from memopt_cli.step import (
-    Step,
-    is_out_of_memory,
-    module_hooks,
-    reset_gradients,
-    run_checked,
-    seed_everything,
-    synchronize,
-    take,
-)
+from memopt_cli.step import Step, is_out_of_memory, reset_gradients, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
 _ENOUGH_S = 0.3
