@@ -253,6 +253,11 @@ def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
             yield table
 
 
+def hooks_on_gradient(parameter: Tensor) -> list[Any]:
+    """What is called with a parameter's gradient, or once it is there; neither a copy nor a file of it has these."""
+    return [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
 def global_hook_tables() -> Iterator[dict[Any, Any]]:
     """The same of those that every module calls."""
     for name in _HOOK_TABLES:

@@ -753,6 +753,15 @@ def test_steps_of_ones_own() -> None:
     assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
 
 
+def test_hooks_that_a_copy_would_lose_are_refused() -> None:
+    model, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    for register in (other.weight.register_hook, other.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda given: None)
+        with pytest.raises(OptionError, match="the candidate's parameter weight has a hook on its gradient"):
+            memopt_cli.verify(model, other, torch.ones(2, 6))
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [

@@ -780,3 +780,12 @@ def test_the_step_of_an_optimizer_without_its_hooks() -> None:
     p.step_without_hooks(optimizer)
     assert parameter.item() == 0
     assert not called
+
+
+def test_hooks_on_gradients_are_found() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert p.hooks_on_gradient(parameter) == []
+    hooks = [lambda gradient: None, lambda parameter: None]
+    parameter.register_hook(hooks[0])
+    parameter.register_post_accumulate_grad_hook(hooks[1])
+    assert p.hooks_on_gradient(parameter) == hooks
