@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, taken_off
 from memopt_cli.errors import MemoptError, OptionError, StepError
@@ -21,6 +21,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live_model import (
     FORMAT,
+    codecs_failing_on_zeros,
     detached_copy,
     difference_error,
     found_and_proven,
@@ -52,8 +53,10 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
+from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.trace import codec_paths
+from memopt_cli.units import format_some
 
 _GUESS_LIMIT_S = 60.0
 """A step of a few samples that takes longer is not waited for."""
@@ -69,13 +72,13 @@ MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
 _RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Positional arguments of ``forward``, or keyword arguments."""
+"""Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
 
 
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
-    dummy_input: Inputs | None = None,
+    dummy_input: Inputs | Tensor | None = None,
     compress_x: bool | None = None,
     level: int | None = None,
     verbose: bool = False,
@@ -172,7 +175,7 @@ def memory_optimization(
         if dummy_input is None or resolved.options.level == 0:
             found = _on_instances(net, resolved, settings, progress)
         else:
-            found = _measured(net, dummy_input, request, resolved, settings, progress)
+            found = _measured(net, _arguments(dummy_input), request, resolved, settings, progress)
     found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
@@ -180,7 +183,7 @@ def memory_optimization(
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],
-    dummy_input: Inputs | None = None,
+    dummy_input: Inputs | Tensor | None = None,
     compress_x: bool | None = True,
     device: str = "cuda",
     checkpoint_budget: Preference | None = None,
@@ -210,9 +213,9 @@ def apply_gc(
     device = resolve_device() if device == "cuda" else device
     with taken_off(net) as carried:
         if dummy_input is None:
-            modules = listed_modules(net)
+            modules = _listed(net, resolved, StepSettings(device=device))
         else:
-            modules = observed_modules(net, dummy_input, StepSettings(device=device))
+            modules = observed_modules(net, _arguments(dummy_input), StepSettings(device=device))
         found = _unmeasured(net, modules, resolved, device)
         apply_plan(net, found.plan)
     found.notes[:0] = taken_off_note(carried)
@@ -266,7 +269,7 @@ def _local_rank(variable: str, devices: int) -> int:
 def _on_instances(net: nn.Module, resolved: Resolved, settings: StepSettings, progress: Progress) -> Findings:
     """Segments on what was asked for, unmeasured; they are on ``net`` then."""
     with taken_off(net) as carried:
-        found = _unmeasured(net, listed_modules(net), resolved, settings.device)
+        found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
         if not found.plan.is_empty:
             found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
         apply_plan(net, found.plan)
@@ -317,11 +320,7 @@ def _verified_by_guess(
     Raises :class:`VerificationError`.
     """
     try:
-        spec = guessed_spec(net)
-        if spec is None:
-            raise StepError("no layer says what its inputs are")
-        inputs, _ = make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)
-        with processes.kept(), prepared_model(net, inputs, settings) as prepared:
+        with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
             found = verified(prepared, findings.plan, _GUESS_LIMIT_S, progress)
     except MemoptError as err:
         found = StepFailed(message=err.message)
@@ -331,6 +330,32 @@ def _verified_by_guess(
     if not found.passed:
         raise difference_error(found)
     return found
+
+
+def _arguments(given: Inputs | Tensor) -> Inputs:
+    return (given,) if isinstance(given, Tensor) else given
+
+
+def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:
+    """By the model's layers.  Raises :class:`StepError` where none tells."""
+    spec = guessed_spec(net)
+    if spec is None:
+        raise StepError("no layer says what its inputs are")
+    return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
+
+
+def _listed(net: nn.Module, resolved: Resolved, settings: StepSettings) -> tuple[ModuleTrace, ...]:
+    """Every module, unobserved; without a codec of the user's own that fits no input such as its layers suggest."""
+    modules = listed_modules(net)
+    if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
+        return modules
+    try:
+        failing = codecs_failing_on_zeros(net, _suggested_inputs(net, settings), settings)
+    except Exception:  # the model may raise anything on inputs that are not its own; what was not tried has a note
+        return modules
+    return tuple(
+        replace(m, compressor="null", codec_misfit=failing[m.path]) if m.path in failing else m for m in modules
+    )
 
 
 def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Resolved, device: str) -> Findings:
@@ -343,8 +368,8 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
-    if plan.segments and options.compress_x and not any(m.calls for m in modules):
-        notes.append("Without dummy_input, inputs are stored packed only where x_compressor says how.")
+    if options.compress_x and not any(m.calls for m in modules):
+        notes.extend(_unobserved_codecs(plan))
     return Findings(
         resolved=resolved,
         asked_codecs=codec_paths(net),
@@ -356,6 +381,17 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
         skipped=skipped,
         notes=notes,
     )
+
+
+def _unobserved_codecs(plan: Plan) -> list[str]:
+    """Where no inputs were seen: how those of segments are stored, and which codecs were not tried on them."""
+    untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
+    stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
+    tried = [
+        f"x_compressor was not tried on your inputs in {format_some(untried)}: what it would not give back to the bit "
+        "is stored as it is. Give dummy_input."
+    ]
+    return [*(stored if plan.segments else ()), *(tried if untried else ())]
 
 
 def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:

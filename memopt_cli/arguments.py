@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
+from memopt_cli.contents import read_plan
 from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError, shortened
 from memopt_cli.model_batching.module import refuse_batched
@@ -23,7 +24,6 @@ from memopt_cli.records import PRECISIONS, Budget, InputSpec, Plan, Precision, S
 from memopt_cli.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.units import parse_amount
 from memopt_cli.user_step import Step
-from memopt_cli.write import read_plan
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
 """The one argument of ``forward``, its positional or keyword arguments, or text as for ``-i``: ``"Bx3x64x64"``."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
 
-_ROUNDING_SHARE = 1e-3
+ROUNDING_SHARE = 1e-3
 """A gradient whose elements are so small beside those of the largest one may be rounding alone."""
 
 
@@ -28,14 +28,14 @@ def compared(
     """
     reference, others = ({found.name: found for found in side.tensors} for side in (original, planned))
     names = sorted({*reference, *others} - {*original.put_off, *planned.put_off})
-    typical = max((_typical(found) for name, found in reference.items() if name.startswith("gradient")), default=0.0)
+    largest = max((typical(found) for name, found in reference.items() if name.startswith("gradient")), default=0.0)
     differing: list[tuple[float, float, str]] = []
     for name in names:
         one, other = reference.get(name), others.get(name)
         if one is not None and other is not None and one.bits == other.bits:
             continue
         allowed = 0.0 if exact or one is None else _allowed(one, epsilon)
-        apart = _relative(one, other, _ROUNDING_SHARE * typical if name.startswith("gradient") else 0.0)
+        apart = relative(one, other, ROUNDING_SHARE * largest if name.startswith("gradient") else 0.0)
         differing.append((apart, allowed, name))
     passed = original.repeats and planned.repeats and all(apart < allowed for apart, allowed, _ in differing)
     apart, allowed, name = max(differing, key=_excess, default=(0.0, 0.0, ""))
@@ -56,7 +56,7 @@ def _excess(differing: tuple[float, float, str]) -> float:
     return apart / allowed if allowed else math.inf
 
 
-def _typical(found: TensorPrint) -> float:
+def typical(found: TensorPrint) -> float:
     """Of its elements, the root of the mean square."""
     return found.norm / math.sqrt(found.elements) if found.elements else 0.0
 
@@ -65,7 +65,7 @@ def _allowed(found: TensorPrint, epsilon: float) -> float:
     return math.sqrt(max(found.epsilon, epsilon)) if found.epsilon else 0.0
 
 
-def _relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:
+def relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -> float:
     """The distance over the norm of the first, whose elements count as no smaller than ``least``; else infinite."""
     if one is None or other is None or one.kind != other.kind:
         return math.inf

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import html
-import io
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -52,14 +50,10 @@ from memopt_cli.plan.policy import resolve
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BaselineRequest,
-    BaselineResult,
     BatchAdvice,
-    BatchRecommendation,
     BatchRequest,
     CheckRequest,
-    Comparison,
     InputSpec,
-    MemOptSummary,
     ModelSource,
     Objective,
     OptimizeRequest,
@@ -68,97 +62,11 @@ from memopt_cli.records import (
     Precision,
     SearchGoal,
     SearchOverrides,
-    StepProfile,
     StepSettings,
 )
-from memopt_cli.report.text import TextReport
+from memopt_cli.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.spec_text import parse_limit
 from memopt_cli.write import check_targets
-
-
-class _Shown:
-    """Looks like the command's report where it is printed, and in a notebook."""
-
-    def _write(self, stream: TextIO) -> None:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        text = io.StringIO()
-        self._write(text)
-        return text.getvalue().rstrip()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Optimized(_Shown):
-    """What was found, as ``memopt optimize`` shows it."""
-
-    result: OptimizeResult
-
-    @property
-    def summary(self) -> MemOptSummary:
-        """All that was found: levels, measurements, notes, the frontier if it was asked for."""
-        return self.result.summary
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that is on the model, less an optimizer in backward, which a note tells of; of a frontier, none."""
-        return self.result.summary.plan or Plan()
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().optimized(self.result, stream)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Profiled(_Shown):
-    """Where a step's memory goes, as ``memopt profile`` shows it."""
-
-    result: StepProfile
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().profiled(self.result, stream)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Recommended(_Shown):
-    """How large a batch fits, as ``memopt recommend-batch`` shows it."""
-
-    result: BatchRecommendation
-
-    @property
-    def batch(self) -> int:
-        """The batch that is recommended."""
-        return self.result.batch
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().recommended(self.result, stream)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Recorded(_Shown):
-    """A baseline that was written, as ``memopt baseline`` shows it."""
-
-    result: BaselineResult
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().recorded(self.result, stream)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Checked(_Shown):
-    """A step held against its baseline, as ``memopt check`` shows it."""
-
-    result: Comparison
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing grew by more than it may."""
-        return not self.result.exceeded
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().compared(self.result, stream)
 
 
 def optimize(

@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.module_calls import rejection, watched_modules
+from memopt_cli.optimizers import closure_refusal
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, check_finite, give_zero_gradient, is_out_of_memory, rejection, watched_modules
-from memopt_cli.user_step import StepModels, closure_refusal
+from memopt_cli.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
+from memopt_cli.user_step import StepModels
 
 Entered = Callable[[Phase], object]
 Updating = Callable[[Optimizer], object]
@@ -90,13 +92,29 @@ class OwnStep(Step):
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
-                self.run()
+                self.settle()
             start.enter()
             models.restore_moved()
             models.zero_grad(set_to_none=True)
         for name, parameter in models.named_parameters():
             if name in (models.leaves or ()):
                 give_zero_gradient(parameter)
+
+    def settle(self) -> None:
+        """As of any step.  The scaler is the function's own, and finds its scale as the step is taken."""
+        for _ in range(SCALES):
+            if self.is_settled():
+                return
+            self.run()
+        if not self.models.has_updated:
+            raise StepError(
+                f"none of the step's optimizers has stepped in {SCALES} steps",
+                hint="List those that it uses.  A GradScaler skips updates whose gradients hold NaN or infinity.",
+            )
+
+    def is_settled(self) -> bool:
+        """Whether it was run, and each of its optimizers has stepped."""
+        return self.models.leaves is not None and not self.models.waiting
 
     def checked(self) -> Any:
         """See :func:`memopt_cli.step.run_checked`."""
@@ -115,7 +133,14 @@ class OwnStep(Step):
                 reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
                 raise StepError(reason, hint=_HINT) from error
         check_finite(output, "what the step returned")
+        if self.is_settled():  # a scaler skips those that are not
+            self._check_gradients()
         return output
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.models.named_parameters():
+            if parameter.grad is not None:
+                check_finite(parameter.grad, f"the gradient of '{name}'")
 
 
 _HINT = "It is called with the inputs, one for each argument of run; on the command line: -i SHAPE[@dtype][=values]."
@@ -180,6 +205,8 @@ class _Watch:
                 hint="List all in optimizers: their state counts.",
             )
         self._refuse_sparse()
+        if not _is_skipped(optimizer):
+            self._step.models.note_update(optimizer)
         self._updating(optimizer)
         self._rates = [group.get("lr") for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -200,6 +227,12 @@ class _Watch:
                     f"the gradient of '{name}' is sparse, which is not counted",
                     hint="Make it dense, an embedding's with sparse=False.",
                 )
+
+
+def _is_skipped(optimizer: Optimizer) -> bool:
+    """Whether a scaler has told an optimizer, one that asks for it, that its gradients are not finite."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli import apply
+from memopt_cli.contents import read_plan
 from memopt_cli.equality import generators_kept, gradients_kept
 from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.records import Plan, StepSettings
@@ -21,7 +22,6 @@ from memopt_cli.user_step import Step as UserStep
 from memopt_cli.user_step import models_of
 from memopt_cli.verification import first_samples
 from memopt_cli.verification import verify as compared
-from memopt_cli.write import read_plan
 
 Applied = TypeVar("Applied", nn.Module, UserStep, Mapping[str, nn.Module])
 

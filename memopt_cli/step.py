@@ -9,7 +9,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, first_line
+from memopt_cli.module_calls import rejection, watched_modules
 from memopt_cli.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.records import Phase, StepSettings
-from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, unseen
@@ -60,10 +60,26 @@ class Step:
 
     def clip(self) -> None:
         """Unscale the gradients and clip them, as far as the step does either."""
+        self.unscale()
+        self.limit()
+
+    def unscale(self) -> None:
+        """The first of it."""
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
+        elif self.settings.precision == "fp16" and self.scaler is None:
+            self._unscale_without_data()
+
+    def limit(self) -> None:
+        """The second."""
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+
+    def _unscale_without_data(self) -> None:
+        """In place, as a scaler does, which would have to read whether the gradients are finite."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0)
 
     def reach(self) -> None:
         """Call every module that the step calls, once at least."""
@@ -88,7 +104,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except (RuntimeError, TypeError) as err:
+        except Exception as err:  # of a class of anybody's
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
@@ -100,13 +116,32 @@ class Step:
         entered("backward")
         self.backward(output)
         del output
-        if self.scaler is not None or self.settings.clip_norm is not None:
+        if self.settings.precision == "fp16" or self.settings.clip_norm is not None:
             entered("clip")
             self.clip()
         if self.optimizer is not None:
             if not is_in_backward(self.optimizer):
                 entered("update")
             self.update()
+
+    def settle(self) -> None:
+        """Let the scaler find its scale, as a script does in its first updates, which it skips.  Leaves gradients.
+
+        Raises :class:`StepError` where gradients are finite at none.
+        """
+        if self.scaler is None:
+            return
+        for _ in range(SCALES):
+            self.model.zero_grad(set_to_none=True)
+            self.backward(self.forward())
+            if self.is_settled():
+                return
+            self.scaler.update(self.scaler.get_scale() / 2)
+        raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
+
+    def is_settled(self) -> bool:
+        """Whether the scaler, if there is one, would not skip an update by the gradients that are there."""
+        return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def find_gradients(self) -> None:
         """See :func:`reset_gradients`."""
@@ -156,6 +191,16 @@ def give_zero_gradient(parameter: Tensor) -> None:
     """Whoever times the operators of the step does not see it."""
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         parameter.grad = torch.zeros_like(parameter)
+
+
+SCALES = 17
+"""A scaler's, from 65536 down to 1."""
+_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
+_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
 def _scaled(
@@ -211,8 +256,30 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
     model.to(torch.device(settings.device))
     dtype = input_dtype(settings)
     if dtype is not None:
-        model.to(dtype)
+        cast(model, dtype)
     return model.train()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Its floating parameters and buffers to float32 or float64, and complex ones as :func:`dtype_in` says.
+
+    ``model.to(dtype)`` would keep the real parts alone.
+    """
+    model.double() if dtype is torch.float64 else model.float()
+    for parameter in model.parameters():
+        if parameter.is_complex():
+            parameter.data = parameter.data.to(dtype_in(dtype, parameter))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_complex():
+                setattr(module, name, buffer.to(dtype_in(dtype, buffer)))
+
+
+def dtype_in(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
+    """What becomes of a tensor in a step of that dtype: a complex one has parts of it, a whole one stays as it is."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def check_finite(output: Any, what: str = "the model's output") -> None:
@@ -223,8 +290,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise StepError(
-                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
-                f"{tuple(tensor.shape)}): its loss would be NaN",
+                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})",
                 hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
             )
 
@@ -260,115 +326,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
-
-
-@dataclass(slots=True)
-class WatchedCall:
-    """One call of a module that has not returned."""
-
-    path: str
-    module: nn.Module
-    inputs: Any
-
-
-@contextlib.contextmanager
-def module_hooks(
-    model: nn.Module,
-    enter: Callable[[str, nn.Module, Any], None],
-    leave: Callable[[str, nn.Module, Any], None],
-    *,
-    always_leave: bool = False,
-) -> Iterator[None]:
-    """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
-
-    ``always_leave``: also when forward raised.  ScriptModules run in an interpreter of their own and are not seen.  A
-    recomputation that comes later has these hooks again, as forward had them: nothing is called then.
-    """
-    handles, is_over = [], False
-    for path, module in named_parts(model):
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-
-        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            if not is_over:
-                enter(path, module, (args, kwargs))
-
-        def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            if not is_over:
-                leave(path, module, output)
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after, always_call=always_leave))
-    try:
-        yield
-    finally:
-        is_over = True
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """The stack of modules being run; after an exception it is where the exception came from."""
-    stack: list[WatchedCall] = []
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        stack.append(WatchedCall(path, module, inputs))
-
-    def leave(path: str, module: nn.Module, output: Any) -> None:
-        stack.pop()
-
-    with module_hooks(model, enter, leave):
-        yield stack
-
-
-def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
-    """What is wrong with what a module was given; ``stack``: the calls that the error came from, outermost first."""
-    if not stack:
-        return f"the model rejected its inputs: {first_line(error)}"
-    last = stack[-1]
-    kind = type(last.module).__name__
-    path = next((path for path, module in model.named_modules() if module is last.module), last.path)  # past runs
-    where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    return (
-        f"{where} rejected its input {_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
-    )
-
-
-def _expected(module: nn.Module, inputs: Any) -> str:
-    """What a layer of PyTorch takes, for those that say it in numbers of their own."""
-    takes = _taken_shape(module)
-    first = next(iter(tensors_of(inputs)), None)
-    if isinstance(module, nn.Embedding):
-        return f"; it takes integers below {module.num_embeddings} (@int64=0..{module.num_embeddings})"
-    if not takes or first is None:
-        return ""
-    missing = takes[0] == "N" and first.dim() == len(takes) - 1
-    return f"; it takes ({', '.join(map(str, takes))}){': is the batch dimension missing?' if missing else ''}"
-
-
-def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
-    """Shape of the input, sizes that are free as letters; empty if it is not known."""
-    match module:
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() | nn.ConvTranspose1d() | nn.ConvTranspose2d():
-            return ("N", module.in_channels, *"DHW"[-len(module.kernel_size) :])
-        case nn.BatchNorm2d():
-            return ("N", module.num_features, "H", "W")
-        case nn.BatchNorm3d():
-            return ("N", module.num_features, "D", "H", "W")
-        case nn.Linear():
-            return ("…", module.in_features)
-        case nn.LayerNorm():
-            return ("…", *module.normalized_shape)
-        case nn.RNNBase():
-            return (*("NT" if module.batch_first else "TN"), module.input_size)
-        case _:
-            return ()
-
-
-def _shapes(value: Any) -> str:
-    tensors = tensors_of(value)
-    return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
 
 
 def loss_entry(output: Any) -> Tensor | None:

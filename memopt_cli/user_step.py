@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import OptionError
+from memopt_cli.optimizers import closure_refusal, wants_closure
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
@@ -63,21 +64,13 @@ def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"optimizers holds a {kind}, not a torch.optim.Optimizer", hint=_EXAMPLE)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptionError(f"{kind} {_CLOSURE}", hint="Take an optimizer that steps without a closure.")
+    if wants_closure(optimizer):
+        raise OptionError(closure_refusal(optimizer), hint="Take an optimizer that steps without a closure.")
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise OptionError(
             f"{kind} updates a tensor that is a parameter of no model of the step",
             hint="List every model that is trained in models.",
         )
-
-
-_CLOSURE = "runs forward and backward within its step, by a closure; memopt measures steps that do so once"
-
-
-def closure_refusal(optimizer: Optimizer) -> str:
-    """What is wrong with one whose step is given a closure."""
-    return f"{type(optimizer).__name__} {_CLOSURE}"
 
 
 class StepModels(nn.Module):
@@ -88,7 +81,7 @@ class StepModels(nn.Module):
     """
 
     # No entries of ``vars(module)``, which holds what steps may change and every job finds as it was.
-    __slots__ = ("_device", "_leaves", "_make", "_moved", "_step")
+    __slots__ = ("_device", "_leaves", "_make", "_moved", "_step", "_waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
         """``make`` makes it once more; ``device``: where it is."""
@@ -98,6 +91,7 @@ class StepModels(nn.Module):
         self._step = step
         self._leaves: frozenset[str] | None = None
         self._moved: dict[nn.Parameter, Tensor] = {}
+        self._waiting = {id(optimizer) for optimizer in step.optimizers}
         for name, model in self._step.models.items():
             self.add_module(name, model)
 
@@ -110,6 +104,20 @@ class StepModels(nn.Module):
     def leaves(self) -> frozenset[str] | None:
         """Names of the parameters that have gradients when a step has ended; ``None``: none was taken yet."""
         return self._leaves
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Ids of the optimizers that no step has used yet, or whose every update a scaler has skipped."""
+        return self._waiting
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether any has stepped, or there is none."""
+        return not self._step.optimizers or len(self._waiting) < len(self._step.optimizers)
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """One steps."""
+        self._waiting.discard(id(optimizer))
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """A first step has ended; ``before``: the values that parameters had, nothing of those without data."""

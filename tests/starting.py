@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from inspect import isfunction, unwrap
@@ -23,6 +24,9 @@ HERE = {"in_process", "pipeline", "requests"}
 
 _SERVER = "memopt_cli.measure.server"
 """Every command starts it, early; it starts nothing unless it is asked."""
+
+os.environ["TORCH_WARM_POOL"] = "0"
+"""Where Triton is installed, PyTorch starts processes that wait for kernels as soon as it compiles anything."""
 
 _started: list[str] = []
 """What the test that runs has started."""

@@ -263,6 +263,13 @@ def test_inputs_are_probed_for_a_codec(compress_x: bool | None, dummy: bool, cod
     )
 
 
+def test_a_single_input_needs_no_tuple() -> None:
+    x = torch.randn(64, 8)
+    alone, tupled = (gc(spiking(), Block, given)["gc_selected_modules"] for given in (x, (x,)))
+    assert alone == tupled
+    assert alone
+
+
 def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     net = spiking()
     net[1].x_compressor = "BooleanSpikeCompressor"
@@ -343,6 +350,78 @@ def test_a_codec_that_cannot_be_called_is_refused_with_the_signature_that_is_wan
     (note,) = gc(net, Block, (torch.randn(64, 8),))["notes"]
     assert "'1' (its x_compressor is Typed with decompress(s_seq: 'Tensor', shape: " in note
     assert "it is to be called decompress(packed) or decompress(packed, shape))" in note
+
+
+class Halves:
+    """Loses what a half cannot hold."""
+
+    def compress(self, x: Tensor) -> Tensor:
+        return x.half()
+
+    def decompress(self, packed: Tensor) -> Tensor:
+        return packed.float()
+
+
+class SpikesOnly(Bytes):
+    def compress(self, s_seq: Tensor) -> Tensor:
+        if not ((s_seq == 0) | (s_seq == 1)).all():
+            raise ValueError("only spikes")
+        return super().compress(s_seq)
+
+    def decompress(self, s_seq: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return super().decompress(s_seq, shape).float()
+
+
+def installed_without_inputs(codec: object, *calls: Callable[[nn.Module], Any]) -> list[tuple[str, str]]:
+    """For each call: the codec of the segment, and the note of its inputs that names ``x_compressor`` alone."""
+    found = []
+    for call in calls:
+        net = nn.Sequential(nn.Linear(8, 8), Block(8), nn.Linear(8, 3))
+        net[1].x_compressor = codec
+        summary = call(net)
+        notes = summary["notes"] if isinstance(summary, dict) else summary.notes
+        config = segment_of(net[1])
+        assert config is not None
+        found.append((config.compressor, *[note for note in notes if note.startswith("x_compressor")]))
+    return found
+
+
+UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, level=1))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(("codec", "name"), [(Halves(), "own"), (SpikesOnly(), "own"), ("BitSpikeCompressor", "bit")])
+@pytest.mark.filterwarnings("ignore:x_compressor:UserWarning")
+def test_without_inputs_the_codecs_that_were_not_tried_on_them_are_named(codec: object, name: str) -> None:
+    said = (
+        "x_compressor was not tried on your inputs in '1': what it would not give back to the bit is stored as it is. "
+        "Give dummy_input."
+    )
+    assert installed_without_inputs(codec, *UNMEASURED) == [(name, said)] * 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_without_inputs_a_codec_that_fits_none_is_not_used() -> None:
+    said = "x_compressor is not used by '1': its decompress gives back dtype uint8 where compress was given float32. "
+    for name, note in installed_without_inputs(Bytes(), *UNMEASURED):
+        assert (name, note[: len(said)]) == ("null", said)
+
+
+@pytest.mark.parametrize(
+    ("codec", "reason"),
+    [(Halves(), "its decompress gives back other values"), (SpikesOnly(), "it raises ValueError: only spikes")],
+)
+def test_a_codec_that_does_not_fit_in_training_says_so_and_changes_nothing(codec: object, reason: str) -> None:
+    x = torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), Block(8), nn.Linear(8, 3))
+    expected = gradients(net, x)
+    net[1].x_compressor = codec
+    gc(net, Block)
+    with pytest.warns(UserWarning, match=f"x_compressor {type(codec).__name__}: {reason}.*; such an input is stored"):
+        found = gradients(net, x)
+    assert all(map(torch.equal, found, expected))
+    (note,) = gc(net, Block, (x,))["notes"][1:]
+    assert note.startswith(f"x_compressor is not used by '1': {reason}")
 
 
 class Rooted(nn.Module):

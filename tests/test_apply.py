@@ -12,10 +12,10 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.apply import apply_plan, plan_of, remove_plan, taken_off
+from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import PlanError, VerificationError
 from memopt_cli.records import SCHEMA_VERSION, FileHeader, InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
-from memopt_cli.write import plan_yaml
 
 
 class Splitting(nn.Sequential):

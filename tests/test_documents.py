@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from memopt_cli import documents
+from memopt_cli.contents import read_measured
 from memopt_cli.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
 from memopt_cli.errors import BaselineError, UsageError
-from memopt_cli.write import read_measured
 
 SPECIAL = [
     "/proc/kmsg",

@@ -14,9 +14,13 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "memopt_cli"
 
 BASE = {"errors", "units", "records", "documents", "spec_text", "batch_axis", "optimizer_text", "__version__"}
-BELOW_STAGES = BASE | {"progress", "runtime", "optimizers", "step", "user_step", "own_step", "equality", "workspace"}
+BELOW_STAGES = (
+    BASE
+    | {"progress", "runtime", "optimizers", "module_calls", "step", "user_step", "own_step"}
+    | {"equality", "workspace"}
+)
 STAGES = {
-    *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write"),
+    *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write", "contents"),
     *("batch_size", "model_batching", "online", "regression"),
 }
 PARTS: dict[str, set[str]] = {
@@ -30,11 +34,13 @@ PARTS: dict[str, set[str]] = {
     "spec_text": {"errors", "optimizer_text", "records", "units"},
     "batch_axis": {"errors", "records", "spec_text"},
     "devices": {"errors"},
+    "oom_text": {"records"},
     "fingerprints": {"records"},
     "runtime": set(),
-    "step": BASE | {"runtime", "optimizers"},
-    "user_step": {"errors", "runtime"},
-    "own_step": BASE | {"runtime", "step", "user_step"},
+    "module_calls": {"errors", "runtime"},
+    "step": BASE | {"runtime", "module_calls", "optimizers"},
+    "user_step": {"errors", "runtime", "optimizers"},
+    "own_step": BASE | {"runtime", "module_calls", "optimizers", "step", "user_step"},
     "equality": BASE | {"runtime", "step", "own_step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
@@ -53,16 +59,19 @@ PARTS: dict[str, set[str]] = {
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES
     | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
-    "proven": BELOW_STAGES | {"apply", "verification", "write"},
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
+    "proven": BELOW_STAGES | {"apply", "contents", "verification"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "arguments": BELOW_STAGES | {"api", "devices", "model_batching", "pipeline", "write"},
+    "arguments": BELOW_STAGES | {"api", "contents", "devices", "model_batching", "pipeline"},
     "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
-    "export": BASE | {"plain", "write"},
+    "export": BASE | {"contents", "plain"},
+    "shown": BASE | {"report"},
     "live": BELOW_STAGES
-    | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "report", "write"},
+    | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
+    "oom": BELOW_STAGES | {"arguments", "write"},
+    "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
     "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},

@@ -28,7 +28,7 @@ from memopt_cli.user_step import models_of
 from tests.conftest import Done
 
 STEPS = Path(__file__).parent / "user_code" / "own_steps.py"
-GOOD = ("two_rounds", "penalized", "mean_teacher")
+GOOD = ("two_rounds", "penalized", "mean_teacher", "scaled")
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ PLANS = {
     "two_rounds": segments("maker.0", "maker.1", "judge.0.0", "judge.0.1", "judge.0.2"),
     "penalized": segments("net.0", "net.1"),
     "mean_teacher": segments("net.0", "net.1", "net.2"),
+    "scaled": segments("net.0", "net.1", "net.2"),
 }
 
 
@@ -81,6 +82,7 @@ def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_a_plan_changes_nothing_and_saves(name: str) -> None:
     step = own_step(name)
+    step.settle()
     before, peak = effects(step), FakeStep(step).count().tensor_peak_bytes
     assert bit_equal(before, effects(step))
     memopt_cli.apply_plan(step.model, PLANS[name])
@@ -147,7 +149,22 @@ def test_a_copy_is_made_anew_with_the_same_parameters() -> None:
     assert [m.training for m in copied.modules()] == [m.training for m in models.modules()]
 
 
+def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
+    step = own_step("scaled")
+    take(step)
+    (optimizer,) = step.optimizers()
+    assert not optimizer.state
+    step.settle()
+    assert optimizer.state
+    assert all(t.isfinite().all() for name, t in effects(step).items() if name.startswith("gradient"))
+
+
 # ---------------------------------------------------------------------------------------------- bad input
+
+
+def test_optimizers_that_never_step_are_named() -> None:
+    with pytest.raises(StepError, match="none of the step's optimizers has stepped in 17 steps"):
+        own_step("always_skipped", rows=4).settle()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +173,7 @@ def test_a_copy_is_made_anew_with_the_same_parameters() -> None:
         ("nothing", "the step's function returned nothing, and no tensor"),
         ("closure_of_another", "SGD runs forward and backward within its step, by a closure"),
         ("nan_loss", "what the step returned holds NaN or infinity"),
+        ("nan_gradient", "the gradient of 'net.0.0.weight' holds NaN or infinity"),
         ("sparse", "the gradient of 'net.0.weight' is sparse"),
         ("unlisted", "the step uses an optimizer, SGD, that it does not list"),
         ("no_backward", "the step never calls backward"),

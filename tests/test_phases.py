@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan
+from memopt_cli.errors import StepError
 from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.timed import measure
+from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.optimizer_text import parse_optimizer
 from memopt_cli.optimizers import optimizer_maker
-from memopt_cli.records import PhasePeak, Plan, StepSettings
+from memopt_cli.records import InputSpec, ModelSource, PhasePeak, Plan, StepSettings, TensorSpec
 from memopt_cli.step import Step, make_scaler, reset_gradients, take
 from memopt_cli.trace import FakeStep, count
 from memopt_cli.trace.log import resident_bytes
@@ -68,6 +74,7 @@ def measured(step: Step) -> Allocated:
         {"optimizer": "adamw", "clip_norm": 1.0, "micro_batches": 4},
         {"optimizer": "adamw", "precision": "bf16"},
         {"optimizer": "sgd", "precision": "fp16", "clip_norm": 0.5},
+        {"optimizer": "adamw", "precision": "fp16"},
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
@@ -122,6 +129,52 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped() -> None:
     step.model.zero_grad()
     take(step)
     assert step.optimizer.state
+
+
+class Steep(Loss):
+    """Its gradients overflow float16 at the scales that a scaler tries first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e3 * self.layers(x).float().square().sum()  # type: ignore[no-any-return]
+
+
+def bench(tmp_path: Path, model: nn.Module, **settings: Any) -> Bench:
+    subject = Subject(
+        source=ModelSource(location=str(tmp_path / "net.pt")),
+        spec=InputSpec(tensors=(TensorSpec(shape=("B", 256)),), dims={"B": 16}, source="here"),
+        settings=StepSettings(**settings),
+    )
+    return Bench(subject, build=lambda: model)
+
+
+def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) -> None:
+    at = bench(tmp_path, Steep(), optimizer="adamw", precision="fp16")
+    with at.cleared():
+        found = measure(at, MeasureJob(plan=Plan())).measurement
+    assert at.optimizer is not None
+    assert at.optimizer.state
+    dry = {peak.phase: peak.tensor_peak_bytes for peak in FakeStep(at.step()).count().phases}
+    assert dry == pytest.approx({peak.phase: peak.tensor_peak_bytes for peak in found.phases}, rel=0.01)
+
+
+def test_what_a_measured_step_leaves_is_finite(tmp_path: Path) -> None:
+    at = bench(tmp_path, Steep(), optimizer="adamw", precision="fp16")
+    with at.cleared():
+        left = measure(at, MeasureJob(plan=Plan())).left
+    assert all(math.isfinite(number) for tensor in left.tensors for number in tensor.projections)
+
+
+class Endless(Loss):
+    """Finite, of a gradient that is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.layers[0].bias * 0).sqrt().sum()  # type: ignore[operator]
+
+
+def test_gradients_that_are_never_finite_are_named(tmp_path: Path) -> None:
+    at = bench(tmp_path, Endless(), optimizer="adamw", precision="fp16")
+    with at.cleared(), pytest.raises(StepError, match="a GradScaler skips every update"):
+        measure(at, MeasureJob(plan=Plan()))
 
 
 def test_a_peak_is_raised_by_what_is_above_it() -> None:

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from memopt_cli.apply import apply_plan
 from memopt_cli.equality import bit_equal, difference, effects
 from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, StepSettings, TensorSpec
 from memopt_cli.runtime import refusal, segment_of
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.step import Step, module_hooks
+from memopt_cli.step import Step
 from sample_models.spiking_vgg import LIF, MultiStep
 
 EPOCHS = 3

@@ -18,6 +18,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from memopt_cli import write
+from memopt_cli.contents import batch_yaml, plan_yaml, read_measured, read_plan, recommended_data, summary_json
 from memopt_cli.errors import BaselineError, UsageError, WriteError
 from memopt_cli.records import (
     BatchAdvice,
@@ -32,17 +33,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.spec_text import DTYPES
-from memopt_cli.write import (
-    batch_yaml,
-    check_targets,
-    output_paths,
-    plan_yaml,
-    read_measured,
-    read_plan,
-    recommended_data,
-    summary_json,
-    write_all,
-)
+from memopt_cli.write import check_targets, output_paths, write_all
 
 HEADER = FileHeader(
     schema_version=2,

@@ -335,6 +335,8 @@ class BatchShapeManager:
             logger.debug("step %d: batch size %d -> %d (%s)", step, before, size, self.sizer.reason)
 
     def _give(self) -> Any:
+        if not len(self._queue):
+            raise BatchShapeError("the batch has no samples, and none wait", hint="Give at least one sample.")
         batch = self._queue.take(self.sizer.batch_size)
         self._shaped = False
         self._last_rows = tensors_of(batch)[0].shape[0]

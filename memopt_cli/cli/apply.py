@@ -11,6 +11,7 @@ from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest, StepSettings
 from memopt_cli.report.interface import Report
@@ -24,7 +25,7 @@ def apply(
     model: options.Model,
     plan: Annotated[
         str,
-        typer.Argument(metavar="PLAN", callback=options.check_file, help="A *.plan.yaml file.", show_default=False),
+        typer.Argument(metavar="PLAN", callback=check_file, help="A *.plan.yaml file.", show_default=False),
     ],
     *,
     verify: Annotated[

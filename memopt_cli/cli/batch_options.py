@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.help import ANSWER, INPUTS, OUTPUT
-from memopt_cli.cli.options import memory, whole
+from memopt_cli.cli.values import memory, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName

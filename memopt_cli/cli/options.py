@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from memopt_cli.cli.config import read_config
 from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
-from memopt_cli.errors import UsageError
-from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
+from memopt_cli.cli.values import (
+    check_code,
+    check_device,
+    check_file,
+    check_function,
+    check_model,
+    check_optimizer,
+    positive,
+    seconds,
+    whole,
+)
 from memopt_cli.records import Precision
-from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_device, parse_factory
-from memopt_cli.units import parse_amount
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -33,119 +37,11 @@ def _set_verbose(verbose: bool) -> bool:
     return verbose
 
 
-def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` to ``high``, both included."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as err:
-            raise typer.BadParameter(f"'{text}' is not a whole number") from err
-        if not low <= value <= high:
-            bound = f"at least {low}" if value < low and high > 1000 else f"from {low} to {high}"
-            raise typer.BadParameter(f"it is {value}; it must be {bound}")
-        return value
-
-    return parse
-
-
-def memory(text: str) -> int | float:
-    """``8GiB`` -> bytes, ``60%`` -> a share, which is a float."""
-    try:
-        amount = parse_amount(text)
-    except UsageError as err:
-        hint = " (write for example 24GiB, 512MB or 60%)" if err.hint else ""
-        raise typer.BadParameter(f"{err.message}{hint}") from err
-    if not amount:
-        raise typer.BadParameter("it is 0 bytes; nothing fits into that")
-    return amount
-
-
-def seconds(low: float) -> Callable[[str], float]:
-    """A parser of times in seconds, at least ``low``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError as err:
-            raise typer.BadParameter(f"'{text}' is not a number of seconds") from err
-        if not low <= value <= 10**6:
-            raise typer.BadParameter(f"it is {value:g} s; it must be from {low:g} to 1000000 s")
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise typer.BadParameter(f"'{text}' is not a number") from err
-    if not 0 < value < math.inf:
-        raise typer.BadParameter(f"it is {value:g}; it must be above 0 and finite")
-    return value
-
-
-def _check_model(location: str) -> str:
-    if os.path.isdir(location) and not is_pretrained(location):
-        raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")
-    if os.path.exists(location):
-        if not os.access(location, os.R_OK):
-            raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
-    elif is_function(location):
-        check_file(location.rpartition(":")[0])
-    elif parse_factory(location) is None:
-        raise typer.BadParameter(f"there is no file '{location}', and it is not of the form package.module:callable")
-    return location
-
-
-def _check_device(device: str | None) -> str | None:
-    try:
-        return None if device is None else parse_device(device)
-    except UsageError as err:
-        raise typer.BadParameter(err.message) from err
-
-
-def _check_function(text: str | None) -> str | None:
-    """``file.py:function``, not yet opened."""
-    if text is not None and not is_function(text):
-        raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
-    if text is not None:
-        check_file(text.rpartition(":")[0])
-    return text
-
-
-def _check_optimizer(text: str | None) -> str | None:
-    """A name of ``torch.optim``, or ``file.py:function``, not yet opened."""
-    if text is None:
-        return None
-    try:
-        choice = parse_optimizer(text)
-    except UsageError as err:
-        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
-    return _check_function(text) if isinstance(choice, MadeOptimizer) else text
-
-
-def check_file(path: str | None) -> str | None:
-    """Callback of a flag that names a file to read, which is not yet opened."""
-    if path is not None and not os.path.exists(path):
-        raise typer.BadParameter(f"there is no file '{path}'")
-    return path
-
-
-def _check_code(paths: list[str]) -> list[str]:
-    for path in paths:
-        check_file(path)
-        if not os.path.isdir(path) and not path.endswith(".py"):
-            raise typer.BadParameter(f"'{path}' is neither a folder nor a Python file")
-    return paths
-
-
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        callback=_check_model,
+        callback=check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or "
         "package.module:callable or file.py:function, which builds a model or a step of yours (memopt_cli.Step).",
         show_default=False,
@@ -156,7 +52,7 @@ SavedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        callback=_check_model,
+        callback=check_model,
         help="A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
         show_default=False,
     ),
@@ -199,7 +95,7 @@ InputScript = Annotated[
     str | None,
     typer.Option(
         metavar="FILE.py:NAME",
-        callback=_check_function,
+        callback=check_function,
         rich_help_panel=INPUTS,
         show_default=False,
         help="Call a function that makes the inputs.",
@@ -207,7 +103,7 @@ InputScript = Annotated[
 ]
 
 DEVICE = typer.Option(
-    metavar="auto|cpu|cuda:N", callback=_check_device, rich_help_panel=STEP, help="Device that the step runs on."
+    metavar="auto|cpu|cuda:N", callback=check_device, rich_help_panel=STEP, help="Device that the step runs on."
 )
 PRECISION = typer.Option(
     "--precision",
@@ -221,7 +117,7 @@ Loss = Annotated[
     str | None,
     typer.Option(
         metavar="FILE.py:NAME",
-        callback=_check_function,
+        callback=check_function,
         rich_help_panel=STEP,
         show_default=False,
         help="Call a function of the model's output for the loss. Without it, the loss is a scalar output or an entry "
@@ -233,7 +129,7 @@ Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        callback=_check_optimizer,
+        callback=check_optimizer,
         rich_help_panel=STEP,
         show_default="none",
         help="Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of "
@@ -254,7 +150,7 @@ ClipNorm = Annotated[
     float | None,
     typer.Option(
         metavar="NORM",
-        parser=_positive,
+        parser=positive,
         rich_help_panel=STEP,
         show_default=False,
         help="Clip the gradients to this norm before the optimizer's step.",
@@ -353,7 +249,7 @@ CodePath = Annotated[
     list[str],
     typer.Option(
         metavar="PATH",
-        callback=_check_code,
+        callback=check_code,
         default_factory=list,
         show_default=False,
         rich_help_panel=LOADING,

@@ -13,6 +13,7 @@ from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.report_files import Html, ReportFiles, Snapshot
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
 from memopt_cli.records import ProfileRequest
 from memopt_cli.report.html import profile_page
@@ -35,7 +36,7 @@ def profile(
         typer.Option(
             "--plan",
             metavar="FILE",
-            callback=options.check_file,
+            callback=check_file,
             show_default=False,
             rich_help_panel=STEP,
             help="Profile the step under this plan.",

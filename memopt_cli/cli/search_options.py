@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memopt_cli.cli.help import FINE, SEARCH
-from memopt_cli.cli.options import memory, seconds, whole
+from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.records import Budget, Preference, Profile
 
 

@@ -16,6 +16,7 @@ from memopt_cli.records import (
     Conditions,
     Counted,
     Fingerprint,
+    Followed,
     InputSpec,
     Inspection,
     Measurement,
@@ -23,6 +24,7 @@ from memopt_cli.records import (
     ModelSource,
     Plan,
     Refused,
+    SnapshotFacts,
     StepSettings,
     StepTrace,
     Verification,
@@ -129,6 +131,14 @@ class InspectJob(Job[Inspection]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotJob(Job[SnapshotFacts]):
+    """What a pickle of ``torch.cuda.memory._snapshot()`` tells; nothing in it is run."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """All of a file was sent."""
 
@@ -183,6 +193,15 @@ class TraceJob(StepJob[Traced]):
     fake: bool
     """On fake tensors if the model allows."""
     plan: Plan = ORIGINAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordJob(StepJob[StepTrace]):
+    """Record a step that is run, without the seconds of its operators: what is not planned needs none."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:record_step"
+    most_bytes: ClassVar[int] = TraceJob.most_bytes
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,3 +340,22 @@ class VerifyJob(StepJob[Verification]):
     """In the steps that follow, too."""
     asked_s: float = 0.0
     """Time of a step of the original as described, where the sizes are smaller: so the others may take longer."""
+
+
+# ---------------------------------------------------------------------------------------------- of consecutive steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowJob(StepJob[Followed]):
+    """What consecutive steps with an optimizer leave."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
+    most_bytes: ClassVar[int] = PER_TENSOR
+    plan: Plan = ORIGINAL
+    steps: int = 3
+    watched: int | None = None
+    """The index of a step whose calls of modules are told, too."""
+    double: bool = False
+    """In float64, all of it."""
+    in_eval: bool = False
+    """Without what random numbers training mode draws."""

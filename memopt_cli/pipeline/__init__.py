@@ -1,6 +1,8 @@
 """What each command does, stage by stage.  The only place that knows the order."""
 
 from memopt_cli.pipeline.application import apply
+from memopt_cli.pipeline.equivalence import verify
+from memopt_cli.pipeline.explanation import explain
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
@@ -12,8 +14,10 @@ __all__ = [
     "baseline",
     "check",
     "compare_files",
+    "explain",
     "inspect",
     "optimize",
     "profile",
     "recommend_batch",
+    "verify",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memopt_cli.contents import read_plan
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import raise_failure
@@ -12,7 +13,7 @@ from memopt_cli.pipeline.prepare import inputs_of_file, open_model, opening_of, 
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import ApplyRequest, ApplyResult, ModelSource, Plan, Verification
-from memopt_cli.write import check_targets, output_paths, read_plan, write_all
+from memopt_cli.write import check_targets, output_paths, write_all
 
 
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:

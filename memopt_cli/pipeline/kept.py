@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.contents import batch_yaml, plan_yaml, recommended_data, summary_json
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
@@ -25,16 +26,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.spec_text import parse_factory
-from memopt_cli.write import (
-    Fill,
-    OutputPaths,
-    batch_yaml,
-    content,
-    plan_yaml,
-    recommended_data,
-    summary_json,
-    write_all,
-)
+from memopt_cli.write import Fill, OutputPaths, content, write_all
 
 
 @dataclass(slots=True, kw_only=True)

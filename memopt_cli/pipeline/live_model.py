@@ -25,6 +25,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, main_script, unreachable
@@ -44,6 +45,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import refusal, reset_hidden_state
+from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.spec_text import format_tensor, parse_tensor
@@ -71,8 +73,21 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
+    with once(), also_prepared_model(model, inputs, settings, functions) as prepared:
+        yield prepared
+
+
+@contextlib.contextmanager
+def also_prepared_model(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | InputSpec,
+    settings: StepSettings,
+    functions: Sequence[UserFunction] = (),
+    obstacle: str = "",
+) -> Iterator[Prepared]:
+    """The same within :func:`once`: one of several.  ``obstacle``: why no subprocess is to be given it."""
     build = functools.partial(detached_copy, model)
-    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         model_file, input_file = Path(folder) / "model.pt", Path(folder) / "inputs.pt"
         if isinstance(inputs, InputSpec):
             spec = inputs
@@ -80,7 +95,8 @@ def prepared_model(
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
         handed = _hand_over(build(), model_file)
-        obstacle = next(filter(None, (handed.obstacle, *(function.obstacle for function in functions))), "")
+        obstacles = (obstacle, handed.obstacle, *(function.obstacle for function in functions))
+        obstacle = next(filter(None, obstacles), "")
         notes = (f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=handed.code_paths))
         loaded = LoadedModel(module=build(), source=source, format=FORMAT, sha256=None)
@@ -238,11 +254,36 @@ def observed_modules(
     It runs in this process, on a copy of the model and of the inputs.  Raises what :func:`detached_copy` or the model
     raises.
     """
+    with undisturbed():
+        return record_inputs(_step_of_copies(model, inputs, settings))
+
+
+def codecs_failing_on_zeros(
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> dict[str, str]:
+    """Path of a module -> what its own codec does not give back of zeros, in place of the inputs of one forward.
+
+    Zeros are what a codec of any kind holds; these fit no input of that shape and dtype.  As :func:`observed_modules`.
+    """
+    found: dict[str, str] = {}
+
+    def enter(path: str, module: nn.Module, given: Any) -> None:
+        if asked_compressor(module) == OWN_COMPRESSOR:
+            codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
+            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
+            found.setdefault(path, next(filter(None, reasons), ""))
+
+    step = _step_of_copies(model, inputs, settings)
+    with undisturbed(), torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):
+        step.forward()
+    return {path: reason for path, reason in found.items() if reason}
+
+
+def _step_of_copies(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings) -> Step:
     copied = place(detached_copy(model), settings)
     given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
-    with undisturbed():
-        return record_inputs(Step(model=copied, args=args, kwargs=kwargs, settings=settings))
+    return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
 
 
 def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:

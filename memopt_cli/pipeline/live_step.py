@@ -31,10 +31,19 @@ def prepared_step(
     A function that a subprocess could not import is called in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
     """
+    with once(), also_prepared_step(make, inputs, settings) as prepared:
+        yield prepared
+
+
+@contextlib.contextmanager
+def also_prepared_step(
+    make: Callable[[], Step], inputs: tuple[Any, ...] | Mapping[str, Any], settings: StepSettings
+) -> Iterator[Prepared]:
+    """The same within :func:`once`: one of several."""
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
     build = functools.partial(_models, functools.partial(step_made, make, name))
-    with once(), tempfile.TemporaryDirectory(prefix="memopt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
         save_inputs(inputs, input_file)
         source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from memopt_cli.contents import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
@@ -31,7 +32,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.spec_text import is_factory
 from memopt_cli.units import format_bytes
-from memopt_cli.write import read_plan
 
 _TRUSTED_ERROR = 0.01
 """A record on tensors without data that is further off, relative to the measured tensor peak, is not believed."""

@@ -15,6 +15,7 @@ from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.batch_size.length_strategies import read_lengths
 from memopt_cli.batch_size.runs import MOST_PROBES, Limits
 from memopt_cli.batch_size.search import BatchSearch
+from memopt_cli.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.measure.runner import Session
@@ -42,7 +43,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.units import format_bytes, format_copies
-from memopt_cli.write import batch_yaml, check_targets, content, read_plan, recommended_data, replicas_data, write_all
+from memopt_cli.write import check_targets, content, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:

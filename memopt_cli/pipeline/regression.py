@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from memopt_cli.contents import baseline_json, read_measured, read_plan
 from memopt_cli.devices import resolve_device
 from memopt_cli.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ConditionsJob, Measured, MeasureJob, RecordJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.pipeline.failures import raise_failure
@@ -34,7 +35,7 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.regression import KEPT, compare, differences, terms
-from memopt_cli.write import baseline_json, check_targets, content, read_measured, read_plan, write_all
+from memopt_cli.write import check_targets, content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
@@ -220,10 +221,10 @@ def _measure(session: Session, plan: Plan, progress: Progress) -> StepMemory:
     if not isinstance(measured, Measured):
         raise_failure(measured)
     progress.stage("recording a step")
-    traced = session.ask(TraceJob(plan=plan, fake=False))
-    if not isinstance(traced, Traced):
-        raise_failure(traced, "a step of the model could not be recorded: ")
-    return _step_memory(plan, measured.measurement, traced.trace)
+    recorded = session.ask(RecordJob(plan=plan))
+    if not isinstance(recorded, StepTrace):
+        raise_failure(recorded, "a step of the model could not be recorded: ")
+    return _step_memory(plan, measured.measurement, recorded)
 
 
 def _step_memory(plan: Plan, measured: Measurement, trace: StepTrace) -> StepMemory:

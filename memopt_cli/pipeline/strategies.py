@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from memopt_cli.batch_size.lines import fit_line
 from memopt_cli.batch_size.runs import Limits
+from memopt_cli.contents import read_plan
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
 from memopt_cli.measure.runner import Session
@@ -40,7 +41,6 @@ from memopt_cli.records import (
     describe,
 )
 from memopt_cli.units import format_bytes
-from memopt_cli.write import read_plan
 
 _SEARCHED_LEVEL = 3
 """Of the plan that is searched where none is given."""

@@ -6,14 +6,18 @@ import io
 from typing import TextIO
 
 from memopt_cli.errors import WriteError
-from memopt_cli.records import Comparison
+from memopt_cli.records import Comparison, Equivalence
+from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, headline, judged, reasons
 from memopt_cli.report.lines import guarded
 from memopt_cli.report.markdown import MarkdownReport, markdown
 
 
 class GithubReport:
-    """One ``::error`` for each limit that was passed, or a ``::notice``; the tables go to the summary page."""
+    """One ``::error`` for each limit that was passed or difference that was found, or a ``::notice``.
+
+    Tables go to the summary page.
+    """
 
     def __init__(self, summary: str | None) -> None:
         """``summary``: the file that ``$GITHUB_STEP_SUMMARY`` names, which is appended to; ``None``: there is none."""
@@ -27,6 +31,14 @@ class GithubReport:
         if not found.exceeded:
             lines.command(_annotation("notice", f"memopt: {found.after.model}", list(headline(found))))
         self._append(markdown(found))
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        said = [equivalence.headline(found), *equivalence.where(found)]
+        kind = "notice" if found.passed else "error"
+        guarded(stream).command(_annotation(kind, f"memopt: {found.candidate}", said))
+        page = io.StringIO()
+        MarkdownReport().verified(found, page)
+        self._append(page.getvalue())
 
     def refused(self, reason: str, stream: TextIO) -> None:
         guarded(stream).command(_annotation("error", "memopt: not checked", [reason]))

@@ -10,6 +10,8 @@ from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
     Comparison,
+    Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -45,6 +47,9 @@ class Report(Protocol):
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
         """``memopt selftest`` is done."""
 
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        """``memopt explain`` is done."""
+
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Reports to look at are on the disk, at these paths."""
 
@@ -57,3 +62,10 @@ class ComparisonReport(Protocol):
 
     def refused(self, reason: str, stream: TextIO) -> None:
         """``memopt check`` ended without a comparison; stderr says so, too."""
+
+
+class EquivalenceReport(Protocol):
+    """What a form of report needs for ``memopt verify``."""
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        """``memopt verify`` is done."""

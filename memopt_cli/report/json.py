@@ -11,6 +11,8 @@ from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
     Comparison,
+    Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -54,6 +56,12 @@ class JsonReport:
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
         stream.write(json_text({"holds": not found.failed, **to_data(found)}))
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        stream.write(json_text({"passed": found.passed, **to_data(found)}))
+
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Nothing: there is one document, and the paths are those that were asked for."""

@@ -1,4 +1,4 @@
-"""Reports as JUnit XML: each limit is a test case.
+"""Reports as JUnit XML: each limit, or kind of effect, is a test case.
 
 The elements and attributes are those that both common schemas know, of Ant's reports and of Jenkins.
 """
@@ -13,14 +13,15 @@ from typing import TextIO
 from xml.etree import ElementTree as ET
 
 from memopt_cli.documents import COMMAND
-from memopt_cli.records import Comparison
+from memopt_cli.records import Comparison, Equivalence
+from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, judged, reasons
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class JunitReport:
-    """One test suite, ``memopt check``."""
+    """One test suite, ``memopt check`` or ``memopt verify``."""
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         why = "\n".join((*growth(found), *reasons(found)))
@@ -31,6 +32,21 @@ class JunitReport:
                 _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
             cases.append(case)
         _write(cases, why, stream)
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
+        cases = []
+        for kind, gaps in equivalence.by_kind(found).items():
+            case = _case(found.candidate, kind)
+            if gaps:
+                _fault(case, "failure", "difference", equivalence.told(gaps), why)
+            cases.append(case)
+        for kind, reason in (("hooks", found.hooks), ("the step", found.failed)):
+            case = _case(found.candidate, kind)
+            if reason:
+                _fault(case, "failure", "difference", reason, why)
+            cases.append(case)
+        _write(cases, why, stream, "memopt verify")
 
     def refused(self, reason: str, stream: TextIO) -> None:
         case = _case("memopt", "check")
@@ -46,10 +62,10 @@ def _fault(case: ET.Element, tag: str, kind: str, message: str, text: str) -> No
     ET.SubElement(case, tag, type=kind, message=_clean(message)).text = _clean(text)
 
 
-def _write(cases: Sequence[ET.Element], output: str, stream: TextIO) -> None:
+def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str = "memopt check") -> None:
     suite = ET.Element(
         "testsuite",
-        name="memopt check",
+        name=name,
         package="memopt",
         id="0",
         hostname=_clean(platform.node()) or "localhost",

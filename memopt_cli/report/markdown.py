@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from memopt_cli.documents import printable
-from memopt_cli.records import Comparison
+from memopt_cli.records import Comparison, Equivalence
+from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import (
     METRIC_HEADINGS,
     MODULE_HEADINGS,
@@ -27,6 +28,9 @@ class MarkdownReport:
 
     def compared(self, found: Comparison, stream: TextIO) -> None:
         guarded(stream).write(markdown(found))
+
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        guarded(stream).write("\n".join(_equivalence(found)) + "\n")
 
     def refused(self, reason: str, stream: TextIO) -> None:
         guarded(stream).write(f"### memopt: not checked\n\n{_sentence(reason)}\n")
@@ -48,9 +52,20 @@ def _lines(found: Comparison) -> Iterator[str]:
     yield from (f"- {_sentence(reason)}" for reason in reasons(found))
 
 
+def _equivalence(found: Equivalence) -> Iterator[str]:
+    yield f"### memopt: {_sentence(found.candidate)}"
+    yield from ("", f"**{_sentence(equivalence.headline(found))}**")
+    for line in equivalence.where(found):
+        yield from ("", _sentence(line))
+    if found.gaps:
+        yield from _table(equivalence.HEADINGS, equivalence.rows(found))
+    yield ""
+    yield from (f"- {_sentence(line)}" for line in equivalence.remarks(found))
+
+
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The last three columns hold numbers."""
-    rule = ["---:" if index >= len(headings) - 3 else "---" for index in range(len(headings))]
+    """The last three columns hold numbers, but for the first."""
+    rule = ["---:" if index >= max(1, len(headings) - 3) else "---" for index in range(len(headings))]
     yield ""
     yield from (f"| {' | '.join(cells)} |" for cells in (headings, rule))
     yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)

@@ -15,13 +15,24 @@ from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
     Comparison,
+    Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
     StepProfile,
     StrategyComparison,
 )
-from memopt_cli.report import comparison, inspection, optimization, profiling, recommendation, strategies
+from memopt_cli.report import (
+    comparison,
+    equivalence,
+    explanation,
+    inspection,
+    optimization,
+    profiling,
+    recommendation,
+    strategies,
+)
 from memopt_cli.report.lines import guarded
 from memopt_cli.units import format_bytes, format_seconds
 
@@ -152,6 +163,29 @@ class TextReport:
         _print(console)
         _print(console, f"total time {format_seconds(found.spent_s)}")
 
+    def verified(self, found: Equivalence, stream: TextIO) -> None:
+        console = _console(stream)
+        _print(console, equivalence.headline(found), style="bold")
+        for line in equivalence.where(found):
+            _print(console, line)
+        _print(console)
+        if found.gaps:
+            console.print(_plain_table(equivalence.HEADINGS, equivalence.rows(found)))
+            _print(console)
+        for line in equivalence.remarks(found):
+            _print(console, line)
+
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(explanation.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        for table in explanation.tables(found):
+            _print(console)
+            console.print(table, markup=False)
+        _print(console)
+        for line in explanation.remarks(found):
+            _print(console, line)
+
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         for file in files:
             _print(_console(stream), f"wrote {file}")
@@ -173,10 +207,10 @@ def _print(console: Console, text: str = "", *, style: str | None = None) -> Non
 
 
 def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Its last three columns hold numbers."""
+    """Its last three columns hold numbers, but for the first."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index >= len(headings) - 3 else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if index >= max(1, len(headings) - 3) else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
     return table

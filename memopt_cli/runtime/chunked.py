@@ -35,7 +35,7 @@ from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Unrepeatable
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import run_whole, runs_plainly, runs_whole
+from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +60,11 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     except _NotInChunks as found:
         reason, undo = str(found), found.undo
     undo()
-    output = _run_one_chunk(module, forward, args, kwargs)  # an error that is none of chunks ends here
+    try:
+        output = _run_one_chunk(module, forward, args, kwargs)
+    except Exception:  # no fault of chunks: whoever catches it goes on, and a recomputation would not try both
+        cannot_repeat()
+        raise
     run_whole(module, reason)
     return output
 

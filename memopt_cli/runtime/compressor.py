@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -275,24 +276,42 @@ class OwnCompressor(SpikeCompressor):
         """Whether its ``decompress`` wants the shape; ``None`` until it is called, as nothing is while compiling."""
 
     def compress(self, x: Tensor) -> Packed:
-        """As the base class does; what is stored is restored at once and compared, which takes that time."""
-        x = x.detach()
-        if not is_dense(x):
-            return _store_raw(x)
-        try:
-            payload = self._codec.compress(x)
-            restored = self._restored(payload, x.shape)
-        except UNKNOWN_WITHOUT_DATA:  # a dry run cannot know
-            return _store_raw(x)
-        if _difference(restored, x):
-            return _store_raw(x)
-        data, skeleton = split_tensors(payload)
-        return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton)
+        """As the base class does; what is stored is restored at once and compared, which takes that time.
+
+        Warns of what the codec would not give back.
+        """
+        packed, reason = self._tried(x)
+        if reason:
+            warnings.warn(
+                f"x_compressor {type(self._codec).__name__}: {reason}; such an input is stored as it is", stacklevel=1
+            )
+        return packed
+
+    def packed_bytes(self, x: Tensor) -> int:
+        """As the base class does."""
+        return self._tried(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
         """What of ``x`` the codec does not give back; empty if it gives back all of it."""
+        return self._tried(x)[1]
+
+    def _tried(self, x: Tensor) -> tuple[Packed, str]:
+        """``x`` as it is stored, and why it is stored raw; empty where it is not, and where nothing can be known."""
         x = x.detach()
-        return _difference(self._restored(self._codec.compress(x), x.shape), x) if is_dense(x) else ""
+        if not is_dense(x):
+            return _store_raw(x), ""
+        try:
+            payload = self._codec.compress(x)
+            reason = _difference(self._restored(payload, x.shape), x)
+        except UNKNOWN_WITHOUT_DATA:  # a dry run cannot know
+            return _store_raw(x), ""
+        except Exception as err:  # the codec's own code may raise anything
+            line = str(err).partition("\n")[0]
+            return _store_raw(x), f"it raises {type(err).__name__}: {line}"
+        if reason:
+            return _store_raw(x), reason
+        data, skeleton = split_tensors(payload)
+        return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
     def decompress(self, packed: Packed) -> Tensor:
         """The tensor that was stored, equal to the bit, in its strides too."""

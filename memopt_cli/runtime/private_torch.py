@@ -536,8 +536,10 @@ def differentiates_ahead() -> bool:
 
 def _wrapped_backend(backend: Any) -> Any:
     """What one of the wrappings calls that PyTorch puts around a backend, DDP's among them."""
-    of_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
-    return of_ddp or getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+    if of_ddp := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
+        return of_ddp
+    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")  # the second: PyTorch 2.8's
+    return next((inner for name in names if (inner := getattr(backend, name, None))), None)
 
 
 @asked_while_compiling
@@ -553,6 +555,21 @@ def _compiling() -> Any:
     return InstructionTranslator.current_tx()
 
 
+@contextlib.contextmanager
+def memory_history() -> Iterator[None]:
+    """Within, the stacks of what CUDA's allocator is asked for are recorded; only those of what is held are kept."""
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What the allocator of CUDA holds, as plain containers."""
+    return torch.cuda.memory._snapshot()
+
+
 def import_compiler() -> None:
     """What steps without data want of ``torch.compile``, which takes as long to import as PyTorch itself."""
     import torch._dynamo  # noqa: F401
@@ -562,6 +579,19 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a call of it, or of its forward, goes to ``torch.compile``."""
     by_itself = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Within, a module is compiled however often others with its code were: past a limit, it would run as it is.
+
+    What was compiled before is forgotten, and compiled again where it is called next.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+        yield
 
 
 def original_of(module: Any) -> Any:

@@ -181,7 +181,8 @@ def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
 class PackedInputs:
     """Tensors that a checkpoint saves, in a codec; those in ``raw`` as they are.
 
-    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.
+    Raw are the states that chunks hand on: the codec is the one that suits the module's inputs.  So are tensors without
+    elements: PyTorch 2.8's checkpoint saves one of its own in front of the inputs.
     """
 
     def __init__(self, codec: SpikeCompressor, raw: Any = ()) -> None:
@@ -203,7 +204,7 @@ class PackedInputs:
 
     @not_compiled
     def _pack(self, tensor: Tensor) -> Any:
-        codec = COMPRESSORS["null"] if id(tensor) in self._raw else self._codec
+        codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
         self._stored.append(tensor if isinstance(tensor, nn.Parameter) else store(codec, tensor))
         return self._stored[-1]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.held import Held, note_nothing
+from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
@@ -37,6 +38,7 @@ from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, this_moment
+from memopt_cli.runtime.waiting import wait_for
 
 
 class Unrepeatable(RuntimeError):
@@ -122,6 +124,8 @@ class SegmentRun:
             note_inputs(inputs)
         self._samples = held.samples(tensors_of((output, handed))) if turn else []
         held.drop()
+        if updates_in_backward():
+            wait_for(self._module.parameters(), held)
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
             save_nothing()

@@ -47,9 +47,8 @@ def run_whole(module: nn.Module, reason: str) -> None:
 
 
 def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
-    global _made
     if module in marked:  # by a run that was going on already, or as of an earlier moment
-        _made += 1
+        cannot_repeat()
         return
     way = sys.modules[__name__.partition(".")[0]].on_unsafe
     if way not in _WAYS:
@@ -58,8 +57,14 @@ def _mark(marked: MutableMapping[nn.Module, int], module: nn.Module, reason: str
     if way == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
     marked[module] = next(_moments)
-    _made += 1
+    cannot_repeat()
     warnings.warn(f"{message}: it runs {how} from now on", stacklevel=1)
+
+
+def cannot_repeat() -> None:
+    """What runs now would do otherwise in a recomputation, this once: the segments around keep all that they save."""
+    global _made
+    _made += 1
 
 
 def marks() -> int:

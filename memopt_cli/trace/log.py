@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep, guessed_number
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime import named_parts
@@ -39,7 +40,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import Step, module_hooks, seed_everything, take
+from memopt_cli.step import Step, seed_everything, take
 from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
 from memopt_cli.runtime.module_state import ModuleState
-from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, version_counter
+from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.step import module_hooks
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.log import Storage, StorageLog, held_bytes
 
@@ -143,13 +143,10 @@ def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> s
         return ""
     codec = OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
-        try:
-            return next(filter(None, map(codec.misfit, tensors)), "")
-        except UNKNOWN_WITHOUT_DATA:
-            return ""
+        return next(filter(None, map(codec.misfit, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
-        return sum(codec.compress(t).nbytes for t in tensors)
+        return sum(map(codec.packed_bytes, tensors))

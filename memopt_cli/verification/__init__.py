@@ -1,5 +1,6 @@
 """The optimized model against the original: the measured step, the recorded one, and in short what follows it."""
 
+from memopt_cli.verification.consecutive import consecutive
 from memopt_cli.verification.fingerprint import fingerprint, left_by, left_on, repeated
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify
@@ -8,6 +9,7 @@ from memopt_cli.verification.updates import compare_updates
 
 __all__ = [
     "compare_updates",
+    "consecutive",
     "fingerprint",
     "first_samples",
     "least_sizes",

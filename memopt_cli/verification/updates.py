@@ -20,7 +20,8 @@ from memopt_cli.verification.further_steps import Found
 Install = Callable[[nn.Module, Optimizer], object]
 
 _UPDATES = 3
-_RATE = 1e-3
+RATE = 1e-3
+"""Of optimizers that are to move parameters."""
 NAME = f"in {_UPDATES} updates in backward"
 
 
@@ -43,7 +44,7 @@ def _left(step: Step, install: Install) -> dict[str, Tensor]:
     optimizer = step.make_optimizer(model)
     if optimizer is None:  # the plan is refused before it is run, too
         raise StepError("there is no optimizer that could run in backward", hint="Name it with --optimizer.")
-    _set_rate(optimizer)
+    set_rate(optimizer)
     install(model, optimizer)
     with generators_kept():
         seed_everything(step.settings.seed)
@@ -60,11 +61,11 @@ def _copied(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _set_rate(optimizer: Optimizer) -> None:
-    """Its own is zero, as it was made to be measured."""
+def set_rate(optimizer: Optimizer) -> None:
+    """Let it move parameters: its own rate is zero, as it was made to be measured."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
-        group["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+        group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -66,8 +66,8 @@ def test_values_are_taken_and_the_rest_is_default(tmp_path: Path) -> None:
 
 
 def test_a_file_that_memopt_wrote_is_read(tmp_path: Path) -> None:
+    from memopt_cli.contents import batch_yaml
     from memopt_cli.records import FileHeader, InputSpec, to_data
-    from memopt_cli.write import batch_yaml
 
     header = FileHeader(
         schema_version=1,

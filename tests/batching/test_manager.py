@@ -48,6 +48,14 @@ def test_rows_beyond_the_size_are_carried_over(memory: Any) -> None:
     assert list(manager.flush()) == []
 
 
+def test_a_batch_without_samples_gives_out_those_that_wait_or_is_refused(memory: Any) -> None:
+    manager = manager_of(memory, 4, 100)
+    with pytest.raises(BatchShapeError, match="no samples, and none wait"):
+        manager.adapt_and_process_batch(numbered(0, 0), 0)
+    manager.process_batch(numbered(0, 5))
+    assert manager.process_batch(numbered(5, 0))[1].tolist() == [4]
+
+
 @pytest.mark.slow
 def test_the_documented_training_loop(memory: Any) -> None:
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import safetensors.torch
@@ -44,6 +44,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model, read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
+from memopt_cli.measure.jobs import Job
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import compare_files, prepare
 from memopt_cli.progress import Progress
@@ -347,8 +348,20 @@ def _require_printable(text: str) -> None:
         raise ValueError(f"a report says {text!r}")
 
 
+class _Remembering(LocalSession):
+    """A model that is measured once: it is the baselines that are broken, and one in ten still describes its step."""
+
+    _known: ClassVar[dict[str, Any]] = {}
+
+    def ask(self, job: Job[Any]) -> Any:
+        asked = repr((self._subject, job))
+        if asked not in self._known:
+            self._known[asked] = super().ask(job)
+        return self._known[asked]
+
+
 def _in_this_process() -> AbstractContextManager[object]:
-    return unittest.mock.patch.object(prepare, "Session", LocalSession)
+    return unittest.mock.patch.object(prepare, "Session", _Remembering)
 
 
 def _recorded() -> list[bytes]:

@@ -76,6 +76,9 @@ ONCE_FAILED = {
     "a call of what is kept that fails, and is tried again": '{"blocks":[{"kind":"trying","inner":[{"kind":'
     '"transformer layer, norm first"}],"segments":[{"path":"","keep":["aten::native_layer_norm"]}]}],'
     '"scenario":{"dtype":"float64"},"steps":1}',
+    "chunks that fail as the whole does, and are tried again": '{"blocks":[{"kind":"trying","inner":[{"kind":'
+    '"rms norm","segments":[{"path":"","chunks":2}]}],"segments":[{"path":""}]}],'
+    '"scenario":{"dtype":"float64"},"steps":1}',
     "state that a transform has left behind": '{"blocks":[{"kind":"teacher","inner":[{"kind":"mapped",'
     '"inner":[{"kind":"membranes"}],"segments":[{"path":""}]}]}],"steps":1}',
 }

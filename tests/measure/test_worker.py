@@ -29,6 +29,7 @@ from memopt_cli.measure.jobs import (
     DescribeJob,
     MeasureJob,
     ProbeJob,
+    RecordJob,
     SizesJob,
     Subject,
     TimeInTurnsJob,
@@ -91,6 +92,7 @@ def everything(worker: Worker) -> dict[str, Any]:
 JOBS = [
     TraceJob(fake=True),
     TraceJob(fake=False),
+    RecordJob(plan=plan("0", "1")),
     CountJob(plan=plan("0", "1"), fake=True),
     CountJob(plan=plan("0", "1"), fake=False),
     ChunkingJob(path="0"),
@@ -143,6 +145,7 @@ TOLD_APART = [
     TraceJob(fake=True),
     TraceJob(fake=False),
     TraceJob(fake=True, plan=PACKED),
+    RecordJob(plan=PACKED),
     CountJob(plan=ORIGINAL, fake=True),
     CountJob(plan=PACKED, fake=True),
     CountJob(plan=Plan(segments=(SegmentPlan(path="1", chunks=2),)), fake=True),

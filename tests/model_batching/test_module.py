@@ -19,6 +19,7 @@ from torch.testing import assert_close
 import memopt_cli
 from memopt_cli import apply_plan, memory_optimization
 from memopt_cli.apply import plan_of, remove_segments
+from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching import AbstractBatchModule, BatchModule, batch_loss, register_batch_module, selection
 from memopt_cli.model_batching.kernels import linear
@@ -29,7 +30,6 @@ from memopt_cli.progress import Progress
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.step import Step
 from memopt_cli.trace import count
-from memopt_cli.write import plan_yaml
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -440,6 +440,45 @@ def test_of_large_models_the_second_step_is_a_forward(monkeypatch: pytest.Monkey
     monkeypatch.setattr(linear, "product_with", lambda rows, weight, bias: torch.bmm(rows, weight.mT) * 1.001)
     with pytest.raises(UsageError, match="of step 1 differs from the loop's"):
         BatchModule(nn.Sequential(nn.Linear(5, 4)), G, example_inputs=(images(),), route="fused")
+
+
+class Leaky(nn.Module):
+    """Reads what its last step left, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0.5 * self.last
+        self.last = x.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("layer", "steps"),
+    [
+        (nn.Identity(), 1),
+        (nn.BatchNorm1d(4), 1),
+        (nn.BatchNorm1d(4, momentum=None), 2),
+        (nn.BatchNorm1d(4).eval(), 2),
+        (Leaky(), 2),
+    ],
+)
+def test_of_large_models_a_second_step_is_run_where_it_reads_what_the_first_left(
+    layer: nn.Module, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_MANY_WEIGHTS", 0)
+    run: list[str] = []
+    difference = selection.difference
+
+    def compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Any:
+        run[:] = [name for name in expected if name.startswith("output[0]")]
+        return difference(expected, found)
+
+    monkeypatch.setattr(selection, "difference", compared)
+    BatchModule(nn.Sequential(nn.Linear(5, 4), layer), G, example_inputs=(images(),))
+    assert run == [f"output[0] of step {i + 1}" for i in range(steps)]
 
 
 def test_a_route_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

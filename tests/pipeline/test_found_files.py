@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from memopt_cli.contents import plan_yaml, read_measured
 from memopt_cli.errors import UsageError
 from memopt_cli.records import FileHeader, InputSpec, Plan, TensorSpec, to_data
 from memopt_cli.spec_text import check_spec
-from memopt_cli.write import plan_yaml, read_measured
 
 Memopt = Any
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.batch_size.accumulation import accumulate
 from memopt_cli.batch_size.length_strategies import BatchExtent
 from memopt_cli.batch_size.samplers import TokenBudgetSampler
+from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
@@ -46,7 +47,6 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.write import plan_yaml
 
 MIB = 1 << 20
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.batch_size.runs import Limits
+from memopt_cli.contents import plan_yaml
 from memopt_cli.documents import read_mapping
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, StepError, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
@@ -42,7 +43,6 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.write import plan_yaml
 
 MIB = 1 << 20
 BATCH = 10

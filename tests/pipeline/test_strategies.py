@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.contents import plan_yaml
 from memopt_cli.errors import MeasurementError, UsageError
 from memopt_cli.online import LIF, OverTime
 from memopt_cli.pipeline import strategies
@@ -30,7 +31,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.strategies import peak_table, verdicts
 from memopt_cli.spec_text import parse_tensor
-from memopt_cli.write import plan_yaml
 from sample_models.lif_rnn import LIFRNN
 from tests.pipeline.test_recommendation import header
 

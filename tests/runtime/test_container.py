@@ -456,7 +456,8 @@ def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch)
     stored: list[tuple[str, tuple[int, ...]]] = []
 
     def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-        stored.append((codec.name, tuple(x.shape)))
+        if x.numel():  # PyTorch 2.8's checkpoint saves a tensor without elements as well
+            stored.append((codec.name, tuple(x.shape)))
         return codec.compress(x)
 
     monkeypatch.setattr(segment_call, "store", store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import io
 import sys
 from pathlib import Path
@@ -596,6 +597,63 @@ def test_what_goes_to_the_compiler() -> None:
     assert p.is_compiled(module)
     other.forward = torch.compile(other.forward, backend="eager")  # type: ignore[method-assign]
     assert p.is_compiled(other)
+
+
+def test_what_was_compiled_often_is_compiled_anew() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+
+    class Scaled(nn.Module):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    def run(count: int) -> int:
+        before = len(compiled)
+        for factor in range(len(compiled), len(compiled) + count):
+            torch.compile(Scaled(factor), backend=backend, dynamic=False)(torch.ones(2))
+        return len(compiled) - before
+
+    assert run(20) < 20, "there is no limit any more: compiled_anew can go"
+    with p.compiled_anew():
+        assert run(20) == 20
+    torch._dynamo.reset()
+
+
+def test_stacks_are_recorded_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    plain = inspect.signature(torch.cuda.memory._record_memory_history)
+
+    def record(**given: Any) -> None:
+        asked.append(plain.bind(**given).arguments["enabled"])
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    with p.memory_history():
+        assert asked == ["state"]
+    assert asked == ["state", None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an allocator to ask")
+def test_without_an_allocator_there_is_no_snapshot() -> None:
+    with pytest.raises(AttributeError, match="_cuda_memorySnapshot"):
+        p.memory_snapshot()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no allocator to ask")
+def test_a_snapshot_is_of_plain_containers() -> None:
+    with p.memory_history():
+        held = torch.ones(1000, device="cuda")
+        found = p.memory_snapshot()
+    assert held.nbytes <= sum(segment["total_size"] for segment in found["segments"])
+    assert {type(segment) for segment in found["segments"]} == {dict}
 
 
 def test_the_compiler_is_there_to_import() -> None:

@@ -106,6 +106,14 @@ def test_a_codec_of_the_users_own_in_a_step(judge: Any) -> None:
     assert Halves.calls >= 8
 
 
+def test_a_codec_of_the_users_own_is_not_asked_about_nothing() -> None:
+    block = Block(x_compressor=Halves())
+    install_segment(block, SegmentConfig(compressor="own"))
+    before = Halves.calls
+    block(torch.empty(0, WIDTH)).sum().backward()
+    assert Halves.calls == before
+
+
 def test_what_a_codec_of_the_users_own_would_round_is_kept_raw() -> None:
     codec = OwnCompressor(Halves())
     exact, rounded = spikes(64), torch.full((64,), 0.1)

@@ -73,6 +73,41 @@ def mean_teacher() -> Step:
     return Step(models={"net": model, "teacher": teacher}, optimizers=[optimizer], run=run)
 
 
+def scaled() -> Step:
+    """Under autocast to float16, with a scaler that skips the first updates: their gradients overflow."""
+    model = _layers()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def run(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().square().sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return Step(models={"net": model}, optimizers=[optimizer], run=run)
+
+
+def always_skipped() -> Step:
+    """The loss is finite, and its gradient is not."""
+    model = _layers()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def run(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (0 * model(x).sum()).abs().sqrt()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return Step(models={"net": model}, optimizers=[optimizer], run=run)
+
+
 def _plain(take: Callable[[nn.Module, Tensor], Any], **listed: Any) -> Step:
     model = _layers()
     return Step(models={"net": model}, run=lambda x: take(model, x), **listed)
@@ -122,6 +157,16 @@ def nan_loss() -> Step:
         loss = model(x).mean() * float("nan")
         loss.backward()
         return loss.detach()
+
+    return _plain(take)
+
+
+def nan_gradient() -> Step:
+    """What it returns is finite."""
+
+    def take(model: nn.Module, x: Tensor) -> Tensor:
+        (model(x).mean() * float("nan")).backward()
+        return x.detach()
 
     return _plain(take)
 

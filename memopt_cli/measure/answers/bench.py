@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, remove_plan, remove_segments
+from memopt_cli.apply import apply_plan, in_backward_error, remove_plan, remove_segments
 from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
@@ -23,9 +23,10 @@ from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place
+from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place, take
 from memopt_cli.user_step import StepModels
 from memopt_cli.verification import first_samples
 
@@ -52,7 +53,10 @@ class Bench:
         without_data = subject.data == "none"
         with self.mode if without_data else contextlib.nullcontext():
             model = remove_plan(build() if build else load_model(subject.source).module)
+            came_in_eval = [path for path, module in model.named_modules() if not module.training]
             self.model = _placed(model, self.settings, without_data=without_data)
+        self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
+        """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)
@@ -60,6 +64,7 @@ class Bench:
         self._loss = user_function(self.settings.loss, "--loss", functions) if self.settings.loss else None
         self._make_optimizer = _optimizer_maker(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
+        self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
@@ -91,6 +96,8 @@ class Bench:
         """Within, a plan is on the model and its optimizer, or on those of a ``step`` of a copy of it."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
+        if plan.in_backward:
+            self.known(_checked_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -128,7 +135,7 @@ class Bench:
             loss=self._loss,
             optimizer=self.optimizer,
             make_optimizer=self._make_optimizer,
-            scaler=make_scaler(settings),
+            scaler=self._scaler,
         )
 
     def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
@@ -140,19 +147,40 @@ class Bench:
             args, kwargs = first_samples(step.args, step.kwargs, batch)
             return replace(step, args=args, kwargs=kwargs)
 
+    def settled(self, step: Step) -> Step:
+        """The step, at a scale at which its gradients are finite and with its optimizers' state; as it was loaded."""
+        step.settle()
+        if any(not optimizer.state for optimizer in step.optimizers()):
+            self.reset()
+            take(step)
+        self.reset()
+        return step
+
     def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
         """What ``run`` finds of a step at full size; ``None`` where that does not fit, or is not to be tried."""
         if self.subject.data != "full size":
             return None
         self.enter_start()
         try:
-            return run(self.step())
+            step = self.step()
+            step.settle()
+            self.reset()
+            return run(step)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return None
         finally:
             self.reset()
+
+
+def _checked_alone(bench: Bench) -> None:
+    """Raises :class:`PlanError` for an optimizer that updates parameters otherwise one by one."""
+    if bench.optimizer is not None:
+        try:
+            check_steps_alone(bench.optimizer)
+        except ValueError as reason:
+            raise in_backward_error(bench.optimizer, reason) from reason
 
 
 def _placed(model: nn.Module, settings: StepSettings, *, without_data: bool) -> nn.Module:

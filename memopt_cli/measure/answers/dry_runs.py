@@ -13,8 +13,8 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced, TraceJob
-from memopt_cli.records import Counted, Plan
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
+from memopt_cli.records import Counted, Plan, StepTrace
 from memopt_cli.step import is_out_of_memory, run_checked
 from memopt_cli.workspace import Workspaces
 
@@ -37,6 +37,11 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     return replace(really, dry_run_bytes=traced.dry_run_bytes)
 
 
+def record_step(bench: Bench, job: RecordJob) -> StepTrace:
+    """A step under a plan, run."""
+    return record_on_data(bench, job.plan).trace
+
+
 def count(bench: Bench, job: CountJob) -> Counted:
     """A step under a plan, at the sizes of the job."""
     counted = (_count_without_data if job.fake else count_on_data)(bench, job)
@@ -54,7 +59,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """A step that is run."""
-    step = bench.step(job.batch, job.dims)
+    step = bench.settled(bench.step(job.batch, job.dims))
     with bench.planned(job.plan):
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
@@ -100,7 +105,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """A step that is run."""
     workspaces = workspaces_for(bench, plan)
     with bench.planned(plan):
-        recorded = trace.record(bench.step(), bench.batch, contents=True, workspaces=workspaces)
+        recorded = trace.record(bench.settled(bench.step()), bench.batch, contents=True, workspaces=workspaces)
     return Traced(trace=recorded, fake=False, dry_run_bytes=None)
 
 

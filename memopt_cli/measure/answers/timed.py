@@ -24,19 +24,11 @@ from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import BatchProbe, Fingerprint, Measurement, Plan
 from memopt_cli.runtime import find_part
-from memopt_cli.step import (
-    Step,
-    is_out_of_memory,
-    module_hooks,
-    reset_gradients,
-    run_checked,
-    seed_everything,
-    synchronize,
-    take,
-)
+from memopt_cli.step import Step, is_out_of_memory, reset_gradients, run_checked, seed_everything, synchronize, take
 from memopt_cli.verification import fingerprint, left_by, left_on, repeated
 
 _ENOUGH_S = 0.3
@@ -83,7 +75,7 @@ def measure(bench: Bench, job: MeasureJob) -> Measured:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """The first pair is not timed."""
-    step = bench.step()
+    step = bench.settled(bench.step())
     pairs: list[tuple[float, float]] = []
     _timed_pair(bench, step, job.plan)
     while _tells_little([sum(pair) for pair in pairs], job.pairs):
@@ -109,6 +101,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:
     """The allocated peak of a step in bytes, and its time, with the optimizer's state in memory."""
+    step.settle()
     if any(not optimizer.state for optimizer in step.optimizers()):
         _timed(bench, step)  # makes it
     try:
@@ -145,22 +138,11 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
         idle.pop(module, None)
 
     with module_hooks(bench.model, enter, lambda *_: None):
-        seed_everything(bench.settings.seed)
-        synchronize(bench.settings.device)
-        started = time.perf_counter()
-        updates: dict[str, Tensor | None] = {}
-        if isinstance(step, OwnStep):
-            seen = Updates(step)
-            output = step.checked_while(seen.see)
-            updates |= seen.gradients
-        else:
-            output = run_checked(step)
-            step.clip()
-            step.update()
-        synchronize(bench.settings.device)
-        elapsed = time.perf_counter() - started
-    left = fingerprint(left_by(bench.model, output) | updates)
-    del output
+        elapsed, left = _first(bench, step)
+        if not step.is_settled():
+            step.settle()
+            bench.reset()
+            elapsed, left = _first(bench, step)
     bench.model.zero_grad(set_to_none=True)
     if idle:
         raise StepError(
@@ -168,6 +150,24 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
             hint="Remove it from the plan.",
         )
     return elapsed, left
+
+
+def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+    seed_everything(bench.settings.seed)
+    synchronize(bench.settings.device)
+    started = time.perf_counter()
+    updates: dict[str, Tensor | None] = {}
+    if isinstance(step, OwnStep):
+        seen = Updates(step)
+        output = step.checked_while(seen.see)
+        updates |= seen.gradients
+    else:
+        output = run_checked(step)
+        step.clip()
+        step.update()
+    synchronize(bench.settings.device)
+    elapsed = time.perf_counter() - started
+    return elapsed, fingerprint(left_by(bench.model, output) | updates)
 
 
 def _timed(bench: Bench, step: Step) -> float:

@@ -1,0 +1,195 @@
+"""What is in the files memopt writes, and how it is read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.documents import MOST_BYTES, json_text, printable_data, read_bytes, read_json, read_mapping, yaml_text
+from memopt_cli.errors import BaselineError, UsageError, shortened
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    Baseline,
+    BatchAdvice,
+    FileHeader,
+    Measurement,
+    MemOptSummary,
+    Plan,
+    ReplicaAdvice,
+    StepMemory,
+    from_data,
+    refuse_unknown,
+    to_data,
+)
+from memopt_cli.spec_text import check_spec
+
+
+def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
+    """The content of ``*.summary.json``: the header's keys, then ``summary``."""
+    return json_text({**to_data(header), "summary": to_data(summary)}).encode()
+
+
+def plan_yaml(header: FileHeader, plan: Plan, level: int) -> bytes:
+    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan."""
+    segments = [{"path": segment.path, **_short(segment)} for segment in plan.segments]
+    return yaml_text({**_header(header), "level": level, **_short(plan), "segments": segments}).encode()
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
+    """The inverse of :func:`plan_yaml`.
+
+    Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
+    the wrong type, or was written by a later memopt.
+    """
+    data = read_mapping(Path(path), _PLAN)
+    version = data.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN)
+    if version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
+        )
+    of_plan = [f.name for f in fields(Plan)]
+    refuse_unknown(data, [*_HEADER_KEYS, "level", *of_plan], str(path))
+    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
+    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+_PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
+
+
+def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
+    """Where a file says that it comes from; its inputs are looked at as those that a user types."""
+    header = from_data(FileHeader, data, where=where)
+    try:
+        check_spec(header.spec)
+    except UsageError as err:
+        raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
+    return header
+
+
+def baseline_json(baseline: Baseline) -> bytes:
+    """The content of a baseline: the header's keys, ``conditions`` and ``memory``; :func:`read_measured` reads it."""
+    parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
+    return json_text({**to_data(baseline.header), **parts}).encode()
+
+
+def read_measured(path: str | os.PathLike[str]) -> Baseline:
+    """What a step needed, from a baseline or from a ``*.summary.json``.
+
+    Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
+    """
+    try:
+        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool | float):
+            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 1 to {SCHEMA_VERSION}")
+        data = _as_of_today(data) if version == 1 else data
+        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
+        if "summary" in data:
+            memory = _summarized(from_data(MemOptSummary, data["summary"], where="summary"))
+            return Baseline(header=header, conditions=None, memory=memory)
+        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
+        return _checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+    except FileNotFoundError as err:
+        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
+    except (OSError, ValueError, UsageError) as err:
+        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
+        raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
+
+
+def _checked(found: Baseline) -> Baseline:
+    """Renames are looked for at every level of every path: thousands of levels would keep memopt busy for minutes."""
+    deepest = max((module.path.count(".") for module in found.memory.modules), default=0)
+    if deepest > _MOST_LEVELS:
+        raise UsageError(f"its modules lie {deepest} levels within each other; memopt compares {_MOST_LEVELS}")
+    return found
+
+
+def _as_of_today(data: Any) -> Any:
+    """JSON of version 1 by the keys of today; nothing depended on those that are gone."""
+    if isinstance(data, list):
+        return [_as_of_today(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    values = {key: _as_of_today(value) for key, value in data.items()}
+    if "segments" in values:  # a plan
+        values.pop("level", None)
+    if "predicted_tensor_peak_bytes" in values:  # a level
+        values.pop("note", None)
+        values = {"dry_runs" if key == "candidates" else key: value for key, value in values.items()}
+    if "accumulates" in values:  # the settings of a step
+        values["micro_batches"] = 2 if values.pop("accumulates") is True else 1
+    return values
+
+
+_MOST_LEVELS = 200
+_RECORD = "Record one with memopt baseline MODEL -o FILE."
+_HEADER_KEYS = [f.name for f in fields(FileHeader)]
+
+
+def _summarized(summary: MemOptSummary) -> StepMemory:
+    """What the step of the applied level needs; raises :class:`UsageError` if it was not measured."""
+    outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
+    measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
+    if measured is None:
+        raise UsageError(f"it is a summary whose level {summary.applied_level} has no measurement")
+    return StepMemory(
+        plan=summary.plan or Plan(),
+        tensor_peak_bytes=measured.tensor_peak_bytes,
+        allocated_peak_bytes=measured.allocated_peak_bytes,
+        step_s=measured.step_s,
+        breakdown=measured.breakdown,
+    )
+
+
+def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
+    """The content of ``*.batch.yaml``: ``batch_shaping``, the configuration, and ``recommended``, what it rests on."""
+    return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
+
+
+def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
+    """Advice as it stands below ``recommended``; sizes in bytes, times in seconds."""
+    return {
+        "batch_size": advice.recommended_batch,
+        "verified": True,  # by a run: memopt recommends nothing else
+        "fastest_batch_size": advice.fastest_batch,
+        "estimated_batch_size": advice.estimated_batch,
+        "limited_by": advice.limited_by,
+        "budget_bytes": advice.budget_bytes,
+        "device_bytes": advice.device_bytes,
+        "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
+        "probes": _short(advice.probes),
+    }
+
+
+def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
+    """How many copies, as it stands below ``recommended``; ``route`` is what ran them."""
+    route = next(probe.route for probe in advice.probes if probe.replicas == advice.fastest)
+    return {
+        "replicas": advice.fastest,
+        "route": route,
+        "replicas_limited_by": advice.limited_by,
+        "replica_probes": _short(advice.probes),
+    }
+
+
+def _header(header: FileHeader) -> dict[str, Any]:
+    return {**to_data(header), "spec": _short(header.spec)}
+
+
+def _short(record: Any) -> Any:
+    """As :func:`to_data`, less the fields that hold their default: a file for people."""
+    if isinstance(record, list | tuple):
+        return [_short(item) for item in record]
+    if not is_dataclass(record):
+        return to_data(record)
+    values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
+    return {
+        name: _short(value)
+        for name, (value, f) in values.items()
+        if value != (f.default if f.default_factory is MISSING else f.default_factory())
+    }

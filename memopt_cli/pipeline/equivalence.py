@@ -1,0 +1,285 @@
+"""``memopt verify``: two trainings of one model, whoever arranged them, held against each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final
+
+from memopt_cli.errors import StepError
+from memopt_cli.measure.jobs import FollowJob
+from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.gaps import (
+    Apart,
+    by_the_same_names,
+    first_gap,
+    first_step_apart,
+    half_of_digits,
+    is_in_double,
+    largest_gap,
+    unsteady,
+    with_others,
+)
+from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    Cause,
+    Equivalence,
+    EquivalenceRequest,
+    Failure,
+    Followed,
+    ModelSource,
+    StepFailed,
+    TensorGap,
+)
+
+_TOLERANCE: Final = 1e-9
+"""Relative difference in float64 up to which two steps are taken for the same, as for a plan in chunks."""
+_EPSILONS: Final = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+"""Of autocast, whose matrices float64 would leave alone: it is not tried there."""
+
+
+def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
+    """Take the same steps of both, and compare all that they leave.  Raises :class:`MemoptError`."""
+    started = time.monotonic()
+    reference = _prepared(request, request.reference, progress, ask)
+    like_it = replace(request, spec=reference.subject.spec)
+    candidate = _prepared(like_it, request.candidate, progress, ask)
+    found = compare_prepared(reference, candidate, request.steps, request.timeout_s, progress)
+    return replace(found, spent_s=time.monotonic() - started)
+
+
+def _prepared(request: EquivalenceRequest, source: ModelSource, progress: Progress, ask: Ask | None) -> Prepared:
+    opening = Opening(source=source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s)
+    return prepare_with_plan(opening, progress=progress, ask=ask)
+
+
+def compare_prepared(
+    reference: Prepared, candidate: Prepared, steps: int, timeout_s: float, progress: Progress
+) -> Equivalence:
+    """The same of two that are ready.
+
+    Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
+    """
+    sides = _Sides(reference, candidate, timeout_s, progress)
+    job = FollowJob(steps=steps)
+    progress.stage("following the reference")
+    once, again = sides.reference(job), sides.reference(job)
+    progress.stage("following the candidate")
+    other = sides.candidate(job)
+    blank = Equivalence(
+        reference=reference.subject.source.location,
+        candidate=candidate.subject.source.location,
+        alike="not",
+        steps=steps,
+        batch=reference.batch,
+        compared=0,
+        precision=reference.subject.settings.precision,
+        worst=0.0,
+        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
+    )
+    if not isinstance(other, Followed):
+        raise_failure(other, "the candidate's step could not be run: ")
+    if other.failed:
+        cause = of_failure(other.steps[-1])
+        return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
+    return _compared(sides, job, _Runs(once=once, again=again, other=other), blank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """What the reference left, twice, and the candidate."""
+
+    once: Followed
+    again: Followed
+    other: Followed
+
+
+class _Sides:
+    """The reference and the candidate, asked in subprocesses of their own."""
+
+    def __init__(self, reference: Prepared, candidate: Prepared, timeout_s: float, progress: Progress) -> None:
+        self._reference, self._candidate, self._timeout_s = reference, candidate, timeout_s
+        self.progress = progress
+        self.unsteady: Set[str] = frozenset()
+        """Numbers that two runs of the reference leave otherwise."""
+        self.precision = reference.subject.settings.precision
+
+    def reference(self, job: FollowJob) -> Followed:
+        """Raises :class:`MemoptError` if it cannot be run."""
+        found = self._ask(self._reference, job)
+        if not isinstance(found, Followed):
+            raise_failure(found, "the reference's step could not be run: ")
+        if found.failed:
+            raise StepError(f"the reference's step fails: {found.failed}")
+        return found
+
+    def candidate(self, job: FollowJob) -> Followed | Failure:
+        """What it leaves, or why it leaves nothing."""
+        return self._ask(self._candidate, job)
+
+    def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
+        """The same of each, by the same names."""
+        one = self._ask(self._reference, job)
+        other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
+        if isinstance(one, Followed) and isinstance(other, Followed):
+            failed = one.failed or other.failed
+            return StepFailed(message=failed) if failed else self.comparable(one, other)
+        assert not isinstance(other, Followed)
+        return other
+
+    def comparable(self, one: Followed, other: Followed) -> tuple[Followed, Followed]:
+        """Both by the same names.  Raises :class:`StepError` if they are not of one model."""
+        return with_others(*by_the_same_names(one, other), self.unsteady)
+
+    def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
+        with prepared.session(self._timeout_s) as session:
+            return session.ask(replace(job, plan=prepared.carried))
+
+
+def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) -> Equivalence:
+    sides.unsteady = unsteady(*by_the_same_names(runs.once, runs.again))
+    once, other = sides.comparable(runs.once, runs.other)
+    again, _ = sides.comparable(runs.again, runs.other)
+    hooks, notes = _hooks(once, other)
+    found = replace(
+        blank,
+        compared=len(once.steps[0].left),
+        worst=largest_gap(once, other),
+        hooks=hooks,
+        notes=(*blank.notes, *notes, *_modes(once, other)),
+    )
+    judged = _judged(sides, job, found, _Runs(once=once, again=again, other=other))
+    return replace(judged, alike="not") if hooks else judged
+
+
+def _judged(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
+    """By what the steps left alone."""
+    noise, apart = _noise(runs.once, runs.again), first_gap(runs.once, runs.other)
+    if apart is None:
+        return replace(found, alike="to the bit")
+    apart = first_gap(runs.once, runs.other, noise)
+    if apart is None:
+        return replace(found, alike="within noise")
+    if apart.is_rounding:
+        return _told_by_rounding(sides, job, found, runs)
+    return _explained(sides, job, found, apart, noise)
+
+
+def _noise(once: Followed, again: Followed) -> float:
+    """Twice the distance of two runs of the reference, as atomic sums on a GPU leave it.
+
+    Raises :class:`StepError` where it is larger than such sums explain: nothing could be said of such a model.
+    """
+    apart = first_gap(once, again, half_of_digits(once, 0.0))
+    if apart is not None:
+        raise StepError(
+            f"the reference's own step is not repeatable: {apart.gaps[0].name} differs between two runs from one seed",
+            hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
+        )
+    return 2 * largest_gap(once, again)
+
+
+def _told_by_rounding(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
+    """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
+    epsilon = _EPSILONS.get(sides.precision, 0.0)
+    least = half_of_digits(runs.once, epsilon)
+    if is_in_double(runs.once):
+        both: tuple[Followed, Followed] | Failure = (runs.once, runs.other)
+        wide = job
+    else:
+        sides.progress.stage("comparing in float64")
+        wide = replace(job, double=True)
+        both = sides.both(wide)
+    if not isinstance(both, tuple):
+        why = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else "float64 does not fit"
+        return _told_by_half(sides, job, found, runs, least, why)
+    apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
+    if apart is not None and runs.other.is_compiled:
+        return _told_by_half(sides, job, found, runs, least, "what a compiled model casts to float32 stays so")
+    if apart is not None:
+        return _explained(sides, wide, cast, apart, _TOLERANCE)
+    if epsilon:
+        return _told_by_half(sides, job, found, runs, least, "float64 agrees, and autocast leaves it alone")
+    return replace(cast, alike="up to rounding", notes=(*found.notes, *_far(runs, least)))
+
+
+def _far(runs: _Runs, least: float) -> tuple[str, ...]:
+    """A note, where rounding has more of an effect than it commonly has."""
+    apart = first_step_apart(runs.once, runs.other)
+    if apart <= least:
+        return ()
+    return (
+        f"In float64 they agree; as stored they are {apart:.1g} apart, more than half of the digits: rounding tips "
+        "choices, or one of them computes in a lower precision.",
+    )
+
+
+def _told_by_half(
+    sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs, allowed: float, why: str
+) -> Equivalence:
+    """By half of the digits, as far as float64 does not decide."""
+    noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
+    apart = first_gap(runs.once, runs.other, allowed)
+    if apart is None:
+        return replace(noted, alike="as far as can be told")
+    return _explained(sides, job, noted, apart, allowed)
+
+
+def _explained(sides: _Sides, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
+    """Where they differ, looked at once more: which module, and why."""
+    sides.progress.stage("looking for the cause")
+    both = sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
+    cause = _cause(sides, job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
+    return replace(found, alike="not", differs_in_step=apart.step + 1, gaps=apart.gaps, cause=cause)
+
+
+def _cause(
+    sides: _Sides, job: FollowJob, both: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
+) -> Cause | None:
+    one, other = both
+    cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
+    if cause is not None and cause.text != RANDOM and not other.is_compiled:
+        return cause
+    if one.draws or other.draws:
+        calm = sides.both(replace(job, in_eval=True))
+        if isinstance(calm, tuple) and first_gap(*calm, max(tolerance, half_of_digits(calm[0], 0.0))) is None:
+            text = RANDOM_COMPILED if other.is_compiled else RANDOM
+            return replace(cause, text=text) if cause else Cause(module="", class_name="", text=text)
+    return cause
+
+
+def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
+    """A note, of modules that came in another mode than the same ones of the other."""
+    ours, theirs = set(reference.evaluating), set(candidate.evaluating)
+    different = sorted(ours ^ theirs)
+    if not different:
+        return ()
+    whose = "the reference" if different[0] in ours else "the candidate"
+    return (
+        f"Both are compared in training mode. {different[0] or 'The model'} came in eval mode in {whose} alone: a "
+        "script that leaves it so trains otherwise.",
+    )
+
+
+def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:
+    """How the calls of hooks differ that both have; and notes, of those that are called once more."""
+    notes: dict[str, None] = {}
+    for one, other in zip(reference.steps, candidate.steps, strict=True):
+        ours, theirs = one.hooks, other.hooks
+        shared = set(ours) & set(theirs)
+        firsts = [[*dict.fromkeys(name for name in names if name in shared)] for names in (ours, theirs)]
+        missing = next((name for name in ours if name not in shared), "")
+        if missing:
+            return f"the hook {missing} is never called", ()
+        if firsts[0] != firsts[1]:
+            return f"the hooks {', '.join(firsts[0])} are called in another order: {', '.join(firsts[1])}", ()
+        for name in firsts[0]:
+            times = f"called {theirs.count(name)} times a step instead of {ours.count(name)}"
+            if theirs.count(name) < ours.count(name):
+                return f"the hook {name} is {times}", ()
+            if theirs.count(name) > ours.count(name):
+                notes[f"The hook {name} is {times}, in recomputations too."] = None
+    return "", (*notes,)[:1]

@@ -1,0 +1,100 @@
+"""What reports say of ``memopt verify``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from memopt_cli.records import Equivalence, Likeness, TensorGap
+from memopt_cli.units import format_seconds
+
+_SHOWN = 12
+"""Rows of a table."""
+
+HEADINGS = ("tensor", "differs by")
+
+_ALIKE: dict[Likeness, str] = {
+    "to the bit": "the same to the bit",
+    "within noise": "no further apart than two runs of the reference",
+    "up to rounding": "the same up to rounding: within 1e-9 in float64",
+    "as far as can be told": "the same in half of the digits; float64 tells no more",
+}
+_KINDS = {
+    "outputs": "output",
+    "inputs": "input",
+    "gradients": "gradient",
+    "buffers": "buffer",
+    "hidden state": "state",
+    "random numbers": "the random",
+    "parameters after the update": "parameter",
+}
+"""By what the names of the tensors begin with."""
+
+
+def headline(found: Equivalence) -> str:
+    """The answer, in one sentence."""
+    both = f"{found.candidate} trains as {found.reference} does"
+    if found.passed:
+        far = f", {found.worst:.1g} apart at most" if found.worst else ""
+        return f"{both}: {_steps(found)}, {found.compared} tensors each, {_ALIKE[found.alike]}{far}"
+    return f"{found.candidate} does not train as {found.reference} does"
+
+
+def _steps(found: Equivalence) -> str:
+    return f"{found.steps} steps" if found.steps > 1 else "one step"
+
+
+def _reason(found: Equivalence) -> str:
+    """What differs first."""
+    where = f"in step {found.differs_in_step} of {found.steps}"
+    if found.failed:
+        return f"{where} the candidate fails: {found.failed}"
+    return f"{where} {_told(found.gaps[0])}" if found.gaps else found.hooks
+
+
+def _told(gap: TensorGap) -> str:
+    if gap.missing:
+        return f"{gap.name} is missing in the {gap.missing}"
+    return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
+
+
+def where(found: Equivalence) -> Iterator[str]:
+    """What differs first, in which module, and the likely cause; nothing of two that are the same."""
+    if not found.passed:
+        yield _reason(found)
+    cause = found.cause
+    if cause is None:
+        return
+    if cause.module or cause.class_name:
+        kind = f" ({cause.class_name})" if cause.class_name else ""
+        yield f"first in: {cause.module or 'the model itself'}{kind}"
+    yield f"likely cause: {cause.text}"
+
+
+def rows(found: Equivalence) -> list[tuple[str, str]]:
+    """The tensors that differ, largest first by kind, as far as they are shown."""
+    shown = [(gap.name, _apart(gap)) for gap in found.gaps[:_SHOWN]]
+    more = len(found.gaps) - len(shown)
+    return [*shown, (f"and {more} more", "")] if more > 0 else shown
+
+
+def _apart(gap: TensorGap) -> str:
+    if gap.missing:
+        return f"missing in the {gap.missing}"
+    return f"{gap.apart:.2g}" if math.isfinite(gap.apart) else "other values"
+
+
+def remarks(found: Equivalence) -> tuple[str, ...]:
+    """Notes, and how long it took."""
+    return (*found.notes, f"total time {format_seconds(found.spent_s)}")
+
+
+def by_kind(found: Equivalence) -> dict[str, Sequence[TensorGap]]:
+    """What differs, by what kind of effect it is; kinds that agree have no gap."""
+    return {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
+
+
+def told(gaps: Sequence[TensorGap]) -> str:
+    """Of one kind: the first, and how many more."""
+    more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
+    return f"{_told(gaps[0])}{more}"

@@ -1,0 +1,318 @@
+"""Consecutive steps of a model with an optimizer, and what each of them left: its fingerprint, its hooks, its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memopt_cli.equality import Updates, generator_state, generators_kept
+from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.module_calls import module_hooks
+from memopt_cli.own_step import OwnStep
+from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
+from memopt_cli.runtime.module_state import copy_of, reset_hidden_state
+from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
+from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything
+from memopt_cli.verification.fingerprint import fingerprint
+from memopt_cli.verification.named import (
+    Others,
+    computed,
+    left_on,
+    numbers_by_name,
+    own_positions,
+    tensors_by_name,
+)
+from memopt_cli.verification.updates import RATE, set_rate
+
+_LIBRARIES = ("torch", "memopt_cli")
+"""Whose hooks are not the user's."""
+
+
+def consecutive(step: Step, count: int, watched: int | None) -> Followed:
+    """What ``count`` steps leave, the inputs being the same in each; parameters are afterwards as they were before.
+
+    The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
+    """
+    is_unseen = any(map(is_compiled, step.model.modules()))
+    with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
+        model = training.model
+        start, others = _prints(_parameters(model) | left_on(model)), Others.of(model)
+        seed_everything(step.settings.seed)
+        begun = _drawn(model)
+        taken: list[StepPrint] = []
+        while len(taken) < count and not any(step.failed for step in taken):
+            taken.append(_taken(training, others, watched=len(taken) == watched and not is_unseen))
+        return Followed(
+            start=start,
+            others=others.names,
+            steps=tuple(taken),
+            draws=_drawn(model) != begun,
+            is_compiled=is_unseen,
+        )
+
+
+@contextlib.contextmanager
+def _from_start(step: Step) -> Iterator[Step]:
+    """The step with an optimizer that moves parameters, which are put back."""
+    if isinstance(step, OwnStep):  # its optimizers are its own, and are made anew with it
+        yield replace(step, model=copy_of(step.model))
+        return
+    kept = [(parameter, parameter.detach().clone()) for parameter in step.model.parameters()]
+    try:
+        yield replace(step, optimizer=_optimizer(step))
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+def _optimizer(step: Step) -> Optimizer:
+    """With a rate: those of measured steps have none."""
+    made = step.make_optimizer(step.model)
+    if made is None:
+        return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)
+    set_rate(made)
+    return made
+
+
+def _taken(step: Step, start: Others, *, watched: bool) -> StepPrint:
+    given = map_leaves(_leaf, (step.args, step.kwargs))
+    args, kwargs = map_leaves(_copied, given)  # which it may write to, as to no leaf that needs a gradient
+    current = replace(step, args=args, kwargs=kwargs)
+    watch, hooks = _Watch(step.model), list[str]()
+    seen = watch.seeing() if watched else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
+        warnings.simplefilter("always")
+        left = _attempted(current, start)
+    needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
+    return StepPrint(
+        left=left.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
+        others=left.others,
+        hooks=tuple(hooks),
+        calls=tuple(watch.calls),
+        choices=tuple(watch.choices),
+        warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
+        failed=left.failed,
+    )
+
+
+def _leaf(value: object) -> object:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a step left, or why it did not end."""
+
+    tensors: tuple[TensorPrint, ...] = ()
+    others: tuple[TensorPrint, ...] = ()
+    failed: str = ""
+
+
+def _attempted(step: Step, start: Others) -> _Left:
+    try:
+        found = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step)
+    except Exception as error:  # the model's own classes may raise anything
+        if is_out_of_memory(error):
+            raise
+        return _Left(failed=error.message if isinstance(error, MemoptError) else first_line(error))
+    after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
+    moved = _prints(Others.of(step.model).moved_since(start))
+    return _Left(found.tensors + after, found.others + moved)
+
+
+def _left_by(step: Step) -> _Left:
+    reset_hidden_state(step.model)
+    reset_gradients(step)
+    output = step.forward()
+    outputs = tensors_by_name("output", output)
+    early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # a loss may write to them
+    step.backward(output)
+    step.unscale()  # each of two steps finds a scale of its own
+    left = computed(outputs | early) | left_on(step.model)
+    found = _Left(_prints(left), _prints(numbers_by_name("output", output)))
+    del output, outputs, early, left
+    step.limit()
+    step.update()
+    return found
+
+
+def _left_by_own(step: OwnStep) -> _Left:
+    """Its function steps its optimizers itself, at their own rates."""
+    updates = Updates(step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
+    try:
+        output = step.models.step.run(*step.args, **step.kwargs)
+    finally:
+        handle.remove()
+    left = computed(tensors_by_name("output", output)) | left_on(step.model) | updates.gradients
+    return _Left(_prints(left), _prints(numbers_by_name("output", output)))
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+
+
+def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
+    return fingerprint(tensors).tensors
+
+
+def _drawn(model: nn.Module) -> str:
+    """A digest of where the random generators stand, the model's own too."""
+    (state,) = generator_state().values()
+    return hashlib.blake2b(state.numpy().tobytes() + own_positions(model), digest_size=16).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+@contextlib.contextmanager
+def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
+    """Within, every call of a hook of the user's is told."""
+    replaced: list[tuple[dict[Any, Any], Any, Any]] = []
+    for path, module in model.named_modules():
+        for table in hook_tables(module):
+            for key, hook in table.items():
+                if callable(hook) and not _is_of_library(hook):
+                    replaced.append((table, key, hook))
+                    table[key] = _logged(hook, f"{getattr(hook, '__name__', type(hook).__name__)} of {path}", log)
+    try:
+        yield
+    finally:
+        for table, key, hook in replaced:
+            if key in table:
+                table[key] = hook
+
+
+def _is_of_library(hook: Callable[..., Any]) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _logged(hook: Callable[..., Any], name: str, log: list[str]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return hook(*args, **kwargs)
+
+    return called
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+_aten = torch.ops.aten
+_CHOICES = {
+    _aten.topk.default: 1,
+    _aten.sort.default: 1,
+    _aten.sort.stable: 1,
+    _aten.max.dim: 1,
+    _aten.min.dim: 1,
+    _aten.kthvalue.default: 1,
+    _aten.median.dim: 1,
+    _aten.argmax.default: 0,
+    _aten.argmin.default: 0,
+}
+"""Operators that choose, and which of their outputs says what."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A call that has not ended."""
+
+    path: str
+    inputs: tuple[TensorPrint, ...]
+    recomputed: bool
+    begun: str
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Sees modules of a model called, in forward and in backward."""
+
+    model: nn.Module
+    calls: list[CallPrint] = field(default_factory=list)
+    choices: list[ChoicePrint] = field(default_factory=list)
+    _open: list[_Open] = field(default_factory=list)
+    _engines: int = 0
+
+    @contextlib.contextmanager
+    def seeing(self) -> Iterator[None]:
+        """Within, calls are told."""
+        mode = _Choosing(self.choose)
+        with (
+            module_hooks(self.model, self._enter, self._leave, always_leave=True),
+            engine_watched(lambda: self._count(1), lambda: self._count(-1)),
+            mode,
+        ):
+            yield
+
+    def choose(self, operator: str, values: Tensor, chosen: Tensor) -> None:
+        """An operator has chosen."""
+        path = self._open[-1].path if self._open else ""
+        said = ChoicePrint(
+            operator=operator,
+            path=path,
+            recomputed=self._engines > 0,
+            values=_printed(values)[0],
+            chosen=_printed(chosen)[0],
+        )
+        self.choices.append(said)
+
+    def _count(self, change: int) -> None:
+        self._engines += change
+
+    def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
+        self._open.append(_Open(path, _printed(inputs), self._engines > 0, _drawn(self.model)))
+
+    def _leave(self, path: str, module: nn.Module, output: Any) -> None:
+        call = self._open.pop()
+        outputs = _printed(output)
+        self.calls.append(
+            CallPrint(
+                path=path,
+                class_name=type(module).__name__,
+                recomputed=call.recomputed,
+                inputs=call.inputs,
+                outputs=outputs,
+                finished=output is not None,
+                begun=call.begun,
+                draws=_drawn(self.model) != call.begun,
+            )
+        )
+
+
+def _printed(value: Any) -> tuple[TensorPrint, ...]:
+    return _prints({str(i): t for i, t in enumerate(tensors_of(value)) if type(t) in (Tensor, nn.Parameter)})
+
+
+class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, operators that choose are told."""
+
+    def __init__(self, told: Callable[[str, Tensor, Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        place = _CHOICES.get(func)
+        if place is not None:
+            chosen = output[place] if isinstance(output, Sequence) else output
+            self._told(func.overloadpacket.__name__, args[0], chosen)
+        return output

@@ -1,0 +1,820 @@
+"""``memopt verify``: what is the same passes, and what differs is found, with the module and the likely cause."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt_cli
+from memopt_cli.errors import OptionError, StepError
+from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
+from memopt_cli.measure.local import LocalSession
+from memopt_cli.pipeline import causes
+from memopt_cli.pipeline.equivalence import compare_prepared
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    Equivalence,
+    Followed,
+    InputSpec,
+    ModelFacts,
+    ModelSource,
+    Plan,
+    SegmentPlan,
+    StepSettings,
+    TensorSpec,
+)
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.junit import JunitReport
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextReport
+
+ROWS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 10)
+        self.inner = nn.Sequential(*inner)
+        self.narrow = nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(self.wide(x))
+        return x + self.narrow(hidden)
+
+
+class Net(nn.Module):
+    """A layer, and blocks that are called by ``around``, as a checkpoint is."""
+
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(blocks)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x
+
+
+def checked(block: nn.Module, x: Tensor, **options: Any) -> Any:
+    return checkpoint(block, x, **{"use_reentrant": False, **options})
+
+
+forgetful = functools.partial(checked, preserve_rng_state=False)
+reentrant = functools.partial(checked, use_reentrant=True)
+
+
+def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) -> list[Callable[[], nn.Module]]:
+    """Blocks as they are, and in checkpoints."""
+    return [lambda: Net(make(), make()), lambda: Net(make(), make(), around=around)]
+
+
+def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return make()
+
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
+    facts = ModelFacts(
+        format="live",
+        class_name="Net",
+        sha256=None,
+        weights_sha256=None,
+        notes=(),
+        spec=spec,
+        carried=carried,
+        asked_codecs=(),
+        indices={},
+        batch_norms=True,
+        trainable_bytes=0,
+        batch=ROWS,
+        fixed_sizes=False,
+        sync_norms=(),
+    )
+    return Prepared(
+        subject=Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(**settings)),
+        facts=facts,
+        notes=(),
+        open_session=functools.partial(LocalSession, build=build),
+        carried=carried,
+    )
+
+
+def verified(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], *, steps: int = 3, **settings: Any
+) -> Equivalence:
+    sides = (prepared(make, **settings) for make in (reference, candidate))
+    return compare_prepared(*sides, steps, 60.0, Progress())
+
+
+# ---------------------------------------------------------------------------------------------- the same
+
+
+def dropping() -> nn.Module:
+    return Block(nn.Dropout(0.4))
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (3, 2)), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate"),
+    [
+        pytest.param(*pair(dropping), id="dropout in a checkpoint"),
+        pytest.param(*pair(dropping, reentrant), id="dropout in a reentrant checkpoint"),
+        pytest.param(*pair(lambda: Block(nn.LayerNorm(10), nn.GELU())), id="layer norm"),
+        pytest.param(*pair(recurrent), id="views"),
+        pytest.param(*[lambda: Net(Block(nn.BatchNorm1d(10)))] * 2, id="batch norm, twice the same"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["", "adamw"])
+def test_what_is_the_same_is_the_same_to_the_bit(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], optimizer: str
+) -> None:
+    found = verified(reference, candidate, optimizer=optimizer)
+    assert (found.alike, found.gaps, found.cause, found.failed) == ("to the bit", (), None, "")
+    assert found.compared > 10
+
+
+def test_a_plan_that_a_file_carries_stays_on() -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks.0"), SegmentPlan(path="blocks.1", chunks=2)))
+    reference, _ = pair(lambda: Block(nn.Dropout(0.4)))
+    other = prepared(reference, plan)
+    found = compare_prepared(prepared(reference), other, 2, 60.0, Progress())
+    assert found.alike != "to the bit"  # chunks draw their masks one after the other
+    plan = Plan(segments=plan.segments[:1])
+    assert compare_prepared(prepared(reference), prepared(reference, plan), 2, 60.0, Progress()).alike == "to the bit"
+
+
+class InOtherOrder(nn.Module):
+    """A product whose sums are formed in parts."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = zip(x.chunk(self.parts, 1), self.weight.chunk(self.parts, 1), strict=True)
+        product = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0)
+        return nn.functional.gelu(product)
+
+
+def test_sums_in_another_order_are_rounding_and_nothing_else_is() -> None:
+    found = verified(lambda: InOtherOrder(1), lambda: InOtherOrder(3))
+    assert (found.alike, found.precision) == ("up to rounding", "fp64")
+    assert 0 < found.worst < 1e-5
+
+    class Off(InOtherOrder):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 1e-6)
+
+    off = verified(lambda: InOtherOrder(1), lambda: Off(1))
+    assert (off.alike, off.precision) == ("not", "fp64")
+
+
+def test_where_float64_tells_nothing_half_of_the_digits_decide() -> None:
+    found = verified(lambda: InOtherOrder(1), lambda: InOtherOrder(3), precision="bf16")
+    assert found.alike in ("as far as can be told", "to the bit")
+
+    class Stubborn(InOtherOrder):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise RuntimeError("no float64 here")
+            return super().forward(x)
+
+    found = verified(lambda: Stubborn(1), lambda: Stubborn(3))
+    assert found.alike == "as far as can be told"
+    assert any("no float64 here" in note for note in found.notes)
+
+
+# ---------------------------------------------------------------------------------------------- what differs
+
+
+class Noisy(nn.Module):
+    """Ends with noise that it saves before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.noise = nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.noise(self.layer(x))
+        return out
+
+
+class Router(nn.Module):
+    """One of two experts a row, whose gates are the same but for rounding."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(1, 6))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(16, 1) * torch.linspace(0.1, 3, 16 * len(x))[:, None].to(x.dtype)
+        pieces = zip(x.chunk(self.parts, 1), self.gate.chunk(self.parts, 1), strict=True)
+        other = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0)
+        gates = torch.cat([nn.functional.linear(x, self.gate), other], 1)
+        chosen = gates.argmax(1)
+        return torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
+
+
+class Overwriting(nn.Module):
+    def __init__(self, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.block = Block(nn.Tanh())
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        out: Tensor = self.around(self.block, x)
+        x.data.mul_(2)
+        return out
+
+
+class Counting(nn.Module):
+    """Gives something else each time that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return torch.tanh(self.layer(x * self.calls[0]))
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "module", "text"),
+    [
+        pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.RANDOM_AGAIN, id="generators not kept"),
+        pytest.param(*pair(Noisy), "blocks.1.noise", causes.CUT_SHORT, id="noise at the end of a checkpoint"),
+        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.TWICE, id="batch norm twice"),
+        pytest.param(*pair(Counting), "blocks.1.layer", causes.OVERWRITTEN, id="a counter"),
+        pytest.param(Overwriting, lambda: Overwriting(checked), "block.wide", causes.OVERWRITTEN, id="an input"),
+        pytest.param(
+            lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0", causes.RANDOM,
+            id="another rate",
+        ),
+        pytest.param(
+            lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.ELSEWHERE,
+            id="another activation",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_is_named(
+    reference: Callable[[], nn.Module], candidate: Callable[[], nn.Module], module: str, text: str
+) -> None:
+    found = verified(reference, candidate)
+    assert not found.passed
+    assert found.differs_in_step == 1
+    assert found.gaps
+    assert found.cause is not None
+    assert (found.cause.module, found.cause.text) == (module, text)
+
+
+def test_ties_that_fall_otherwise() -> None:
+    found = verified(lambda: Router(1), lambda: Router(3))
+    assert not found.passed
+    assert found.cause is not None
+    assert found.cause.text == f"{causes.TIES} (argmax)"
+
+
+def test_no_gradient_under_a_reentrant_checkpoint() -> None:
+    def frozen(around: Callable[..., Any]) -> nn.Module:
+        net = Net(Block(nn.Tanh()), Block(nn.Tanh()), around=around)
+        net.first.requires_grad_(False)
+        net.register_module("head", nn.Linear(6, 6))
+        net.register_forward_hook(lambda module, args, output: module.head(output))
+        return net
+
+    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    missing = [gap for gap in found.gaps if gap.missing == "candidate"]
+    assert missing[0].name == "gradient of blocks.0.inner.0.bias" or missing[0].name.startswith("gradient of blocks.0")
+    assert found.cause is not None
+    assert found.cause.text == causes.REENTRANT
+
+
+def test_a_step_that_fails_says_in_which_one_and_why() -> None:
+    def frozen(around: Callable[..., Any]) -> nn.Module:
+        net = Net(Block(nn.Tanh()), around=around)
+        net.first.requires_grad_(False)
+        return net
+
+    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    assert (found.differs_in_step, found.passed) == (1, False)
+    assert "nothing to differentiate" in found.failed
+    assert found.cause is not None
+    assert found.cause.text == causes.REENTRANT
+
+    class Tired(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            if self.calls[0] > 1:
+                raise RuntimeError("enough")
+            return torch.tanh(self.layer(x))
+
+    class Rested(Tired):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x))
+
+    late = verified(Rested, Tired)
+    assert (late.differs_in_step, late.failed, late.cause) == (2, "RuntimeError: enough", None)
+
+
+# ---------------------------------------------------------------------------------------------- what is easily missed
+
+
+class Varied(nn.Module):
+    """Two layers; what a subclass does with them depends on ``variant``, which is 1 in the candidate."""
+
+    def __init__(self, variant: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.variant = variant
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What it has besides."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.variant:  # the same sums in another order
+            pieces = zip(x.chunk(3, 1), self.first.weight.chunk(3, 1), strict=True)
+            hidden = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0) + self.first.bias
+        out: Tensor = self.second(hidden)
+        return out
+
+
+class Late(Varied):
+    def prepare(self) -> None:
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return self.second(self.first(x)) * (1 + 1e-4 * (self.variant and self.calls[0] == 2))  # type: ignore[no-any-return]
+
+
+class Counts(Varied):
+    def prepare(self) -> None:
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1 + self.variant
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Averages(Counts):
+    def prepare(self) -> None:
+        self.seen = 0
+        self.mean = {"of": [0.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean["of"][0] += 0.5 * (1 + self.variant)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Draws(Varied):
+    make: Callable[[], Any] = staticmethod(lambda: torch.Generator().manual_seed(1))
+    draw: Callable[[Any], Any] = staticmethod(lambda generator: torch.rand(1, generator=generator))
+
+    def prepare(self) -> None:
+        self.own = self.make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + self.variant):
+            self.draw(self.own)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class DrawsFromNumPy(Draws):
+    make = staticmethod(lambda: numpy.random.default_rng(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class DrawsFromPython(Draws):
+    make = staticmethod(lambda: random.Random(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class Writes(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        x.data[0, 0] += self.variant * 1e-3
+        return out
+
+
+class Tells(Varied):
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out, {"mean": float(out.mean()) * (1 + 1e-3 * self.variant)}
+
+
+class Named(Varied):
+    def forward(self, x: Tensor) -> Any:
+        pair = self.first(x), self.second(x)
+        return dict(zip(("b", "a") if self.variant else ("a", "b"), pair, strict=True))
+
+
+class Overflows(Varied):
+    """One gradient is infinite, which says nothing of the others."""
+
+    def prepare(self) -> None:
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out.detach() + (out - out.detach()) * (1 + 1e-3 * self.variant), self.zero.sqrt()
+
+
+class Complex(Varied):
+    """With a complex parameter, whose imaginary part is a little wrong."""
+
+    def prepare(self) -> None:
+        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.first(x).to(torch.complex64) @ self.turn
+        return torch.view_as_real(turned) * torch.tensor([1, 1 + 1e-4 * self.variant], dtype=x.dtype)
+
+
+class Narrow(Varied):
+    """In float64, and within the candidate in float32."""
+
+    def prepare(self) -> None:
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.double())
+        return self.second(hidden.to(torch.float32).double() if self.variant else hidden)  # type: ignore[no-any-return]
+
+
+class Evicted(Varied):
+    """Its hook is called once less; or never, where sums are formed in another order besides."""
+
+    times = 2
+
+    def prepare(self) -> None:
+        self.watched = nn.Identity()
+        hook = lambda module, args, output: None  # noqa: E731
+        self.watched.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times - self.variant):
+            self.watched(x)
+        return self.plain(x)
+
+
+class NeverCalled(Evicted):
+    times = 1
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        (Late, "output"),
+        (Counts, "state seen"),
+        (Averages, "state mean"),
+        (Draws, "state own"),
+        (DrawsFromNumPy, "state own"),
+        (DrawsFromPython, "state own"),
+        (Writes, "input[0]"),
+        (Tells, "output[1].mean"),
+        (Named, "output.a"),
+        (Overflows, "gradient of second.bias"),
+        (Complex, "output"),
+        (Narrow, "output"),
+    ],
+)
+def test_what_is_easily_missed(model: Callable[[int], nn.Module], first: str) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert not found.passed
+    assert first in [gap.name for gap in found.gaps]
+    assert found.differs_in_step == (2 if model is Late else 1)
+
+
+@pytest.mark.parametrize("model", [Evicted, NeverCalled])
+def test_a_hook_that_is_called_less_is_no_rounding(model: Callable[[int], nn.Module]) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert (found.alike, found.gaps) == ("not", ())
+    assert found.hooks
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_float64_tells_counts_under_autocast(precision: str) -> None:
+    class Off(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) * (1 + 0.01 * self.variant)  # type: ignore[no-any-return]
+
+    found = verified(lambda: Off(0), lambda: Off(1), steps=1, precision=precision)
+    assert (found.alike, found.precision) == ("not", "fp64")
+
+
+class Scaled(Varied):
+    """In float16 its gradients are finite below the scale that scalers begin with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * 30  # type: ignore[no-any-return]
+
+
+def test_updates_in_float16_are_taken() -> None:
+    followed = LocalSession(prepared(lambda: Scaled(0), precision="fp16").subject, 60.0, lambda: Scaled(0)).ask(
+        FollowJob(steps=1)
+    )
+    assert isinstance(followed, Followed)
+    start = {tensor.name: tensor.bits for tensor in followed.start}
+    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].left)
+
+
+# ---------------------------------------------------------------------------------------------- what is no difference
+
+
+class Masked(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x).masked_fill(torch.eye(len(x), 6, dtype=torch.bool), float("-inf"))
+
+
+class Keeps(Varied):
+    """The candidate keeps a tensor, and counts, besides."""
+
+    def prepare(self) -> None:
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        if self.variant:
+            self.last = out.detach()
+            self.calls = getattr(self, "calls", 0) + 1
+        self.mean = out.detach().mean(0)
+        return out
+
+
+class Clocked(Varied):
+    def prepare(self) -> None:
+        self.noted = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.noted = time.perf_counter_ns()
+        return self.second(self.first(x)), time.perf_counter()
+
+
+class Noisy64(Varied):
+    """Its sums differ in the last digit from run to run, as atomic ones do, and in the candidate a little more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.finfo(x.dtype).eps * (int.from_bytes(os.urandom(1), "big") - 128) / 1024
+        return self.plain(x) * (1 + noise)
+
+
+@pytest.mark.parametrize(
+    ("model", "alike"),
+    [
+        (Masked, ("up to rounding",)),
+        (Keeps, ("to the bit",)),
+        (Clocked, ("to the bit",)),
+        (Noisy64, ("up to rounding", "within noise", "to the bit")),
+    ],
+)
+def test_what_is_no_difference(model: Callable[[int], nn.Module], alike: tuple[str, ...]) -> None:
+    assert verified(lambda: model(0), lambda: model(1), steps=2).alike in alike
+
+
+def test_modes_that_differ_are_noted() -> None:
+    def frozen(mode: bool) -> nn.Module:
+        net = Net(dropping())
+        net.blocks.train(not mode)
+        return net
+
+    found = verified(lambda: frozen(False), lambda: frozen(True), steps=1)
+    assert "blocks came in eval mode in the candidate alone" in found.notes[0]
+    assert verified(lambda: frozen(True), lambda: frozen(True), steps=1).notes == ()
+
+
+def test_gradients_of_inputs_that_want_them() -> None:
+    class Cut(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + self.first(x.detach() if self.variant else x)) + x.sum() * 0  # type: ignore[no-any-return]
+
+    reference, candidate = Cut(0), Cut(1)
+    candidate.load_state_dict(reference.state_dict())
+    x = torch.randn(ROWS, 6, requires_grad=True)
+    found = memopt_cli.verify(reference, candidate, x, steps=1).result
+    assert found.gaps[0].name == "gradient of input[0]"
+    assert x.grad is None
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+def hooked(*names: str, around: Callable[..., Any] = lambda block, x: block(x)) -> nn.Module:
+    net = Net(Block(nn.Tanh()), around=around)
+    for name in names:
+        hook = lambda module, args, output: None  # noqa: E731
+        hook.__name__ = name
+        net.blocks[0].wide.register_forward_hook(hook)
+    return net
+
+
+def test_hooks_that_are_not_called_or_in_another_order() -> None:
+    missing = verified(lambda: hooked("record", "count"), lambda: hooked("count"))
+    assert (missing.alike, missing.hooks) == ("not", "the hook record of blocks.0.wide is never called")
+    turned = verified(lambda: hooked("record", "count"), lambda: hooked("count", "record"))
+    assert "in another order" in turned.hooks
+    again = verified(lambda: hooked("record"), lambda: hooked("record", around=checked))
+    assert again.alike == "to the bit"
+    assert again.notes == (
+        "The hook record of blocks.0.wide is called 2 times a step instead of 1, in recomputations too.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be compared
+
+
+def test_models_that_are_not_one_are_refused() -> None:
+    with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
+        verified(lambda: Net(Block(), Block()), lambda: Net(Block()))
+    with pytest.raises(StepError, match=r"the reference has no parameter blocks\.1"):
+        verified(lambda: Net(Block()), lambda: Net(Block(), Block()))
+
+    def other() -> nn.Module:
+        net = Net(Block())
+        with torch.no_grad():
+            net.first.bias.add_(1)
+        return net
+
+    with pytest.raises(StepError, match=r"different values of parameter first\.bias"):
+        verified(lambda: Net(Block()), other)
+
+
+class Unsteady(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * int.from_bytes(os.urandom(1), "big")
+
+
+def test_a_reference_that_does_not_repeat_is_refused() -> None:
+    with pytest.raises(StepError, match="not repeatable"):
+        verified(Unsteady, Unsteady)
+
+
+def test_a_reference_that_fails_is_refused() -> None:
+    with pytest.raises(StepError, match="the reference's step fails"):
+        verified(lambda: Net(nn.Linear(7, 7)), lambda: Net(nn.Linear(7, 7)))
+
+
+class Wrapped(nn.Module):
+    """As DataParallel and torch.compile name what they wrap."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = getattr(self, self.name)(x)
+        return out
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod"])
+def test_names_of_wrappers_are_left_out(name: str) -> None:
+    def make() -> nn.Module:
+        return Net(Block(nn.BatchNorm1d(10)))
+
+    assert verified(make, lambda: Wrapped(name, make())).alike == "to the bit"
+    assert verified(lambda: Wrapped(name, make()), make).alike == "to the bit"
+
+
+# ---------------------------------------------------------------------------------------------- from Python
+
+
+@pytest.mark.process
+def test_live_models_are_left_alone() -> None:
+    torch.manual_seed(0)
+    reference = Net(dropping(), dropping())
+    candidate = Net(dropping(), dropping(), around=forgetful)
+    candidate.load_state_dict(reference.state_dict())
+    before = {name: tensor.clone() for name, tensor in candidate.state_dict().items()}
+    state = torch.get_rng_state()
+    found = memopt_cli.verify(reference, candidate, torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)))
+    assert not found.passed
+    assert "the candidate does not train as the reference does" in repr(found)
+    assert causes.RANDOM_AGAIN in repr(found)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in candidate.state_dict().items())
+    assert all(parameter.grad is None for parameter in candidate.parameters())
+
+
+def test_steps_of_ones_own() -> None:
+    def step(around: Callable[..., Any]) -> Callable[[], memopt_cli.Step]:
+        def make() -> memopt_cli.Step:
+            torch.manual_seed(0)
+            net = Net(dropping(), around=around)
+            optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+
+            def run(x: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                return loss.detach()
+
+            return memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+
+        return make
+
+    x = torch.randn(ROWS, 6)
+    plain = step(lambda block, x: block(x))
+    assert memopt_cli.verify(plain, step(checked), (x,)).result.alike == "to the bit"
+    wrong = memopt_cli.verify(plain, step(forgetful), (x,)).result
+    assert wrong.cause is not None
+    assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is a int"),
+        ((nn.Linear(1, 1), "model.pt", torch.ones(2, 1)), {}, "candidate is a str"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1)), {"steps": 0}, "steps"),
+        ((lambda: None, lambda: None, "2x1"), {}, "inputs cannot be text"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        memopt_cli.verify(*arguments, **options)
+
+
+# ---------------------------------------------------------------------------------------------- reports
+
+
+@pytest.fixture(scope="module")
+def different() -> Equivalence:
+    return verified(*pair(dropping, forgetful))
+
+
+def test_the_report_in_words(different: Equivalence) -> None:
+    text = io.StringIO()
+    TextReport().verified(different, text)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "- does not train as - does"
+    assert lines[1].startswith("in step 1 of 3 gradient of blocks.")
+    assert lines[2] == "first in: blocks.1.inner.0 (Dropout)"
+    assert lines[3] == f"likely cause: {causes.RANDOM_AGAIN}"
+    assert any(line.startswith("gradient of first.weight") for line in lines)
+
+
+def test_the_report_of_what_is_the_same() -> None:
+    text = io.StringIO()
+    TextReport().verified(verified(*pair(dropping), steps=1), text)
+    assert text.getvalue().startswith("- trains as - does: one step, ")
+    assert "the same to the bit" in text.getvalue()
+
+
+def test_the_report_for_programs(different: Equivalence) -> None:
+    text = io.StringIO()
+    JsonReport().verified(different, text)
+    data = json.loads(text.getvalue())
+    assert (data["passed"], data["alike"], data["cause"]["module"]) == (False, "not", "blocks.1.inner.0")
+
+
+def test_the_report_for_junit(different: Equivalence) -> None:
+    text = io.StringIO()
+    JunitReport().verified(different, text)
+    (suite,) = ET.fromstring(text.getvalue())
+    assert suite.get("name") == "memopt verify"
+    failed = {case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None}
+    assert failed == {"gradients", "random numbers", "parameters after the update"}
+    assert suite.get("tests") == "9"
+
+
+def test_the_report_for_github(different: Equivalence, tmp_path: Any) -> None:
+    text, page = io.StringIO(), tmp_path / "page.md"
+    GithubReport(str(page)).verified(different, text)
+    assert text.getvalue().startswith("::error title=memopt%3A -::- does not train as - does")
+    assert "| tensor | differs by |" in page.read_text()
+    markdown = io.StringIO()
+    MarkdownReport().verified(different, markdown)
+    assert markdown.getvalue() == page.read_text()
