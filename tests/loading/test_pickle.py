@@ -169,6 +169,24 @@ def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> No
     assert load(tmp_path / "gpt.pt").config.n_embd == 8  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("GPT2", {"use_cache": True}, True),
+        ("GPT2", {"use_cache": False}, False),
+        ("Bert", {"use_cache": True}, False),  # it encodes, and never generates
+    ],
+)
+def test_a_cache_that_training_fills_is_named(tmp_path: Path, name: str, settings: dict[str, bool], told: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    config = getattr(transformers, f"{name}Config")(**sizes, **settings)
+    kind = {"GPT2": transformers.GPT2LMHeadModel, "Bert": transformers.BertForMaskedLM}[name]
+    torch.save(kind(config), tmp_path / "model.pt")
+    notes = load_model(ModelSource(location=str(tmp_path / "model.pt"))).notes
+    assert any("use_cache=False" in note and "past_key_values" in note for note in notes) is told
+
+
 # ---------------------------------------------------------------------------------------------- hostile files
 
 
