@@ -515,7 +515,7 @@ def asked_while_compiling(function: Callable[_P, _T]) -> Callable[_P, _T]:
 _AHEAD: Final = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner")
 
 
-WRITES_TWICE: Final = TorchVersion(torch.__version__) < (2, 13)
+WRITES_TWICE: Final = TorchVersion(torch.__version__) < "2.13"
 """Whether a compiled checkpoint may run once more, in backward, what it writes in place: running statistics move twice.
 
 So it is in PyTorch 2.8, with ``inductor`` and ``aot_eager``, and no longer in 2.13; between these nobody has looked.
