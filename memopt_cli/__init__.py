@@ -25,6 +25,7 @@ _PUBLIC = {
     "optimize": "memopt_cli.live",
     "profile": "memopt_cli.live",
     "verify": "memopt_cli.verified",
+    "explain_oom": "memopt_cli.oom",
     "recommend_batch": "memopt_cli.live",
     "apply_plan": "memopt_cli.proven",
     "load": "memopt_cli.loading",

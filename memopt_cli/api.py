@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.apply import apply_plan, taken_off
 from memopt_cli.errors import MemoptError, OptionError, StepError
@@ -72,13 +72,13 @@ MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
 _RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Positional arguments of ``forward``, or keyword arguments."""
+"""Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
 
 
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
-    dummy_input: Inputs | None = None,
+    dummy_input: Inputs | Tensor | None = None,
     compress_x: bool | None = None,
     level: int | None = None,
     verbose: bool = False,
@@ -175,7 +175,7 @@ def memory_optimization(
         if dummy_input is None or resolved.options.level == 0:
             found = _on_instances(net, resolved, settings, progress)
         else:
-            found = _measured(net, dummy_input, request, resolved, settings, progress)
+            found = _measured(net, _arguments(dummy_input), request, resolved, settings, progress)
     found.notes.extend(_nothing_wrapped(net, instance, found))
     return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
 
@@ -183,7 +183,7 @@ def memory_optimization(
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],
-    dummy_input: Inputs | None = None,
+    dummy_input: Inputs | Tensor | None = None,
     compress_x: bool | None = True,
     device: str = "cuda",
     checkpoint_budget: Preference | None = None,
@@ -215,7 +215,7 @@ def apply_gc(
         if dummy_input is None:
             modules = _listed(net, resolved, StepSettings(device=device))
         else:
-            modules = observed_modules(net, dummy_input, StepSettings(device=device))
+            modules = observed_modules(net, _arguments(dummy_input), StepSettings(device=device))
         found = _unmeasured(net, modules, resolved, device)
         apply_plan(net, found.plan)
     found.notes[:0] = taken_off_note(carried)
@@ -330,6 +330,10 @@ def _verified_by_guess(
     if not found.passed:
         raise difference_error(found)
     return found
+
+
+def _arguments(given: Inputs | Tensor) -> Inputs:
+    return (given,) if isinstance(given, Tensor) else given
 
 
 def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:

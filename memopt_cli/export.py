@@ -20,8 +20,8 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     out, and named at the head of the file.  Raises :class:`UsageError` for a file that is no plan.
     """
     plan = plan if isinstance(plan, Plan) else read_plan(plan)[1]
-    # Comments, not the docstring: a path may hold what would end that, but no line break once it is printable.
-    left_out = [f"# - {reason}" for reason in _left_out(plan)]
+    # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
+    left_out = [f"# - {printable(reason)}" for reason in _left_out(plan)]
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
@@ -46,7 +46,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
     if plan.in_backward:
         yield "the optimizer does not run in backward"
     for segment in plan.segments:
-        path = printable(segment.path) or "(root)"
+        path = segment.path or "(root)"
         if segment.through_loss:
             yield f"{path}: no segment; the plan runs it in {segment.chunks} chunks through the loss"
             continue

@@ -64,7 +64,7 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
 def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     try:
         optimizer = function(model)
-    except Exception as err:  # the user's code may raise anything
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
             f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with the model alone."
         ) from err
@@ -72,12 +72,29 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         raise StepError(
             f"--optimizer: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
+    if wants_closure(optimizer):
+        raise StepError(f"--optimizer: {closure_refusal(optimizer)}", hint="Take one that steps without a closure.")
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in known for parameter in group["params"]):
             raise StepError(f"--optimizer: {_name(function)} updates tensors that are not parameters of its model")
     return optimizer
+
+
+def closure_refusal(optimizer: Optimizer) -> str:
+    """What is wrong with one whose step is given a closure."""
+    return (
+        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt measures steps "
+        "that do so once"
+    )
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot do without one, by what it says of itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    is_asked_for = closure is not None and closure.default is inspect.Parameter.empty
+    return isinstance(optimizer, torch.optim.LBFGS) or is_asked_for
 
 
 def _name(function: Callable[..., Any]) -> str:

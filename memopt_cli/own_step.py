@@ -18,12 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.module_calls import rejection, watched_modules
+from memopt_cli.optimizers import closure_refusal
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
-from memopt_cli.user_step import StepModels, closure_refusal
+from memopt_cli.user_step import StepModels
 
 Entered = Callable[[Phase], object]
 Updating = Callable[[Optimizer], object]
@@ -132,7 +133,14 @@ class OwnStep(Step):
                 reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
                 raise StepError(reason, hint=_HINT) from error
         check_finite(output, "what the step returned")
+        if self.is_settled():  # a scaler skips those that are not
+            self._check_gradients()
         return output
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.models.named_parameters():
+            if parameter.grad is not None:
+                check_finite(parameter.grad, f"the gradient of '{name}'")
 
 
 _HINT = "It is called with the inputs, one for each argument of run; on the command line: -i SHAPE[@dtype][=values]."

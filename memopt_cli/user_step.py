@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import OptionError
+from memopt_cli.optimizers import closure_refusal, wants_closure
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
@@ -63,21 +64,13 @@ def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"optimizers holds a {kind}, not a torch.optim.Optimizer", hint=_EXAMPLE)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptionError(f"{kind} {_CLOSURE}", hint="Take an optimizer that steps without a closure.")
+    if wants_closure(optimizer):
+        raise OptionError(closure_refusal(optimizer), hint="Take an optimizer that steps without a closure.")
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise OptionError(
             f"{kind} updates a tensor that is a parameter of no model of the step",
             hint="List every model that is trained in models.",
         )
-
-
-_CLOSURE = "runs forward and backward within its step, by a closure; memopt measures steps that do so once"
-
-
-def closure_refusal(optimizer: Optimizer) -> str:
-    """What is wrong with one whose step is given a closure."""
-    return f"{type(optimizer).__name__} {_CLOSURE}"
 
 
 class StepModels(nn.Module):

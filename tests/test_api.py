@@ -263,6 +263,13 @@ def test_inputs_are_probed_for_a_codec(compress_x: bool | None, dummy: bool, cod
     )
 
 
+def test_a_single_input_needs_no_tuple() -> None:
+    x = torch.randn(64, 8)
+    alone, tupled = (gc(spiking(), Block, given)["gc_selected_modules"] for given in (x, (x,)))
+    assert alone == tupled
+    assert alone
+
+
 def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     net = spiking()
     net[1].x_compressor = "BooleanSpikeCompressor"

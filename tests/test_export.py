@@ -138,8 +138,9 @@ def test_what_has_no_plain_form_is_named() -> None:
 
 def test_names_are_data() -> None:
     hostile = "a\"\"\"\nimport os; os.abort()\n'''\\"
-    names = exported(plan({"path": hostile, "chunks": 2}))
-    assert list(names["SEGMENTS"]) == [hostile]
+    inner = f"{hostile}.b"
+    given = plan({"path": hostile, "chunks": 2, "keep": (hostile,)}, {"path": inner, "keep": (hostile,)}, packed=True)
+    assert exported(given)["SEGMENTS"] == {hostile: (), inner: (hostile,)}
 
 
 @pytest.mark.process

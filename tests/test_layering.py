@@ -34,12 +34,13 @@ PARTS: dict[str, set[str]] = {
     "spec_text": {"errors", "optimizer_text", "records", "units"},
     "batch_axis": {"errors", "records", "spec_text"},
     "devices": {"errors"},
+    "oom_text": {"records"},
     "fingerprints": {"records"},
     "runtime": set(),
     "module_calls": {"errors", "runtime"},
     "step": BASE | {"runtime", "module_calls", "optimizers"},
-    "user_step": {"errors", "runtime"},
-    "own_step": BASE | {"runtime", "module_calls", "step", "user_step"},
+    "user_step": {"errors", "runtime", "optimizers"},
+    "own_step": BASE | {"runtime", "module_calls", "optimizers", "step", "user_step"},
     "equality": BASE | {"runtime", "step", "own_step"},
     "workspace": set(),
     **dict.fromkeys(STAGES, BELOW_STAGES),
@@ -58,7 +59,7 @@ PARTS: dict[str, set[str]] = {
     "measure.local": BELOW_STAGES | {"measure", "measure.worker"},
     "pipeline": BELOW_STAGES
     | STAGES
-    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints"},
+    | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
     "proven": BELOW_STAGES | {"apply", "contents", "verification"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
     "arguments": BELOW_STAGES | {"api", "contents", "devices", "model_batching", "pipeline"},
@@ -69,6 +70,7 @@ PARTS: dict[str, set[str]] = {
     "shown": BASE | {"report"},
     "live": BELOW_STAGES
     | {"arguments", "apply", "devices", "measure", "measure.processes", "pipeline", "plan", "shown", "write"},
+    "oom": BELOW_STAGES | {"arguments", "write"},
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,

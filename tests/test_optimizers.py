@@ -100,12 +100,36 @@ class WithClosure(torch.optim.SGD):
         return super().step(closure)
 
 
+class Refusing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise KeyError("momentum")
+
+
+def ends(model: nn.Module) -> Any:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: WithClosure(model.parameters()), "WithClosure runs forward and backward within its step"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS runs forward and backward within its step"),
+        (lambda model: torch.optim.Muon(model.parameters()), "failed: ValueError: Muon only supports 2D parameters"),
+        (ends, "ends failed: SystemExit"),
+    ],
+)
+def test_one_that_cannot_be_had_is_named(make: Any, message: str) -> None:
+    with pytest.raises(StepError) as error:
+        own(make)(nn.Linear(3, 2))
+    assert message in error.value.message
+
+
 @pytest.mark.parametrize(
     ("model", "args", "make"),
     [
         (nn.Linear(3, 2), torch.ones(4, 3), lambda model: torch.optim.SparseAdam(model.parameters())),
         (nn.Embedding(3, 2, sparse=True), torch.tensor([1]), lambda model: torch.optim.Adam(model.parameters())),
-        (nn.Linear(3, 2), torch.ones(4, 3), lambda model: WithClosure(model.parameters())),
+        (nn.Linear(3, 2), torch.ones(4, 3), lambda model: Refusing(model.parameters())),
     ],
 )
 def test_one_that_cannot_take_a_step_is_named(model: nn.Module, args: torch.Tensor, make: Any) -> None:

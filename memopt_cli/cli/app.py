@@ -18,6 +18,7 @@ from memopt_cli.cli.apply import apply
 from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import check
 from memopt_cli.cli.compare import compare
+from memopt_cli.cli.explain import explain
 from memopt_cli.cli.help import GroupedCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.optimize import optimize
@@ -50,6 +51,7 @@ app.command("profile", cls=GroupedCommand)(profile)
 app.command("optimize", cls=GroupedCommand)(optimize)
 app.command("recommend-batch", cls=GroupedCommand)(recommend_batch)
 app.command("apply", cls=GroupedCommand)(apply)
+app.command("explain", cls=GroupedCommand)(explain)
 app.command("verify", cls=GroupedCommand)(verify)
 app.command("baseline", cls=GroupedCommand)(baseline)
 app.command("check", cls=GroupedCommand)(check)

@@ -17,8 +17,15 @@ DEFAULT_PATH = Path("memopt.yaml")
 _COMMAND_LINE_ONLY = {"help", "config", "trust-pickle", "force", "output", "html", "snapshot"}
 """Flags a file must not set: they switch a check off, or name a file to write, and every command writes another."""
 
-_RUNS_CODE = {"trust", "code-path", "loss", "input-script", "allow-package", "allow-global", "sandbox", "no-sandbox"}
-"""Keys that run code or vouch for it.  A file must be named to set them: one may lie in a downloaded folder."""
+_RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
+"""Keys that vouch for code.  A file must be named to set them: one may lie in a downloaded folder."""
+
+_SAYS_NO_CODE = {
+    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "CLASS|PATH", "FILE", "LOW:HIGH", "METRIC:LIMIT"),
+    *("N", "NAME", "NAME,...", "NAME=SIZE", "NORM", "RATIO", "SECONDS", "SPEC", None),
+}
+"""What ``--help`` calls the values of flags that name no code: a found file sets no others.  A model may be code, too:
+``package.module:callable``.  Where files are is looked at besides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +53,8 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None and not file.is_file():
         raise UsageError(f"{file} here is not a regular file", hint="Remove it, or name another with --config.")
     data = read_mapping(file, "Write flags and their values, as in level: 4.")
-    unsafe = sorted(key for key, value in data.items() if _runs_code(key, value)) if path is None else []
-    if unsafe:
-        raise UnsafeFileError(
-            f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
-            hint=f"If the file is yours, say --config {file}.",
-        )
+    if path is None:
+        _refuse_code(context, file, data)
     context.obj = Config(
         path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
     )
@@ -61,9 +64,25 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     return path
 
 
-def _runs_code(key: str, value: Any) -> bool:
-    """Whether a value runs code or vouches for it: some name a function where others are plain."""
-    return key in _RUNS_CODE or any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
+def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
+    """For a file that is found: a key, or a value, that runs code or vouches for it."""
+    flags = [flag for command in _commands(context) for flag in _flags(command).items()]
+    code = _RUNS_CODE | {name for name, parameter in flags if parameter.metavar not in _SAYS_NO_CODE}
+    unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
+    if unsafe:
+        raise UnsafeFileError(
+            f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
+            hint=f"If the file is yours, say --config {file}.",
+        )
+
+
+def _names_function(value: Any) -> bool:
+    """Some flags name a function where others of their values are plain."""
+    return any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _commands(context: typer.Context) -> list[Any]:
+    return list(getattr(context.parent and context.parent.command, "commands", {}).values())
 
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
@@ -77,8 +96,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Parameter name -> text or texts, of this command; a key of another command is that command's business."""
-    commands = getattr(context.parent and context.parent.command, "commands", {})
-    known = {flag for command in commands.values() for flag in _flags(command)}
+    known = {flag for command in _commands(context) for flag in _flags(command)}
     for key in data:
         if key in _COMMAND_LINE_ONLY:
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")

@@ -82,6 +82,11 @@ def check_model(location: str) -> str:
     return location
 
 
+def check_any_model(location: str | None) -> str | None:
+    """The same where none need be named."""
+    return None if location is None else check_model(location)
+
+
 def check_device(device: str | None) -> str | None:
     """``auto``, ``cpu`` or ``cuda:N``; whether there is such a device is asked later."""
     try:

@@ -13,7 +13,7 @@ from memopt_cli.cli.help import OUTPUT, STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
-from memopt_cli.cli.values import check_model, whole
+from memopt_cli.cli.values import check_any_model, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, StepSettings
@@ -28,10 +28,6 @@ _DIFFERENCE = 1
 """Exit code."""
 
 
-def _check_model(location: str | None) -> str | None:
-    return None if location is None else check_model(location)
-
-
 @with_parts
 def verify(
     context: typer.Context,
@@ -40,7 +36,7 @@ def verify(
         str | None,
         typer.Argument(
             metavar="CANDIDATE",
-            callback=_check_model,
+            callback=check_any_model,
             help="The same model, or step, trained in another way.",
             show_default=False,
         ),
@@ -49,7 +45,7 @@ def verify(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="CANDIDATE", callback=_check_model, show_default=False, help="Another way to name CANDIDATE."
+            metavar="CANDIDATE", callback=check_any_model, show_default=False, help="Another way to name CANDIDATE."
         ),
     ] = None,
     steps: Annotated[

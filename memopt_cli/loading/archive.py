@@ -19,7 +19,7 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """What stands before a record: its signature, and how long its name and its further fields are."""
-_LONG = 1000
+_LONG, _LONGEST_NAME = 1000, 80
 _EXPANSION, _ALLOWANCE = 16, 16 << 20
 """Records may unpack to 16 times the archive's size and 16 MiB: PyTorch compresses source code only, eight to one."""
 
@@ -67,7 +67,8 @@ class Archive:
                 raise ValueError("the record has another checksum")
             return stored
         except Exception as err:
-            raise FileFormatError(f"{self._path} cannot be read: its record {name} is missing or damaged") from err
+            reason = f"its record {name[:_LONGEST_NAME]} is missing or damaged"
+            raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=TRUNCATED) from err
 
     def read(self, name: str) -> bytes:
         """The same as bytes of their own."""

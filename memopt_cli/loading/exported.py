@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.documents import read_json
-from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
 from memopt_cli.loading.archive import Archive, record_names
 from memopt_cli.loading.exported_contents import MOST_PROGRAM_VALUES, checked_path
 from memopt_cli.loading.exported_graph import (
@@ -39,6 +39,15 @@ from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
 _PROGRAM: Final = "models/model.json"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"
+_RECORDS: Final = re.compile(
+    r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)|data/sample_inputs/model\.pt"
+    rf"|{re.escape(_PROGRAM)}|byteorder|version|archive_(format|version)|\.data/(version|serialization_id)"
+    r"|\.format_version|\.storage_alignment|extra/.+"
+    r"|serialized_(exported_program\.json|(state_dict|constants|example_inputs)\.pt)",
+    re.ASCII,
+)
+"""Records of a program, of the forms since 2.8 and before: none holds compiled code, or objects to be made."""
+_LONGEST_NAME: Final = 80
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
@@ -60,6 +69,12 @@ class Exported:
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
+        if unknown := [name for name in archive.sizes if not _RECORDS.fullmatch(name)]:
+            name = unknown[0][:_LONGEST_NAME]
+            raise UnsafeFileError(
+                f"{file.path} was not loaded: it has a record named {name}, which memopt does not know",
+                hint="Export the model alone: torch.export.save(torch.export.export(model, inputs), path).",
+            )
         if _PROGRAM not in archive.sizes:
             raise FileFormatError(
                 f"{file.path} was exported by a PyTorch before 2.8",
@@ -90,9 +105,10 @@ class _Program:
         self._archive = archive
         self._path = path
         program = read_json(archive.read(_PROGRAM), most_values=MOST_PROGRAM_VALUES)
-        if program["schema_version"]["major"] != _SCHEMA:
+        version = program["schema_version"]["major"]
+        if version != _SCHEMA:
             raise FileFormatError(
-                f"{path} has version {program['schema_version']['major']} of the format; memopt reads {_SCHEMA}",
+                f"{path} has version {shortened(version)} of the format; memopt reads {_SCHEMA}",
                 hint="Export the model again with the PyTorch that is installed.",
             )
         self._graph = program["graph_module"]["graph"]

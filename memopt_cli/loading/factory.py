@@ -77,7 +77,7 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
             made = factory()
     except MemoptError:
         raise
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         hint = "It does not fit here; memopt profile --fake may need no memory for it."
         raise FileFormatError(
             f"{location}() failed: {first_line(err)}",

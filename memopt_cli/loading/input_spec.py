@@ -34,6 +34,7 @@ from memopt_cli.spec_text import (
     require_sizes,
     require_used,
 )
+from memopt_cli.step import dtype_in
 from memopt_cli.user_step import StepModels
 
 __all__ = [
@@ -159,13 +160,21 @@ def guessed_spec(module: nn.Module) -> InputSpec | None:
 
 
 def _guess_tensor(layer: nn.Module) -> TensorSpec | None:
+    try:
+        guess = _guess_by_settings(layer)
+    except (AttributeError, TypeError, LookupError, UsageError):  # a class of one's own, or a file, has others
+        return None
+    return guess if guess is not None and all(type(size) is int and size > 0 for size in guess.shape) else None
+
+
+def _guess_by_settings(layer: nn.Module) -> TensorSpec | None:
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         sides = {1: (256,), 2: (64, 64), 3: (16, 32, 32)}[len(layer.kernel_size)]
         return TensorSpec(shape=(2, layer.in_channels, *sides))
     if isinstance(layer, nn.Linear):
         return TensorSpec(shape=(2, layer.in_features))
     if isinstance(layer, nn.Embedding):
-        return TensorSpec(shape=(2, 16), dtype="int64", values=f"0..{layer.num_embeddings}")
+        return TensorSpec(shape=(2, 16), dtype="int64", values=parse_values(f"0..{layer.num_embeddings}", "int64"))
     if isinstance(layer, nn.RNNBase):
         return TensorSpec(shape=(2, 16, layer.input_size) if layer.batch_first else (16, 2, layer.input_size))
     if isinstance(layer, nn.RNNCellBase):
@@ -202,7 +211,7 @@ def make_inputs(
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype if dtype is not None and value.is_floating_point() else None)
+        return value.to(device=device, dtype=None if dtype is None else dtype_in(dtype, value))
     if isinstance(value, Mapping):
         return {key: _place(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):

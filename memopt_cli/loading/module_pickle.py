@@ -268,7 +268,8 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
     for name, verdict in found:
         if isinstance(verdict, Missing):
             raise FileFormatError(
-                f"{file.path} needs {name}, which cannot be imported: {verdict.reason}", hint=how_to_install(name)
+                f"{file.path} needs {name}, which cannot be imported: {verdict.reason}",
+                hint=how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )
 
 

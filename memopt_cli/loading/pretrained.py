@@ -163,6 +163,10 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
             yield
     except (UnsafeFileError, FileFormatError):
         raise
+    except ImportError as err:
+        raise FileFormatError(
+            f"{folder} cannot be built by {library}: {first_line(err)}", hint="Install the library that it needs."
+        ) from err
     except Exception as err:  # the library's code
         raise FileFormatError(f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE) from err
 

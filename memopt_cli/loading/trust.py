@@ -19,9 +19,9 @@ from typing import Final
 
 from memopt_cli.documents import printable, quoted_flag
 from memopt_cli.errors import UnsafeFileError
-from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Use
+from memopt_cli.loading.pickles.kinds.interface import TOO_WIDE, Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
-from memopt_cli.loading.pickles.kinds.vouched import TOO_WIDE, Definition, defined_as, needs_script
+from memopt_cli.loading.pickles.kinds.vouched import Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.records import Trust, WantedGlobal
 
@@ -146,8 +146,9 @@ def unknown(use: Use) -> Denied | Missing:
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    by_name = use.how == "called" and _defined_as(wanted) != "class"
-    remedy = Trust(globals=(str(wanted),)) if by_name else Trust(packages=(wanted.package,))
+    # What is not defined there may be a function of Python's by another name: known once the package is imported.
+    is_function = use.how == "called" and _defined_as(wanted) == "def"
+    remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
 
 

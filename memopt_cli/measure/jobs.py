@@ -24,6 +24,7 @@ from memopt_cli.records import (
     ModelSource,
     Plan,
     Refused,
+    SnapshotFacts,
     StepSettings,
     StepTrace,
     Verification,
@@ -126,6 +127,14 @@ class InspectJob(Job[Inspection]):
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
     most_bytes: ClassVar[int] = PER_TENSOR
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotJob(Job[SnapshotFacts]):
+    """What a pickle of ``torch.cuda.memory._snapshot()`` tells; nothing in it is run."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
     path: str
 
 

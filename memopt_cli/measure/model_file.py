@@ -15,11 +15,12 @@ from memopt_cli.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.loading import description, load_model, read_file
 from memopt_cli.loading.input_spec import batch_of, find_spec
-from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, InspectJob, SaveJob, Subject
+from memopt_cli.loading.memory_snapshot import read_snapshot
+from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, InspectJob, SaveJob, SnapshotJob, Subject
 from memopt_cli.model_batching import BatchModule
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.model_batching.stacked import refuse_unsupported
-from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan
+from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, SnapshotFacts
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.trace import codec_paths, fake_mode
 from memopt_cli.trace.log import unique_bytes
@@ -35,6 +36,11 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
 def inspect(subject: Subject, job: InspectJob) -> Inspection:
     """What is in the file.  Raises :class:`MemoptError`."""
     return description.describe(read_file(job.path))
+
+
+def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
+    """Who held what, by a snapshot of PyTorch's allocator.  Raises :class:`MemoptError`."""
+    return read_snapshot(job.path)
 
 
 def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:

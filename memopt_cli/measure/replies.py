@@ -48,7 +48,7 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
             _require(min(len(times), len(others)) > 0 and all(t > 0 for t in (*times, *others)))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
             _require(step_s > 0 and batch > 0 and replicas > 0)
-        case Traced(trace=trace):
+        case Traced(trace=trace) | (StepTrace() as trace):
             _check_trace(trace)
         case ModelFacts(spec=InputSpec() as spec) if isinstance(job, DescribeJob):
             return replace(found, spec=_with_named_inputs(spec, job.spec))

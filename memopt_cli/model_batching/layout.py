@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, shortened
 
 DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
 """How models (g) and images (b) lie in a caller's tensors; parentheses: merged into one dimension, the last fastest."""
@@ -22,6 +22,7 @@ DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
 def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
     """A view of a caller's tensor as (models, images, …)."""
     check_order(order)
+    check_models(models)
     dimension = 1 if order == "b g" else 0
     length = tensor.shape[dimension] if tensor.dim() > dimension else 0
     merged = order.startswith("(")
@@ -79,6 +80,12 @@ def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Te
 def inner_batch_size(tensor: Tensor, batch: int) -> int:
     """How many images each of ``batch`` models has in a merged tensor.  Raises :class:`UsageError` as above."""
     return models_first(tensor, batch, "(b g)").shape[1]
+
+
+def check_models(batch: object) -> None:
+    """Raises :class:`UsageError` for what is no number of models."""
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise UsageError(f"batch={shortened(batch)}: there must be at least one model", hint="Give a whole number.")
 
 
 def check_order(order: str) -> None:

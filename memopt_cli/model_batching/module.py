@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.model_batching.layout import DataOrder, check_order, in_order, models_first
+from memopt_cli.model_batching.layout import DataOrder, check_models, check_order, in_order, models_first
 from memopt_cli.model_batching.routes.interface import Route, RouteName
 from memopt_cli.model_batching.selection import RouteTrial, select
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
@@ -56,8 +56,9 @@ class BatchModule(nn.Module):
         check: bool = True,
     ) -> None:
         super().__init__()
-        if batch < 1:
-            raise UsageError(f"batch={batch}: there must be at least one model")
+        check_models(batch)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model is a {type(model).__name__}", hint="Give a torch.nn.Module.")
         if route not in ("auto", *get_args(RouteName)):
             raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
         self.batch = batch

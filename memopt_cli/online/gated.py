@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.errors import UsageError
 from memopt_cli.online.operations import ElementWise, traced
 from memopt_cli.online.states import declare_state
 
@@ -144,6 +145,8 @@ class LRU(nn.Module):
     def __init__(self, inputs: int, size: int, r_min: float = 0.4, r_max: float = 0.99) -> None:
         """Moduli start between ``r_min`` and ``r_max``, phases between 0 and pi / 10."""
         super().__init__()
+        if not 0 <= r_min < r_max <= 1:
+            raise UsageError(f"moduli from {r_min} to {r_max}", hint="Give 0 <= r_min < r_max <= 1.")
         self.real_input, self.imaginary_input = _weight(inputs, size, bias=False), _weight(inputs, size, bias=False)
         modulus = torch.sqrt(torch.rand(size) * (r_max**2 - r_min**2) + r_min**2)
         self.nu = ElementWise(torch.log(-torch.log(modulus)))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.online.states import recording_new_states, states_of
+from memopt_cli.errors import MemoptError, UsageError, first_line
+from memopt_cli.online.states import is_size, recording_new_states, states_of
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     in_lanes,
@@ -29,6 +29,7 @@ from memopt_cli.runtime.private_torch import (
 Act = Callable[..., tuple[Tensor, ...]]
 """Tensors with a leading batch axis -> tensors with a leading batch axis."""
 
+BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
 _STRUCTURE = frozenset(vars(nn.Module()))
 
 
@@ -39,8 +40,8 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
     from lane to lane.  The function takes no arguments and must be idempotent: it runs once to see which states it
     makes, and once for all lanes.
     """
-    if axis_size < 1:
-        raise UsageError(f"axis_size={axis_size}", hint="Give the batch size, at least 1.")
+    if not is_size(axis_size, 1):
+        raise UsageError(f"axis_size={axis_size!r}", hint="Give the batch size, at least 1.")
 
     def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
         def for_every_lane() -> None:
@@ -80,10 +81,7 @@ class Vmap(nn.Module):
         """What the model returns for each sample, batched."""
         mapped = {path: s for path, s in states_of(self.model).items() if s.tag == self.vmap_states}
         if not mapped:
-            raise MemoptError(
-                f"no state of the model is tagged {self.vmap_states!r}",
-                hint="Initialize the states in a function decorated with vmap_new_states(axis_size, state_tag).",
-            )
+            raise _nothing_mapped(self.model, self.vmap_states)
         before = [(m, dict(vars(m)), dict(buffers_of(m))) for m in self.model.modules()]
         lanes = next(iter(mapped.values())).value.shape[0]
         self._check(inputs, lanes)
@@ -103,8 +101,12 @@ class Vmap(nn.Module):
         try:
             with _functions_of_whole_batches():
                 output, values = run(values, inputs)
-        except BaseException:
+        except BaseException as err:
             _put_back(before)
+            if isinstance(err, RuntimeError) and "Batching rule not implemented" in str(err):
+                raise MemoptError(
+                    f"{type(self.model).__name__} cannot run in lanes: {first_line(err)}", hint=BY_HAND
+                ) from err
             raise
         for state, value in zip(mapped.values(), values, strict=True):
             state.value = value
@@ -117,6 +119,19 @@ class Vmap(nn.Module):
                     f"input {i} of shape {tuple(tensor.shape)} does not have {lanes} samples on axis {self.in_axes}",
                     hint="The states were made for that many lanes; make them anew for another batch size.",
                 )
+
+
+def _nothing_mapped(model: nn.Module, tag: str) -> MemoptError:
+    if not states_of(model):
+        return MemoptError(
+            f"{type(model).__name__} declares no state that could differ from sample to sample",
+            hint="Declare them with declare_state(module, name, shape); ExplicitState declares those of a cell that is "
+            "handed its states, as snnTorch's are without init_hidden",
+        )
+    return MemoptError(
+        f"no state of the model is tagged {tag!r}",
+        hint="Initialize the states in a function decorated with vmap_new_states(axis_size, state_tag).",
+    )
 
 
 def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -181,8 +196,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
             ):
                 raise MemoptError(
                     f"{function.__name__}, an autograd.Function, does not do to a batch what it does to each sample",
-                    hint="Give it setup_context() and vmap(), or generate_vmap_rule = True; or batch the model by "
-                    "hand: init_all_states(model, batch_size) and mode=Batching()",
+                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True; or {BY_HAND}",
                 )
     _separate.add(function)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
-from memopt_cli.online.lanes import with_batch_axis
-from memopt_cli.online.states import declare_state, environ
+from memopt_cli.online.lanes import BY_HAND, with_batch_axis
+from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
 
@@ -99,9 +99,8 @@ class LIF(Neuron):
         super().__init__()
         self.decay = decay_of(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
-        self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
-        if V_th <= V_reset:
-            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
+        self.spk_reset, self.spk_fun = _known_reset(spk_reset), _called(spk_fun)
+        _check_threshold(V_th, V_reset)
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
@@ -170,9 +169,8 @@ class ALIF(Neuron):
         super().__init__()
         self.decay, self.rho, self.beta = decay_of(tau), decay_of(tau_a, "tau_a"), beta
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
-        self.spk_reset, self.spk_fun = _known_reset(spk_reset), spk_fun
-        if V_th <= V_reset:
-            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
+        self.spk_reset, self.spk_fun = _known_reset(spk_reset), _called(spk_fun)
+        _check_threshold(V_th, V_reset)
         declare_state(self, "v", size)
         declare_state(self, "a", size)
 
@@ -192,8 +190,8 @@ class ALIF(Neuron):
 
 def decay_of(tau: float, name: str = "tau") -> float:
     """``exp(-dt / tau)``, the share that is left after one time step of ``environ.dt``."""
-    if not tau > 0:
-        raise UsageError(f"{name}={tau}", hint="Give a time constant above 0, in the unit of environ.dt.")
+    if not (is_number(tau) and tau > 0):
+        raise UsageError(f"{name}={tau!r}", hint="Give a time constant above 0, in the unit of environ.dt.")
     return math.exp(-environ.dt / tau)
 
 
@@ -202,6 +200,17 @@ def fired(v: Tensor, threshold: float, scale: float, function: SpikeFunction | N
     if function is None and scale == 1:
         return spike(v, threshold)
     return (function or spike)((v - threshold) / scale).to(v)
+
+
+def _check_threshold(V_th: float, V_reset: float) -> None:
+    if not V_th > V_reset:
+        raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
+
+
+def _called(function: SpikeFunction | None) -> SpikeFunction | None:
+    if function is not None and not callable(function):
+        raise UsageError(f"spk_fun={function!r}", hint="Give a function of u: 1 where u is 0 or more, else 0.")
+    return function
 
 
 def _known_reset(reset: Reset) -> Reset:
@@ -244,8 +253,9 @@ class ExplicitState(nn.Module):
 
     That is snnTorch's way: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
     named tuple, ``cell(input, state) -> (output, new state)``, is given a tuple of their shapes, as Norse's:
-    ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  What the cell keeps in attributes of
-    its own is put back after each call.
+    ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  Of one that returns its new states
+    alone, the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem":
+    200})``.  What the cell keeps in attributes of its own is put back after each call.
     """
 
     def __init__(
@@ -259,6 +269,8 @@ class ExplicitState(nn.Module):
         super().__init__()
         self.together = None if isinstance(states, Mapping) else type(states)
         shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
+        if not isinstance(cell, nn.Module):
+            raise UsageError(f"cell is a {type(cell).__name__}", hint="Give a torch.nn.Module.")
         if not shapes:
             raise UsageError("a cell without states", hint="Give the states that the cell takes: {name: shape}.")
         self.cell = cell
@@ -278,7 +290,7 @@ class ExplicitState(nn.Module):
             raise MemoptError(
                 f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._wanted}: "
                 f"{first_line(err)}",
-                hint=_FITTING,
+                hint=BY_HAND if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _FITTING,
             ) from err
         finally:
             vars(self.cell).clear()
@@ -291,7 +303,10 @@ class ExplicitState(nn.Module):
 
     def _taken_apart(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
         parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-        states = parts[1:] if self.together is None else parts[1] if len(parts) == 2 else ()
+        if self.together is not None:
+            states = parts[1] if len(parts) == 2 else ()
+        else:
+            states = parts if len(parts) == len(self.names) else parts[1:]
         if len(states) != len(self.names) or not all(isinstance(t, Tensor) for t in (parts[0], *states)):
             raise MemoptError(
                 f"{type(self.cell).__name__} returned {_types_of(returned)}, not an output and {self._wanted}",

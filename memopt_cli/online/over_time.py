@@ -37,6 +37,7 @@ class OverTime(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """All outputs, stacked; the states are left as constants."""
+        _check_sequences(inputs)
         chunk = running_chunk()
         axis = None if chunk is None else chunk.axis % inputs[0].dim()
         part = chunk if axis == 0 else None
@@ -59,6 +60,16 @@ class OverTime(nn.Module):
             for (module, name, _), *values in zip(states, *self._left, strict=True):
                 _put(module, name, torch.cat(values))
             self._left = []
+
+
+def _check_sequences(inputs: Sequence[object]) -> None:
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
+    lengths = {x.shape[0] if isinstance(x, Tensor) and x.dim() > 1 else 0 for x in inputs}
+    if len(lengths) != 1 or lengths == {0}:
+        raise UsageError(
+            f"inputs {shapes} are no sequences of as many steps each",
+            hint="Give one or more tensors [T, B, ...], of the same T, at least 1.",
+        )
 
 
 def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -7,6 +7,8 @@ A state is declared with its shape for one sample.  ``init_all_states(model)`` m
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,6 +32,22 @@ class Batching:
     """The mode in which a model's states and inputs carry a leading batch axis."""
 
 
+def check_mode(mode: object) -> None:
+    """Raises :class:`UsageError` for what is no mode."""
+    if mode is not None and not isinstance(mode, Batching):
+        raise UsageError(f"mode={mode!r}", hint="Give Batching(), or None for one sample at a time.")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one; a truth value is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_size(value: object, least: int) -> bool:
+    """Whether it is a whole number from ``least`` on."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 class Environment:
     """Settings that hold for everything made from now on, unless it is told otherwise."""
 
@@ -44,10 +62,10 @@ class Environment:
         for name, value in settings.items():
             if name not in ("mode", "dt"):
                 raise UsageError(f"environ.set({name}=...)", hint="Set mode or dt.")
-            if name == "dt" and not (isinstance(value, float | int) and value > 0):
+            if name == "dt" and not (is_number(value) and 0 < value < math.inf):
                 raise UsageError(f"dt={value!r}", hint="Give the length of a time step, a number above 0.")
-            if name == "mode" and not (value is None or isinstance(value, Batching)):
-                raise UsageError(f"mode={value!r}", hint="Give Batching(), or None for one sample at a time.")
+            if name == "mode":
+                check_mode(value)
         vars(self).update(settings)
 
 
@@ -114,12 +132,17 @@ def declare_state(
 
     The value is a buffer that is not saved.  ``module`` reads and assigns it as any attribute.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(size < 0 for size in sizes):
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    if not all(is_size(size, 0) for size in sizes):
         raise UsageError(f"state {name!r}: {sizes} is not a shape", hint="Give the sizes of one sample, none negative.")
-    module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     like = next(module.parameters(), torch.empty(0))
-    module.register_buffer(name, like.detach().new_empty(0), persistent=False)
+    try:
+        module.register_buffer(name, like.detach().new_empty(0), persistent=False)
+    except (KeyError, TypeError) as err:
+        raise UsageError(
+            f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Give it another name."
+        ) from err
+    module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     State(module, name).initialize()
 
 
@@ -134,9 +157,9 @@ def states_of(model: nn.Module) -> dict[str, State]:
 
 def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
     """Start every declared state of ``model`` anew: for one sample, or for a batch of ``batch_size`` samples."""
-    if batch_size is not None and batch_size < 1:
+    if batch_size is not None and not is_size(batch_size, 1):
         raise UsageError(
-            f"batch_size={batch_size}", hint="A batch has at least one sample; leave it out for one sample."
+            f"batch_size={batch_size!r}", hint="A batch has at least one sample; leave it out for one sample."
         )
     for state in states_of(model).values():
         state.initialize(batch_size)

@@ -2,6 +2,7 @@
 
 from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.equivalence import verify
+from memopt_cli.pipeline.explanation import explain
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
@@ -13,6 +14,7 @@ __all__ = [
     "baseline",
     "check",
     "compare_files",
+    "explain",
     "inspect",
     "optimize",
     "profile",

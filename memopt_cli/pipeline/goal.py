@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.plan.planner import Planner
+from memopt_cli.pipeline.in_backward import InBackwardPlans
+from memopt_cli.plan.planner import Planner, nondominated
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
-from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan
+from memopt_cli.records import Budget, Failure, LevelRow, Measurement, OutOfMemory, ParetoPoint, Plan, describe
 from memopt_cli.units import format_bytes
 
 _MEASURED = 6
@@ -27,6 +28,8 @@ FRONTIER_SLOWDOWN = 10.0
 one, and to measure it takes that much longer, too."""
 _APART = 0.02
 """Of two plans on the frontier the smaller one is shown if it saves that share of the other's peak, or more."""
+_TRIED = 8
+"""Dry runs of plans with the optimizer in backward for a budget, at most."""
 _FAR = 2.0
 """A step that takes so many times what it was to says that the prediction is wrong, or the machine busy."""
 
@@ -41,6 +44,8 @@ class GoalSearch:
     level: int
     dry_run: bool
     """The planner's peaks come from dry runs, so they are predictions."""
+    in_backward: InBackwardPlans
+    """Its plans again, with the optimizer in backward."""
     original_s: float = math.inf
     """Step time of the original, as measured."""
     most_slowdown: float | None = None
@@ -61,7 +66,7 @@ class GoalSearch:
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
-            found = self._fast_enough(self.planner.within(self.level, target))
+            found = self._fast_enough(self._fastest(target))
             if found is None and least is None:
                 least = self.planner.least(self.level, self._most)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
@@ -71,7 +76,15 @@ class GoalSearch:
             self._measuring(found)
             outcome = self.measure(found.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
-                return self._row(self._or_faster(found, outcome, budget_bytes), started)
+                row = self._row(self._or_faster(found, outcome, budget_bytes), started)
+                proven = self.in_backward.prove(row) if row.plan.in_backward else row
+                if isinstance(proven, LevelRow):
+                    return proven
+                self.in_backward.refuse(proven)
+                continue
+            if found.plan.in_backward and not isinstance(outcome, Measurement | OutOfMemory):
+                self.in_backward.refuse(describe(outcome))
+                continue
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append(found.peak_bytes)
@@ -87,14 +100,44 @@ class GoalSearch:
                 hint="Lower --budget, or take a smaller batch (-i, or --dim B=… where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        least_bytes = min(measured) if measured else (least or self.planner.least(self.level)).peak_bytes
+        least_bytes = min(measured) if measured else self._lower(least or self.planner.least(self.level)).peak_bytes
         raise self._nothing_fits(budget_bytes, least_bytes)
 
-    def least(self) -> LevelRow:
-        """The plan of the least peak that is fast enough, not measured."""
-        started = time.monotonic()
-        found = self.planner.least(self.level, self._most)
-        return found_row(self.level, found, len(self.planner.dry_runs), started, dry_run=self.dry_run)
+    def _fastest(self, target_bytes: int) -> Priced | None:
+        """The fastest plan within so many bytes; one with the optimizer in backward where none without is as fast.
+
+        Without a segment that costs no time, so it is tried first where the original does not fit.
+        """
+        if not self.in_backward.is_allowed:
+            return self.planner.within(self.level, target_bytes)
+        original = self.planner.dry_runs.smallest(0)
+        alone = self.in_backward.of(original) if original.peak_bytes > target_bytes else None
+        if alone is not None and alone.peak_bytes <= target_bytes:
+            return alone
+        found = self.planner.within(self.level, target_bytes)
+        return self._faster_in_backward(found, target_bytes) or found
+
+    def _faster_in_backward(self, found: Priced | None, target_bytes: int) -> Priced | None:
+        """Of the plans that are faster than ``found`` and too large, the fastest that fits with the optimizer in
+        backward; ``None``: none does."""
+        least = self.planner.dry_runs.smallest(self.level, self._most)
+        room = least.peak_bytes - self.in_backward.least_of(least)
+        if (found is not None and found.plan.is_empty) or not room:
+            return None
+        self.planner.within(self.level, target_bytes + room)  # its plans are the ones that may
+        limit = min(self._most, math.inf if found is None else math.nextafter(found.slowdown, 0))
+        larger = (p for p in self.planner.dry_runs.up_to(self.level) if p.peak_bytes > target_bytes)
+        hopeful = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
+        fastest = sorted(hopeful, key=lambda p: (p.slowdown, p.peak_bytes))
+        for priced in [*fastest[:_TRIED], *[p for p in fastest[_TRIED:] if p is least]]:
+            lower = self.in_backward.of(priced)
+            if lower is not None and lower.peak_bytes <= target_bytes:
+                return lower
+        return None
+
+    def _lower(self, found: Priced) -> Priced:
+        """With the optimizer in backward where that lowers its peak."""
+        return self.in_backward.of(found) or found
 
     def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
         """What fits; or where its step takes far longer than predicted, another that does and is measured faster."""
@@ -123,7 +166,10 @@ class GoalSearch:
     def worth_showing(self) -> list[Priced]:
         """As many plans of the frontier, from the original to the least peak, as may be run; none is too slow."""
         limit = FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
-        return _spread(_apart(self.planner.frontier(self.level, limit)), _MEASURED + 1)
+        found = _apart(self.planner.frontier(self.level, limit))
+        lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
+        both = nondominated([*found[1:], *lower]) if lower else found[1:]
+        return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced], original: LevelRow) -> list[ParetoPoint]:
         """The plans, measured; numbered as they were predicted, whatever their measurements say."""
@@ -137,6 +183,7 @@ class GoalSearch:
                     predicted_allocated_peak_bytes=priced.peak_bytes,
                     predicted_slowdown=priced.slowdown,
                     outcome=original.outcome if priced.plan.is_empty else self.measure(priced.plan),
+                    original_step_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else None,
                 )
             )
         return points
@@ -146,9 +193,9 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """A picked plan's line in the summary."""
-        found = self.planner.dry_runs.known(point.plan)
+        found = self.planner.dry_runs.known(point.plan.of_model)
         assert found is not None, "it is of the frontier"
-        return self._row((found, point.outcome), started)
+        return self._row((self._lower(found) if point.plan.in_backward else found, point.outcome), started)
 
     def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured

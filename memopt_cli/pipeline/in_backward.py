@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.optimizer_text import NoOptimizer, parse_optimizer
-from memopt_cli.plan.interface import NotTried
+from memopt_cli.plan.interface import CountedPlan, NotTried
+from memopt_cli.plan.levels import level_of
+from memopt_cli.plan.questions import Priced
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, Plan, StepSettings, describe
 
 _LEAST_SAVING = 0.02
@@ -25,13 +28,59 @@ def may_run_in_backward(settings: StepSettings) -> bool:
     return named and settings.micro_batches == 1 and settings.clip_norm is None and settings.precision != "fp16"
 
 
+def does_not_run(reason: str) -> str:
+    """A note that says why it stays where it is."""
+    return f"The optimizer does not run in backward: {reason.removesuffix('.')}."
+
+
+@dataclass(slots=True, kw_only=True)
+class InBackwardPlans:
+    """Plans that a search has found, with the optimizer in backward, which costs no time by the sums."""
+
+    count: Callable[[Plan], Counted | Failure | NotTried]
+    prove: Callable[[LevelRow], LevelRow | str]
+    """A row that was measured, as it is confirmed; or what speaks against it."""
+    notes: list[str]
+    is_allowed: bool
+    """By the step, and by all that was seen so far."""
+
+    def of(self, found: Priced) -> Priced | None:
+        """The plan with it, where gradients stand at the peak and that lowers it; ``None`` elsewhere."""
+        if not self.is_allowed or _held_by_gradients(found.dry_run.counted) < _LEAST_SAVING * found.peak_bytes:
+            return None
+        plan = replace(found.plan, in_backward=True)
+        counted = self.count(plan)
+        if isinstance(counted, Counted):
+            lower = replace(found, dry_run=CountedPlan(plan=plan, counted=counted), level=level_of(plan))
+            return lower if lower.peak_bytes <= (1 - _LEAST_SAVING) * found.peak_bytes else None
+        if not isinstance(counted, NotTried):
+            self.refuse(describe(counted))
+        return None
+
+    def least_of(self, found: Priced) -> int:
+        """An allocated peak in bytes that it may have with it, or a little less."""
+        return found.peak_bytes - (_held_by_gradients(found.dry_run.counted) if self.is_allowed else 0)
+
+    def refuse(self, reason: str) -> None:
+        """From now on there are none."""
+        self.is_allowed = False
+        self.notes.append(does_not_run(reason))
+
+
+def _held_by_gradients(counted: Counted) -> int:
+    """What goes at most: gradients at the peak, and what the optimizer makes of all of them at once."""
+    at_peak = counted.breakdown
+    return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InBackwardTrial:
     """One more dry run, and a measurement if that promises something."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
     measure: Callable[[Plan], Measurement | Failure]
-    original: LevelRow
+    confirm: Callable[[LevelRow, float], LevelRow]
+    """See :meth:`PlanMeasurements.confirm`."""
     most_slowdown: float
     dry_run: bool
     """Counts are of dry runs, so they are predictions."""
@@ -43,29 +92,25 @@ class InBackwardTrial:
         if not isinstance(before, Counted) or isinstance(after, NotTried):
             return ""
         if not isinstance(after, Counted):
-            return f"The optimizer does not run in backward: {describe(after)}."
+            return does_not_run(describe(after))
         if after.allocated_peak_bytes > (1 - _LEAST_SAVING) * before.allocated_peak_bytes:
             return ""
         outcome = self.measure(plan)
         if not isinstance(outcome, Measurement):
-            return f"The optimizer does not run in backward: {describe(outcome)}."
-        return self._refusal(row, outcome) or self._row(row, plan, after, outcome)
+            return does_not_run(describe(outcome))
+        found = self.confirm(self._row(row, plan, after, outcome), self.most_slowdown)
+        return self._refusal(row, found) or found
 
-    def _refusal(self, row: LevelRow, outcome: Measurement) -> str:
+    def _refusal(self, row: LevelRow, found: LevelRow) -> str:
         """Why the measurement speaks against it; empty if it does not."""
-        step = self.original.outcome
-        slowdown = outcome.slowdown(step) if isinstance(step, Measurement) else 1.0
-        if slowdown > self.most_slowdown:
-            return f"The optimizer does not run in backward: the step would take {slowdown:.2f} times as long."
-        measured = self.measured_bytes(row)
-        if measured is not None and outcome.allocated_peak_bytes >= measured:
-            return "The optimizer does not run in backward: its measured peak is no lower."
+        slow = too_slow(found, self.measure(ORIGINAL), self.most_slowdown)
+        if slow:
+            return does_not_run(slow)
+        before, after = self.measure(row.plan), found.outcome
+        assert isinstance(after, Measurement)
+        if isinstance(before, Measurement) and after.allocated_peak_bytes >= before.allocated_peak_bytes:
+            return does_not_run("its measured peak is no lower")
         return ""
-
-    def measured_bytes(self, row: LevelRow) -> int | None:
-        """Of the plan without."""
-        outcome = self.original.outcome if row.plan.is_empty else row.outcome
-        return outcome.allocated_peak_bytes if isinstance(outcome, Measurement) else None
 
     def _row(self, row: LevelRow, plan: Plan, counted: Counted, outcome: Measurement) -> LevelRow:
         predicted = counted if self.dry_run else None
@@ -78,3 +123,11 @@ class InBackwardTrial:
             dry_runs=row.dry_runs + 1,
             repeats=None,
         )
+
+
+def too_slow(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> str:
+    """What its measured time says against it; empty if it is fast enough, or there is nothing to compare with."""
+    if not isinstance(row.outcome, Measurement) or not isinstance(original, Measurement):
+        return ""
+    slowdown = row.outcome.slowdown(original)
+    return f"the step would take {slowdown:.2f} times as long" if slowdown > most_slowdown else ""

@@ -6,13 +6,20 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
-from memopt_cli.pipeline.in_backward import IN_BACKWARD, InBackwardTrial, may_run_in_backward
+from memopt_cli.pipeline.in_backward import (
+    IN_BACKWARD,
+    InBackwardPlans,
+    InBackwardTrial,
+    may_run_in_backward,
+    too_slow,
+)
 from memopt_cli.pipeline.kept import Kept
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -21,7 +28,7 @@ from memopt_cli.pipeline.proof import Prover, applied_row
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.pipeline.summary import Findings
-from memopt_cli.plan.interface import CountedPlan, ModuleTree
+from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
 from memopt_cli.plan.planner import Planner
 from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
 from memopt_cli.plan.targets import asked_for, left_out, outermost, refused
@@ -163,6 +170,8 @@ class _Job:
     """Of the levels, that whose plan is to be applied."""
     faster: Outlook | None = None
     smaller: Outlook | None = None
+    proofs: dict[Plan, Verification | Failure] = field(default_factory=dict)
+    """Of plans that were verified while others were searched."""
 
     def search(self) -> list[LevelRow]:
         """Measure the original, then search and measure what was found."""
@@ -262,6 +271,7 @@ class _Job:
             progress=self.progress,
             level=level,
             dry_run=search.traced.has_dry_runs,
+            in_backward=self._plans_in_backward(search, original),
             original_s=original.outcome.step_s if isinstance(original.outcome, Measurement) else math.inf,
             most_slowdown=self.request.search.get("max_slowdown"),
         )
@@ -274,12 +284,13 @@ class _Job:
             measured = original.outcome
             peak = measured.allocated_peak_bytes if isinstance(measured, Measurement) else search.first.peak_bytes
             self.budget_bytes = budget_bytes(goal.budget, peak)
-            rows.append(self._within(search, original, planned, self.budget_bytes))
+            rows.append(planned.within(self.budget_bytes))
         if goal.frontier:
             self.frontier = planned.frontier(found, original)
         if goal.pick is not None:
             rows.append(planned.row_of(self.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
+        self.frontier = [self._as_timed(point, *rows[-1:]) for point in self.frontier]
         self._choose(search, rows[-1].plan if rows else Plan(), by_goal=True)
         return rows
 
@@ -304,25 +315,6 @@ class _Job:
         self._choose(search, applied_row([original, *rows], self.applied).plan)
         return rows
 
-    def _within(self, search: _Search, original: LevelRow, planned: GoalSearch, limit_bytes: int) -> LevelRow:
-        """The fastest plan within a budget.
-
-        The optimizer in backward costs no time: it is tried first where the original does not fit, and last, under the
-        plan of the least peak, where no plan does.
-        """
-        outcome = original.outcome
-        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > limit_bytes:
-            alone = self._tried_in_backward(search, original, replace(original, level=planned.level))
-            if isinstance(alone, LevelRow) and _is_within(alone, limit_bytes):
-                return alone
-        try:
-            return planned.within(limit_bytes)
-        except NothingFitsError:
-            found = self._tried_in_backward(search, original, planned.least())
-            if isinstance(found, LevelRow) and _is_within(found, limit_bytes):
-                return found
-            raise
-
     def _in_backward(
         self, search: _Search, original: LevelRow, rows: list[LevelRow], applied: LevelRow | None
     ) -> LevelRow | None:
@@ -330,30 +322,57 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([original, *rows], applied).plan)
-        found = self._tried_in_backward(search, original, row)
+        found = self._tried_in_backward(search, row)
         if isinstance(found, str):
             self.notes += [found] if found else []
-            return applied
+            found = self._timed_again(applied)
         rows[rows.index(applied)] = found
         return found
 
-    def _tried_in_backward(self, search: _Search, original: LevelRow, row: LevelRow) -> LevelRow | str:
+    def _timed_again(self, row: LevelRow) -> LevelRow:
+        """The row beside the original as it is timed now."""
+        if row.plan.is_empty:
+            return replace(row, outcome=self.measurements.measure(ORIGINAL))
+        return self.measurements.confirm(row, self.options.max_slowdown or math.inf)
+
+    def _tried_in_backward(self, search: _Search, row: LevelRow) -> LevelRow | str:
         """As :meth:`InBackwardTrial.of`; nothing is tried in a step that forbids it."""
         if not may_run_in_backward(self.measurements.prepared.subject.settings):
             return ""
         return InBackwardTrial(
-            count=lambda plan: search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs)),
+            count=partial(self._counted_late, search),
             measure=self.measurements.measure,
-            original=original,
-            most_slowdown=self._most_slowdown_in_backward(),
+            confirm=self.measurements.confirm,
+            most_slowdown=self.options.max_slowdown or math.inf,
             dry_run=search.traced.has_dry_runs,
         ).of(row)
 
-    def _most_slowdown_in_backward(self) -> float:
-        """That of the levels, or the one that was asked for beside a goal."""
-        if self.request.goal == SearchGoal():
-            return self.options.max_slowdown or math.inf
-        return self.request.search.get("max_slowdown") or math.inf
+    def _plans_in_backward(self, search: _Search, original: LevelRow) -> InBackwardPlans:
+        """For a goal: what speaks against one is its time, if it is limited, and its verification."""
+        most_slowdown = self.request.search.get("max_slowdown") or math.inf
+
+        def prove(row: LevelRow) -> LevelRow | str:
+            timed = self.measurements.confirm(row, most_slowdown)
+            slow = too_slow(timed, self.measurements.measure(ORIGINAL), most_slowdown)
+            return slow or self._prover([original]).fault(row.plan) or timed
+
+        return InBackwardPlans(
+            count=partial(self._counted_late, search),
+            prove=prove,
+            notes=self.notes,
+            is_allowed=may_run_in_backward(self.measurements.prepared.subject.settings),
+        )
+
+    def _counted_late(self, search: _Search, plan: Plan) -> Counted | Failure | NotTried:
+        return search.probes.ask_late(CountJob(plan=plan, fake=search.traced.has_dry_runs))
+
+    def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
+        """The original and the plan that is applied, as they were timed together in the end."""
+        original = self.measurements.measure(ORIGINAL)
+        if not isinstance(original, Measurement) or applied is None or point.plan not in (ORIGINAL, applied.plan):
+            return point
+        outcome = self.measurements.measure(point.plan)
+        return replace(point, outcome=outcome, original_step_s=original.step_s)
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
@@ -388,21 +407,21 @@ class _Job:
 
     def prove(self, rows: list[LevelRow]) -> tuple[LevelRow, Verification]:
         """The row to apply, verified; ``rows`` change where a plan has to."""
-        prover = Prover(
-            measurements=self.measurements,
-            progress=self.progress,
-            rows=rows,
-            is_asked_for=self.request.goal != SearchGoal(),
-            notes=self.notes,
-        )
+        prover = self._prover(rows)
         proven = prover.prove(self.applied)
         if prover.replaced:
             self.faster = self.smaller = None
         return proven
 
-
-def _is_within(row: LevelRow, limit_bytes: int) -> bool:
-    return isinstance(row.outcome, Measurement) and row.outcome.allocated_peak_bytes <= limit_bytes
+    def _prover(self, rows: list[LevelRow]) -> Prover:
+        return Prover(
+            measurements=self.measurements,
+            progress=self.progress,
+            rows=rows,
+            is_asked_for=self.request.goal != SearchGoal(),
+            notes=self.notes,
+            known=self.proofs,
+        )
 
 
 def _original_row(outcome: Measurement | Failure, predicted: CountedPlan | None, started: float) -> LevelRow:

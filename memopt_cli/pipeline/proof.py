@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.in_backward import does_not_run
 from memopt_cli.pipeline.narrowing import agreeing
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.verification import verified, verified_by_fingerprints
@@ -45,6 +46,8 @@ class Prover:
     is_asked_for: bool
     """The last row is what was asked for: no other will do."""
     notes: list[str] = field(default_factory=list)
+    known: dict[Plan, Verification | Failure] = field(default_factory=dict)
+    """What was verified before."""
     replaced: bool = False
     """The row is another than the search chose: its neighbours are not known."""
 
@@ -70,10 +73,14 @@ class Prover:
             raise_failure(found, "verification could not be run: ")
         return (best, found) if found.passed or self.is_asked_for else self._narrowed(best, found)
 
+    def fault(self, plan: Plan) -> str:
+        """What a plan's verification finds, which is known from then on; empty if it passes."""
+        found = self.known[plan] = self._verify(plan)
+        return "" if isinstance(found, Verification) and found.passed else _fault(found)
+
     def _without_in_backward(self, best: LevelRow, found: Verification | Failure) -> LevelRow:
         """The row of the same plan with the optimizer's step after backward, in place of it."""
-        reason = found.difference if isinstance(found, Verification) else describe(found)
-        self.notes.append(f"The optimizer does not run in backward: {reason}.")
+        self.notes.append(does_not_run(_fault(found)))
         plan = best.plan.of_model
         row = replace(best, plan=plan, outcome=self.measurements.measure(plan), predicted_tensor_peak_bytes=None)
         row = replace(row, predicted_allocated_peak_bytes=None)
@@ -122,12 +129,18 @@ class Prover:
             return agreeing(plan, verify)
 
     def _verify(self, plan: Plan) -> Verification | Failure:
+        if plan in self.known:
+            return self.known[plan]
         prepared, timeout_s = self.measurements.prepared, self.measurements.timeout_s
         steps = self.measurements.steps_of(plan)
         if steps is not None:
             return verified_by_fingerprints(prepared, plan, steps, timeout_s, self.progress)
         fits = isinstance(self.rows[0].outcome, Measurement)
         return verified(prepared, plan, timeout_s, self.progress, fits=fits)
+
+
+def _fault(found: Verification | Failure) -> str:
+    return found.difference if isinstance(found, Verification) else describe(found)
 
 
 def _has_chunks(row: LevelRow) -> bool:

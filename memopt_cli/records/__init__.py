@@ -49,6 +49,14 @@ from memopt_cli.records.equivalence import (
     StepPrint,
     TensorGap,
 )
+from memopt_cli.records.explanation import (
+    ExplainRequest,
+    Explanation,
+    Holder,
+    OutOfMemoryText,
+    SnapshotFacts,
+    Suggestion,
+)
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
@@ -134,6 +142,8 @@ __all__ = [
     "DimRange",
     "Equivalence",
     "EquivalenceRequest",
+    "ExplainRequest",
+    "Explanation",
     "Failure",
     "FileHeader",
     "Fingerprint",
@@ -142,6 +152,7 @@ __all__ = [
     "FurtherCheck",
     "GlobalVerdict",
     "GradientAgreement",
+    "Holder",
     "InputSpec",
     "Inspection",
     "Instant",
@@ -168,6 +179,7 @@ __all__ = [
     "OptimizeRequest",
     "OptimizeResult",
     "OutOfMemory",
+    "OutOfMemoryText",
     "Outlook",
     "ParetoPoint",
     "PeakPlace",
@@ -192,6 +204,7 @@ __all__ = [
     "SelectionPolicy",
     "SelftestReport",
     "SelftestRow",
+    "SnapshotFacts",
     "StepFailed",
     "StepMemory",
     "StepPrint",
@@ -205,6 +218,7 @@ __all__ = [
     "StrategyCurve",
     "StrategyName",
     "StrategyPoint",
+    "Suggestion",
     "TensorGap",
     "TensorKind",
     "TensorPrint",

@@ -41,6 +41,15 @@ class ParetoPoint:
     predicted_slowdown: float
     """Step time over that of the original, by the cost model."""
     outcome: Measurement | Failure
+    original_step_s: float | None = None
+    """Step time of the original as it was timed for this one; ``None`` where it does not run."""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Measured step time over that; ``None`` where one of them did not run."""
+        if self.original_step_s is None or not isinstance(self.outcome, Measurement):
+            return None
+        return self.outcome.step_s / self.original_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

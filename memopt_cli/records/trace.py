@@ -76,6 +76,8 @@ class OpTrace:
     """What its kernel holds for itself while it runs."""
     fixed_workspace_bytes: int = 0
     """Of that, what it would hold however small its batch."""
+    line: str = ""
+    """``model.py:31``: where the model's code calls it in forward; empty in backward, and of a lifted program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

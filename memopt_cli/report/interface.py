@@ -11,6 +11,7 @@ from memopt_cli.records import (
     BatchRecommendation,
     Comparison,
     Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -45,6 +46,9 @@ class Report(Protocol):
 
     def tested(self, found: SelftestReport, stream: TextIO) -> None:
         """``memopt selftest`` is done."""
+
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        """``memopt explain`` is done."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Reports to look at are on the disk, at these paths."""

@@ -12,6 +12,7 @@ from memopt_cli.records import (
     BatchRecommendation,
     Comparison,
     Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -58,6 +59,9 @@ class JsonReport:
 
     def verified(self, found: Equivalence, stream: TextIO) -> None:
         stream.write(json_text({"passed": found.passed, **to_data(found)}))
+
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Nothing: there is one document, and the paths are those that were asked for."""

@@ -108,7 +108,7 @@ _PLOT_WIDTH = 40
 
 def frontier(summary: MemOptSummary) -> Table:
     """Numbered plans, fastest first, with a plot: down is less memory, to the right is a longer step."""
-    original, beaten = _outcome(summary, 0), _beaten(summary.frontier)
+    beaten = _beaten(summary.frontier)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -122,7 +122,7 @@ def frontier(summary: MemOptSummary) -> Table:
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
-                ratio = _slowdown(found, original) if isinstance(original, Measurement) else "–"
+                ratio = f"{point.slowdown:.2f}×" if point.slowdown is not None else "–"
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
@@ -134,7 +134,7 @@ def frontier(summary: MemOptSummary) -> Table:
 def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
     """Numbers of the plans that need more memory and time, as measured, than another; or more of one, as much else."""
     costs = {
-        number: (point.outcome.allocated_peak_bytes, point.outcome.step_s)
+        number: (point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s)
         for number, point in enumerate(points, 1)
         if isinstance(point.outcome, Measurement)
     }

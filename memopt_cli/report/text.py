@@ -16,13 +16,23 @@ from memopt_cli.records import (
     BatchRecommendation,
     Comparison,
     Equivalence,
+    Explanation,
     Inspection,
     OptimizeResult,
     SelftestReport,
     StepProfile,
     StrategyComparison,
 )
-from memopt_cli.report import comparison, equivalence, inspection, optimization, profiling, recommendation, strategies
+from memopt_cli.report import (
+    comparison,
+    equivalence,
+    explanation,
+    inspection,
+    optimization,
+    profiling,
+    recommendation,
+    strategies,
+)
 from memopt_cli.report.lines import guarded
 from memopt_cli.units import format_bytes, format_seconds
 
@@ -163,6 +173,17 @@ class TextReport:
             console.print(_plain_table(equivalence.HEADINGS, equivalence.rows(found)))
             _print(console)
         for line in equivalence.remarks(found):
+            _print(console, line)
+
+    def explained(self, found: Explanation, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(explanation.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        for table in explanation.tables(found):
+            _print(console)
+            console.print(table, markup=False)
+        _print(console)
+        for line in explanation.remarks(found):
             _print(console, line)
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:

@@ -80,7 +80,7 @@ class TCGCContainer(GCContainer):
         cls, x_compressor: Any, *modules: nn.Module, n_chunk: int = 1, n_seq_inputs: int = 1, n_outputs: int = 1
     ) -> Any:
         """Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks."""
-        norms = n_chunk > 1 and any(batch_norms(module) for module in modules)
+        norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
         return _constructed(cls, x_compressor, modules, config)
 

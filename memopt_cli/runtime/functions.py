@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,8 +49,10 @@ def checkpoint(
 def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A function that runs as :func:`checkpoint` runs ``f_forward``; without that, a decorator that makes one.
 
-    ``x_compressor``: as ``compressor`` there.
+    ``x_compressor``: as ``compressor`` there; a function in its place is ``f_forward``: ``@to_gc_function``.
     """
+    if isinstance(x_compressor, FunctionType | MethodType):
+        return to_gc_function(None, x_compressor)
     if f_forward is None:
         return functools.partial(to_gc_function, x_compressor)
     segment = _segment(f_forward, x_compressor)
@@ -121,9 +123,11 @@ def _segment(
     chunked_args: Sequence[int] = (),
     axis: int = 0,
 ) -> FunctionModule:
-    if len(set(chunked_args)) < len(chunked_args) or (chunks > 1 and not chunked_args):
+    if not callable(function):
+        raise TypeError(f"{function!r} is no function")
+    if len(set(chunked_args)) < len(chunked_args) or (chunks != 1 and not chunked_args):
         raise ValueError(f"chunked_args={tuple(chunked_args)}: give each argument that is cut once, and one at least")
-    module = FunctionModule(function, chunked_args if chunks > 1 else (), axis)
+    module = FunctionModule(function, chunked_args if chunks != 1 else (), axis)
     if compressor is not None:
         module.x_compressor = compressor
     config = SegmentConfig(
@@ -132,7 +136,7 @@ def _segment(
         axis=axis,
         seq_inputs=max(1, len(module.chunked_args)),
         seq_outputs=sys.maxsize,
-        batch_statistics=chunks > 1 and bool(batch_norms(module)),
+        batch_statistics=chunks != 1 and bool(batch_norms(module)),
         path=getattr(function, "__qualname__", type(function).__name__),
     )
     install_segment(module, config)

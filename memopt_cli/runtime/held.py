@@ -33,6 +33,8 @@ class Held:
         self._note_save, self._note_use, self._is_sampled = note_save, note_use, is_sampled
         self._pack, self._unpack = hooks_on_saving()
         self._saved: list[_Place] = []
+        self._awaited: list[ref[_Saved]] = []
+        """What nothing of was asked for yet."""
         self._first = next_node()
         self._made = self._first, self._first
 
@@ -60,7 +62,16 @@ class Held:
         """Forward can run again: leave them to the checkpoint."""
         for saved in self._there():
             saved.tensor = None
+        self._awaited = [place.saved for place in self._saved]
         self._end()
+
+    def remake(self) -> None:
+        """Have forward run again now, if it has not.  What it makes is held, and may not change until it is used."""
+        awaited, self._awaited = self._awaited, []
+        for place in awaited:
+            if (saved := place()) is not None:
+                saved.tensor = self._unpack(saved.remade)
+                saved.version = version_of(saved.tensor)
 
     def keep(self, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None) -> None:
         """Forward cannot run again: backward gets them as they are.
@@ -96,6 +107,7 @@ class Held:
     @not_compiled
     def _give(self, saved: _Saved) -> Tensor:
         self._note_use()
+        self._awaited = []
         if saved.tensor is None:
             made: Tensor = self._unpack(saved.remade)
             return made

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import step_without_hooks
+from memopt_cli.runtime.waiting import remake_with
 
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 _thread = threading.local()
@@ -57,6 +58,11 @@ def remove_in_backward(model: nn.Module) -> None:
 def is_in_backward(optimizer: Optimizer | None) -> bool:
     """Whether it updates in backward."""
     return optimizer is not None and optimizer in _installed
+
+
+def updates_in_backward() -> bool:
+    """Whether any optimizer does."""
+    return bool(_installed)
 
 
 def has_in_backward(model: nn.Module) -> bool:
@@ -101,6 +107,7 @@ class InBackward:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        remake_with(parameter)
         with self._lock, _updating():
             self._check(parameter)
             step_alone(optimizer, self._used_group(optimizer, parameter), parameter)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from memopt_cli.runtime.private_torch import unseen
 from memopt_cli.runtime.variables import Variables
 
 _STATEFUL: Final = ("torch.distributions", "torch.quasirandom")
@@ -162,7 +163,8 @@ class _Drawing(Part):
         if isinstance(self.value, random.Random):
             return self.value.getstate()
         if isinstance(self.value, torch.Generator):
-            return self.value.get_state()
+            with unseen():  # in a dry run the position would be a tensor without data, and be read all the same
+                return self.value.get_state()
         return copy.deepcopy(self.value.get_state(legacy=False) if _is_old(self.value) else self._bits().state)
 
     def _bits(self) -> Any:
@@ -171,7 +173,10 @@ class _Drawing(Part):
     def restore(self, replaced: Mapping[int, Any]) -> None:
         if isinstance(self.value, random.Random):
             self.value.setstate(self._held)
-        elif isinstance(self.value, torch.Generator) or _is_old(self.value):
+        elif isinstance(self.value, torch.Generator):
+            with unseen():
+                self.value.set_state(self._held)
+        elif _is_old(self.value):
             self.value.set_state(self._held)
         else:
             self._bits().state = self._held

@@ -563,6 +563,21 @@ def _compiling() -> Any:
     return InstructionTranslator.current_tx()
 
 
+@contextlib.contextmanager
+def memory_history() -> Iterator[None]:
+    """Within, the stacks of what CUDA's allocator is asked for are recorded; only those of what is held are kept."""
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What the allocator of CUDA holds, as plain containers."""
+    return torch.cuda.memory._snapshot()
+
+
 def import_compiler() -> None:
     """What steps without data want of ``torch.compile``, which takes as long to import as PyTorch itself."""
     import torch._dynamo  # noqa: F401

@@ -67,8 +67,9 @@ def misfit(module: nn.Module, config: SegmentConfig) -> str:
     if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
         return f"its compressor is to be its own, but {type(module).__name__} has no x_compressor of a class of its own"
     for name in ("chunks", "seq_inputs", "seq_outputs"):
-        if getattr(config, name) < 1:
-            return f"{name} must be 1 or more, not {getattr(config, name)}"
+        given = getattr(config, name)
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            return f"{name} must be 1 or more, not {given!r}"
     if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
         return f"it is to be split in space, but {type(module).__name__} has no method __spatial_split__"
     if config.spatial_split and config.chunks > 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.found_statistics import FoundStatistics
 from memopt_cli.runtime.held import Held, note_nothing
+from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.noise import ends_in_noise, save_nothing
 from memopt_cli.runtime.objects import version_of
 from memopt_cli.runtime.private_torch import (
@@ -37,6 +38,7 @@ from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import as_of, marks, run_plainly, this_moment
+from memopt_cli.runtime.waiting import wait_for
 
 
 class Unrepeatable(RuntimeError):
@@ -82,6 +84,8 @@ class SegmentRun:
         """Its inputs belong to the recomputation of the segment around."""
         self.is_checkpointed = False
         """A checkpoint of the user's own would hold what it saves, if it were no segment."""
+        self.gathers = False
+        """It is one chunk of several, whose batch statistics are those of all."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
@@ -95,8 +99,7 @@ class SegmentRun:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
         turn = is_sampled(self._module)
-        note_use = _refuse_use if self.is_checkpointed else note_nothing
-        held, before = Held(self._kept.note_save, note_use, is_sampled=turn), marks()
+        held, before = Held(self._kept.note_save, self._note_use(), is_sampled=turn), marks()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), self._within():
                 output = first()
@@ -121,6 +124,8 @@ class SegmentRun:
             note_inputs(inputs)
         self._samples = held.samples(tensors_of((output, handed))) if turn else []
         held.drop()
+        if updates_in_backward():
+            wait_for(self._module.parameters(), held)
         self._ends_in_noise = ends_in_noise(tensors_of((output, handed)), held.last_nodes)
         if self._ends_in_noise:
             save_nothing()
@@ -130,6 +135,11 @@ class SegmentRun:
             mark = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._run_around = functools.partial(unpack, pack(mark))
         return output
+
+    def _note_use(self) -> Callable[[], None]:
+        if self.is_checkpointed:
+            return _refuse_use
+        return _refuse_use_in_chunks if self.gathers else note_nothing
 
     def _within(self) -> AbstractContextManager[None]:
         return within_segment(checkpointed=self.is_checkpointed)
@@ -183,3 +193,8 @@ def _nothing_around() -> None:
 def _refuse_use() -> None:
     # The checkpoint would now run again what it is around: batch norms before the segment count that.
     raise Unrepeatable("computes gradients in its forward, within a checkpoint of your own")
+
+
+def _refuse_use_in_chunks() -> None:
+    # Gradients go through the statistics, to which every chunk adds.
+    raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")

@@ -47,6 +47,7 @@ from memopt_cli.runtime.objects import Objects, is_unchanged, version_of
 from memopt_cli.runtime.private_torch import (
     global_hook_tables,
     hook_tables,
+    is_fake,
     is_of_transform,
     memory_of,
     not_compiled,
@@ -161,8 +162,8 @@ def _has_place(parameter: Tensor) -> bool:
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Not sharded, nor any other tensor with a life of its own."""
-    return parameter is not None and type(parameter) in (Tensor, nn.Parameter)
+    """Not sharded, nor any other tensor with a life of its own; one of a dry run counts its versions as others do."""
+    return parameter is not None and (type(parameter) in (Tensor, nn.Parameter) or is_fake(parameter))
 
 
 class _Hooks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, input_dtype
+from memopt_cli.step import Step, dtype_in, input_dtype
 from memopt_cli.trace.counting import count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
@@ -38,8 +39,8 @@ def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
-    dtype = input_dtype(settings) if tensor.is_floating_point() else None
-    moved = tensor.detach().to(torch.device(settings.device), dtype)
+    dtype = input_dtype(settings)
+    moved = tensor.detach().to(torch.device(settings.device), None if dtype is None else dtype_in(dtype, tensor))
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
@@ -48,8 +49,13 @@ def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     if isinstance(model, StepModels):
         with mode:
             return model.anew()
+    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied within, their positions had no data
     with FakeCopyMode(mode):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, copied)
+
+
+def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+    return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 
 class FakeStep:

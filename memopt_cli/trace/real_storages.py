@@ -1,4 +1,4 @@
-"""Storages that operators make of real tensors and not of fake ones."""
+"""Storages, and strides, that operators make of real tensors and not of fake ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,38 @@ def _in_elements(args: Any, output: Any) -> Any:
     return output.new_empty(shape).resize_(())
 
 
+def _normalized(args: Any, output: Any) -> Any:
+    """What the CPU normalizes by batch lies as if its input were in the usual order, unless that is channels last.
+
+    Layers that want it otherwise copy it.
+    """
+    return (_in_format_of(args[0], output[0]), *output[1:])
+
+
+def _normalized_backward(args: Any, output: Any) -> Any:
+    """The same of the gradient of the input."""
+    return (_in_format_of(args[1], output[0]), *output[1:])
+
+
+def _in_format_of(x: Any, made: Any) -> Any:
+    if made is None or not is_fake(made) or made.device.type != "cpu":
+        return made
+    return torch.empty_like(made, memory_format=_format_of(x))
+
+
+def _format_of(x: Any) -> torch.memory_format:
+    last = _CHANNELS_LAST.get(x.dim())
+    return last if last is not None and x.is_contiguous(memory_format=last) else torch.contiguous_format
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
+
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.mkldnn_rnn_layer.default: with_workspace,
     _aten.mkldnn_rnn_layer_backward.default: with_two_biases,
+    **dict.fromkeys(_BATCH_NORMS, _normalized),
+    _aten.native_batch_norm_backward.default: _normalized_backward,
     **dict.fromkeys(
         (
             _aten.mse_loss.default,

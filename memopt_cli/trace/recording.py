@@ -179,6 +179,7 @@ class _Records:
                 flops=op.flops,
                 workspace_bytes=op.workspace_bytes,
                 fixed_workspace_bytes=op.fixed_workspace_bytes,
+                line=op.line,
             )
             for index, op in enumerate(self._log.ops)
         )

@@ -19,6 +19,7 @@ from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, runn
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
+from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import Storage, StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, flops_of, modified, name_of
 from memopt_cli.trace.recurrent import fixed_bytes
@@ -56,6 +57,7 @@ class RanOp:
     flops: int
     workspace_bytes: int
     fixed_workspace_bytes: int
+    line: str
 
 
 class StepLog(StorageLog):  # type: ignore[no-untyped-call]
@@ -97,6 +99,7 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                 flops=flops_of(func, args, kwargs, output),
                 workspace_bytes=workspace_bytes,
                 fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
+                line=line_of_the_model() if self.phase == "forward" else "",
             )
         )
 

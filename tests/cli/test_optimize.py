@@ -215,21 +215,24 @@ RUNS_CODE = {
     "allow-package": "sympy",
     "allow-global": "builtins.exec",
 }
+FOR_ANOTHER_COMMAND = {"against": "evil:make"}
+"""A found file is refused by every command, whichever of them the key is for."""
 
 
-@pytest.mark.parametrize("key", RUNS_CODE)
+@pytest.mark.parametrize("key", [*RUNS_CODE, *FOR_ANOTHER_COMMAND])
 def test_a_file_that_runs_code_must_be_named(
     key: str, optimize: Optimize, pipeline: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It may lie in a folder that was downloaded, beside the model."""
-    Path("memopt.yaml").write_text(f"{key}: {RUNS_CODE[key]}")
+    Path("memopt.yaml").write_text(f"{key}: {(RUNS_CODE | FOR_ANOTHER_COMMAND)[key]}")
     assert main(["optimize", "model.pt"]) == 4
     assert capsys.readouterr().err == (
         f"error: memopt.yaml was found here, and its '{key}' would run or allow code\n"
         "hint: If the file is yours, say --config memopt.yaml.\n"
     )
     assert pipeline.requests == []
-    assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml")).lower()
+    if key in RUNS_CODE:
+        assert RUNS_CODE[key] in str(optimize("--config", "memopt.yaml")).lower()
 
 
 @pytest.mark.parametrize(

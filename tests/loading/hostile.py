@@ -234,6 +234,8 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
 
     yield "a __setstate__ among attributes", _of(_linear(__setstate__=nn.functional.gelu), "__setstate__")
     yield "a method among attributes", _of(_linear(forward=nn.functional.gelu), "forward")
+    called = Created(nn.Linear, state=vars(_linear(_compiled_call_impl=nn.functional.gelu)))
+    yield "a call in the place of the module's", _of(_linear(_modules={"a": called}), "_compiled_call_impl")
     yield "another class among attributes", _of(_linear(__class__=nn.ReLU), "__class__")
     yield "a hook that is a function", _of(_linear(_forward_hooks={0: nn.functional.gelu}), "a hook 0")
     yield "a hook that is a module", _of(_linear(_forward_hooks={0: nn.ReLU()}), "a hook 0")
@@ -404,6 +406,9 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
             }.items()
         },
     }
+    text = b"%01000000000d"  # of which Python makes a number, as long as it says, in states of its version 2
+    code = b"crandom\nRandom\n)R(K\x02(" + 3 * (b"X" + struct.pack("<I", len(text)) + text) + b"tNtb"
+    yield "a random generator of an older version", Hostile(holding(code), NO_MODEL, "random generator")
     for name, code in nested.items():
         refused = REFUSED if name == "calls of many names of one module" else NO_MODEL
         yield name, Hostile(holding(code), refused, "model.pt")

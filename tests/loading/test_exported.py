@@ -286,6 +286,19 @@ def test_an_operator_that_is_not_on_the_list_is_refused(target: str, small: byte
         load(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["data/aotinductor/model/a.wrapper.so", "data/constants/custom_obj_0", "data.pkl", "code/__torch__.py"]
+)
+def test_a_record_of_another_kind_is_refused(name: str, small: bytes, tmp_path: Path) -> None:
+    buffer = io.BytesIO(small)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr(archive.namelist()[0].partition("/")[0] + f"/{name}", b"x")
+    path = tmp_path / "m.pt2"
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(UnsafeFileError, match=f"a record named {name}"):
+        load(path)
+
+
 def test_pickled_objects_are_never_built(small: bytes, tmp_path: Path) -> None:
     ran, path = tmp_path / "ran", tmp_path / "m.pt2"
     buffer = io.BytesIO()

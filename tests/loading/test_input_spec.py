@@ -97,6 +97,24 @@ def test_a_guess_from_the_first_layer_fits_it(layer: nn.Module, shape: tuple[int
     layer(*args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("layer", "settings"),
+    [
+        (nn.Conv2d(3, 4, 3), {"kernel_size": 3}),
+        (nn.Conv2d(3, 4, 3), {"kernel_size": (1,) * 7}),
+        (nn.Conv2d(3, 4, 3), {"in_channels": "x\x1b[2J"}),
+        (nn.Linear(3, 4), {"in_features": None}),
+        (nn.LSTM(3, 4), {"input_size": [3]}),
+        (nn.Embedding(3, 4), {"num_embeddings": -5}),
+        (nn.Embedding(3, 4), {"num_embeddings": 10**30}),
+    ],
+)
+def test_a_layer_with_other_settings_tells_nothing(layer: nn.Module, settings: dict[str, Any]) -> None:
+    vars(layer).update(settings)
+    found = find_spec(ModelSource(location="model.pt"), nn.Sequential(layer, nn.Linear(7, 2)), None)
+    assert found.tensors[0].shape == (2, 7)
+
+
 def test_no_guess_shows_the_line_to_type() -> None:
     with pytest.raises(UsageError) as error:
         find_spec(ModelSource(location="model.pt"), nn.ReLU(), None)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import builtins
+import bz2
+import collections
 import contextlib
+import datetime
+import decimal
 import functools
+import gzip
 import io
+import logging
+import lzma
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +80,30 @@ def test_tensor_functions_kept_as_attributes_load(tmp_path: Path) -> None:
     assert loaded.act is F.relu
     assert loaded.other is torch.tanh  # type: ignore[comparison-overlap]
     assert loaded.third is F.gelu
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    "value",
+    [
+        (frozenset({1, frozenset({2})}), frozenset(), {frozenset({3}): 4}),
+        ({1, "a"}, set(), [1, [2.5]], {"a": {"b": ()}}, (1, 2, 3, 4)),
+        (b"", b"\xff", bytearray(b"\xff"), "text", "\u00e9\u2028", "x" * 300),
+        (0, -1, 255, 65536, -(2**31), 2**63, 2**200, 1.5, float("inf"), True, None, 1j, ...),
+        (range(1, 9, 2), slice(None, 3), collections.deque([1], 3), collections.Counter("aab"), type(None)),
+        (collections.OrderedDict(a=1), collections.defaultdict(list, a=[1]), types.SimpleNamespace(a=1)),
+        (Path("a/b"), decimal.Decimal("0.10"), re.compile("a+", re.IGNORECASE), logging.getLogger("a.b")),
+        (datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2026, 1, 2), datetime.timedelta(3, 4, 5)),
+    ],
+    ids=lambda value: type(value[0]).__name__,
+)
+def test_plain_values_are_kept_whatever_the_protocol(tmp_path: Path, value: tuple[Any, ...], protocol: int) -> None:
+    model = nn.Linear(1, 1)
+    model.kept = value  # type: ignore[assignment]
+    (tmp_path / "model.pt").write_bytes(pickle.dumps(model, protocol))
+    kept = load(tmp_path / "model.pt").kept
+    assert kept == value  # type: ignore[comparison-overlap]
+    assert list(map(type, kept)) == list(map(type, value))  # type: ignore[call-overload]
 
 
 def test_neurons_that_keep_their_own_methods_load(tmp_path: Path) -> None:
@@ -304,6 +337,21 @@ def test_a_vouched_package_does_not_vouch_for_what_it_imports(foreign: Path) -> 
         load_model(source(bad, packages=("foreign_models",)))
 
 
+@pytest.mark.parametrize(
+    "imported", ["from os import system as run", "from torch import load as run", "import runpy as run"]
+)
+def test_no_hint_offers_another_name_of_a_function_of_python_s(foreign: Path, imported: str) -> None:
+    """A first one may vouch for the package, whose own functions would do it no harm."""
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text(f"{init.read_text()}\n{imported}\n")
+    path = foreign.parent / "called.pt"
+    path.write_bytes(archive({"data.pkl": b"\x80\x02cforeign_models\nrun\nX\x04\x00\x00\x00true\x85R."}))
+    for trust in (Trust(), Trust(packages=("foreign_models",)), Trust(libraries=("foreign_models",))):
+        with pytest.raises(UnsafeFileError) as error:
+            load_model(ModelSource(location=str(path), trust=trust))
+        assert "--allow-global" not in error.value.hint
+
+
 def test_a_vouched_package_does_not_vouch_for_calls_of_its_functions(foreign: Path) -> None:
     init = foreign.parent / "foreign_models" / "__init__.py"
     init.write_text(init.read_text() + "\ndef run(text):\n    return Net()\n")
@@ -339,6 +387,15 @@ def test_trust_pickle_loads_anything_and_says_so(foreign: Path) -> None:
     loaded = load_model(source(foreign, pickle=True))
     assert type(loaded.module).__name__ == "Net"
     assert any("--trust-pickle" in note for note in loaded.notes)
+
+
+def test_what_a_package_lacks_is_what_is_to_be_installed(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = foreign.parent / "foreign_models" / "__init__.py"
+    init.write_text("import sklearn\n")
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(FileFormatError, match=r"foreign_models\.Net") as error:
+        load_model(source(foreign, packages=("foreign_models",)))
+    assert "pip install scikit-learn" in error.value.hint
 
 
 def test_a_missing_package_is_named(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +553,14 @@ def bad_files() -> dict[str, bytes]:
         "something else": other.getvalue(),
         "plain pickle": pickle.dumps({"a": 1}),
     }
+
+
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_a_file_that_is_compressed_says_how(tmp_path: Path, pack: Callable[[bytes], bytes], name: str) -> None:
+    (tmp_path / "model.pt").write_bytes(pack(pickle.dumps(small_model())))
+    with pytest.raises(FileFormatError, match=f"compressed as a whole \\({name}\\)") as error:
+        load_model(source(tmp_path / "model.pt"))
+    assert error.value.hint == f"Unpack it first: {name} -d."
 
 
 @pytest.mark.parametrize("case", bad_files())

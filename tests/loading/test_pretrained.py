@@ -124,6 +124,16 @@ def test_settings_that_reach_further_are_refused(name: str, folder: Path) -> Non
     assert caught.value.hint
 
 
+def test_a_library_that_misses_another_is_not_told_to_save_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError("the model requires the timm library")
+
+    monkeypatch.setattr(GPT2LMHeadModel, "from_pretrained", from_pretrained)
+    with pytest.raises(FileFormatError, match="timm") as caught:
+        load_model(ModelSource(location=str(folder)))
+    assert caught.value.hint == "Install the library that it needs."
+
+
 def test_a_library_that_reads_a_pickle_meanwhile_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 

@@ -17,7 +17,17 @@ import pytest
 
 from memopt_cli.documents import printable_data
 from memopt_cli.measure import processes, replies, sizes, wire
-from memopt_cli.measure.jobs import ORIGINAL, DescribeJob, MeasureJob, ProbeJob, SaveJob, Subject, Traced, TraceJob
+from memopt_cli.measure.jobs import (
+    ORIGINAL,
+    DescribeJob,
+    MeasureJob,
+    ProbeJob,
+    RecordJob,
+    SaveJob,
+    Subject,
+    Traced,
+    TraceJob,
+)
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
@@ -254,11 +264,18 @@ _TRACE: dict[str, Any] = {
 }
 
 
-def _traced(*changes: tuple[str, str, Any]) -> bytes:
+def _recorded(*changes: tuple[str, str, Any]) -> Any:
     trace = json.loads(json.dumps(_TRACE))
     for part, field, value in changes:
         trace[part][-1][field] = value
-    answer = {"trace": trace, "fake": True, "dry_run_bytes": 8}
+    return trace
+
+
+def _traced(*changes: tuple[str, str, Any]) -> bytes:
+    return _answer({"trace": _recorded(*changes), "fake": True, "dry_run_bytes": 8})
+
+
+def _answer(answer: Any) -> bytes:
     return json.dumps({"kind": "answer", "answer": answer}).encode()
 
 
@@ -266,6 +283,7 @@ def test_a_trace_is_read() -> None:
     found = replies.read(_traced(), TraceJob(fake=True))
     assert isinstance(found, Traced)
     assert found.trace.ops[0].name == "aten::relu"
+    assert replies.read(_answer(_recorded()), RecordJob(plan=ORIGINAL)) == found.trace
 
 
 @pytest.mark.parametrize(
@@ -290,6 +308,8 @@ def test_a_trace_is_read() -> None:
 def test_a_trace_that_names_what_there_is_not_makes_no_sense(part: str, field: str, value: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  of any kind: all are nonsense
         replies.read(_traced((part, field, value)), TraceJob(fake=True))
+    with pytest.raises(ValueError):  # noqa: PT011
+        replies.read(_answer(_recorded((part, field, value))), RecordJob(plan=ORIGINAL))
 
 
 @pytest.mark.parametrize(

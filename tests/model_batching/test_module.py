@@ -442,6 +442,45 @@ def test_of_large_models_the_second_step_is_a_forward(monkeypatch: pytest.Monkey
         BatchModule(nn.Sequential(nn.Linear(5, 4)), G, example_inputs=(images(),), route="fused")
 
 
+class Leaky(nn.Module):
+    """Reads what its last step left, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0.5 * self.last
+        self.last = x.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("layer", "steps"),
+    [
+        (nn.Identity(), 1),
+        (nn.BatchNorm1d(4), 1),
+        (nn.BatchNorm1d(4, momentum=None), 2),
+        (nn.BatchNorm1d(4).eval(), 2),
+        (Leaky(), 2),
+    ],
+)
+def test_of_large_models_a_second_step_is_run_where_it_reads_what_the_first_left(
+    layer: nn.Module, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_MANY_WEIGHTS", 0)
+    run: list[str] = []
+    difference = selection.difference
+
+    def compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Any:
+        run[:] = [name for name in expected if name.startswith("output[0]")]
+        return difference(expected, found)
+
+    monkeypatch.setattr(selection, "difference", compared)
+    BatchModule(nn.Sequential(nn.Linear(5, 4), layer), G, example_inputs=(images(),))
+    assert run == [f"output[0] of step {i + 1}" for i in range(steps)]
+
+
 def test_a_route_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda rows, weight, bias: torch.bmm(rows, weight.mT) + bias.unsqueeze(1) * (1 + 1e-8)  # noqa: E731
     monkeypatch.setattr(linear, "product_with", wrong)

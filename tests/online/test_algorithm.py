@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from memopt_cli.online import (
     environ,
     init_all_states,
     traced,
+    untraced,
     vmap_new_states,
 )
 from memopt_cli.online.algorithm import decay_and_rank
@@ -510,9 +512,28 @@ def test_states_for_one_sample_do_not_do_for_a_batch() -> None:
         D_RTRL(lif_net(), mode=Batching()).compile_graph(torch.zeros(BATCH, INPUTS))
 
 
+def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
+    def compiled(net: nn.Module) -> None:
+        init_all_states(net)
+        D_RTRL(net).compile_graph(torch.rand(INPUTS))
+
+    with pytest.warns(UserWarning, match="no weight of Sequential is tagged: all get the gradient of each step alone"):
+        compiled(nn.Sequential(nn.Linear(INPUTS, HIDDEN), LIF(HIDDEN)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
+        compiled(nn.Sequential(untraced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
+
+
 @pytest.mark.parametrize(
     "make",
-    [lambda net: D_RTRL(net, vjp_method="two-step"), lambda net: ES_D_RTRL(net, 0.9, correction="some")],
+    [
+        lambda net: D_RTRL(net, vjp_method="two-step"),
+        lambda net: ES_D_RTRL(net, 0.9, correction="some"),
+        lambda net: D_RTRL(net, mode="batching"),
+        lambda net: D_RTRL(net, mode=Batching),
+        lambda net: D_RTRL(net.forward),
+    ],
 )
 def test_unknown_settings_are_refused(make: Callable[[nn.Module], OnlineAlgorithm]) -> None:
     with pytest.raises(UsageError, match="Give"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,25 @@ def test_gated_cells_are_their_equations_and_learnt_exactly(name: str) -> None:
         torch.testing.assert_close(net[0](x), states["h"], rtol=0, atol=EXACT)
     found = learn(ready(net, inputs[0]), inputs, labels)
     assert relative(found, by_its_equations(net, GATED[name], inputs, labels)) <= EXACT
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("name", GATED)
+def test_windows_of_gated_cells_are_exact(name: str, window: int) -> None:
+    inputs, labels = sequence()
+    net = nn.Sequential(getattr(online, name)(INPUTS, HIDDEN), nn.Linear(HIDDEN, CLASSES)).double()
+    windows = functools.partial(D_RTRL, vjp_method="multi-step")
+    found = learn(ready(net, inputs[0], windows), inputs.split(window), labels)
+    for start in range(0, len(inputs), window):
+        init_all_states(net, BATCH)
+        hooks = [m.register_forward_pre_hook(lambda m, a: (a[0].detach(),)) for m in net[0].children()]
+        for x in inputs[:start]:  # all that enters a weight is constant there, and nothing is within the window
+            net(x)
+        for hook in hooks:
+            hook.remove()
+        losses = [F.cross_entropy(net(x), labels) for x in inputs[start : start + window]]
+        torch.stack(losses).sum().backward()
+    assert relative(found, gradients(net)) <= EXACT
 
 
 def test_a_linear_recurrent_unit_is_a_complex_decay_and_nothing_of_it_is_cut() -> None:
@@ -276,6 +296,11 @@ def test_depression_weakens_a_burst_and_facilitation_strengthens_it() -> None:
         (lambda: online.ALIF(3, spk_reset="none"), "spk_reset='none'"),
         (lambda: online.LIF(3, V_th=0.0, V_reset=0.5), "V_th=0.0 is not above V_reset=0.5"),
         (lambda: online.ALIF(3, V_th=0.0), "V_th=0.0 is not above V_reset=0.0"),
+        (lambda: online.LIF(3, V_th=float("nan")), "V_th=nan is not above V_reset=0.0"),
+        (lambda: online.LIF(3, tau="5 ms"), "tau='5 ms'"),
+        (lambda: online.ALIF(3, spk_fun="sigmoid"), "spk_fun='sigmoid'"),
+        (lambda: online.LRU(3, 3, r_max=1.5), "moduli from 0.4 to 1.5"),
+        (lambda: online.LRU(3, 3, r_min=0.9, r_max=0.4), "moduli from 0.9 to 0.4"),
         (lambda: online.STD(3, U=0.0), "U=0.0"),
         (lambda: online.STP(3, U=1.5), "U=1.5"),
         (lambda: online.DeltaProj(nn.Identity(), nn.Identity()), "post is a Identity"),

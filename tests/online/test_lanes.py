@@ -82,8 +82,9 @@ def test_starting_anew_takes_the_tag_off() -> None:
 
 
 def test_no_lanes_and_no_arguments() -> None:
-    with pytest.raises(UsageError, match="axis_size=0"):
-        vmap_new_states(axis_size=0)
+    for size in (0, 2.5, "4"):
+        with pytest.raises(UsageError, match=f"axis_size={size!r}"):
+            vmap_new_states(axis_size=size)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         vmap_new_states(axis_size=1)(lambda: None)(size=3)  # type: ignore[call-arg]
 
@@ -93,6 +94,34 @@ def test_a_model_without_tagged_states_is_refused() -> None:
     for_lanes(model, tag="other")
     with pytest.raises(MemoptError, match="tagged 'new'"):
         Vmap(model)(torch.ones(LANES, 3))
+
+
+def test_a_model_that_declares_no_state_is_told_how() -> None:
+    with pytest.raises(MemoptError, match="Linear declares no state") as raised:
+        Vmap(nn.Linear(3, 3))(torch.ones(LANES, 3))
+    assert "ExplicitState" in str(raised.value.hint)
+
+
+class Stepped(nn.Module):
+    """An LSTM cell of PyTorch's, which has no rule for vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 3)
+        declare_state(self, "h", 3)
+        declare_state(self, "c", 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h, self.c = self.cell(x, (self.h, self.c))
+        return self.h
+
+
+def test_an_operator_without_a_rule_for_lanes_is_said_with_the_way_around_it() -> None:
+    model = Stepped()
+    for_lanes(model)
+    with pytest.raises(MemoptError, match=r"Stepped cannot run in lanes: .*lstm_cell") as raised:
+        Vmap(model)(torch.ones(LANES, 3))
+    assert str(raised.value.hint).startswith("batch the model by hand")
 
 
 @pytest.mark.parametrize("x", [torch.ones(LANES + 1, 3), torch.tensor(1.0)])

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import snntorch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.apply import apply_plan
 from memopt_cli.chunking import find_rule
 from memopt_cli.equality import difference, effects
-from memopt_cli.errors import MemoptError
+from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online import LIF, OverTime, init_all_states, states_of, traced, untraced
 from memopt_cli.online.learning import compare_gradients, learn_online
 from memopt_cli.online.operations import trace_kind
@@ -48,6 +49,15 @@ def test_a_sequence_is_its_steps_from_fresh_states() -> None:
     assert torch.equal(whole(inputs), expected)
     assert torch.equal(whole(inputs), expected)
     assert not any(state.value.requires_grad for state in states_of(whole).values())
+
+
+@pytest.mark.parametrize(
+    "inputs", [(), (torch.ones(3),), (torch.ones(0, 2, 3),), ("x",), (torch.ones(4, 2, 3), torch.ones(5, 2, 3))]
+)
+def test_what_is_no_sequence_is_refused(inputs: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match="no sequences of as many steps each") as raised:
+        OverTime(LIF(3))(*inputs)
+    assert "[T, B, ...]" in str(raised.value.hint)
 
 
 def test_declared_states_pickle_as_plain_data() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +53,20 @@ def test_copies_have_states_of_their_own(twin: object) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(UsageError, match="batch_size=0"):
-        init_all_states(LIF(3), 0)
-    with pytest.raises(UsageError, match="is not a shape"):
-        LIF(-1)
+    for batch_size in (0, 2.5, "4", True):
+        with pytest.raises(UsageError, match=f"batch_size={batch_size!r}"):
+            init_all_states(LIF(3), batch_size)  # type: ignore[arg-type]
+    for size in (-1, 3.5, "x", None, True, (3, "a")):
+        with pytest.raises(UsageError, match="is not a shape"):
+            LIF(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["forward", "training", "a.b", 3])
+def test_a_name_that_is_taken_or_is_none_is_refused_and_leaves_no_state(name: Any) -> None:
+    module = nn.Identity()
+    with pytest.raises(UsageError, match="cannot be a state of Identity"):
+        declare_state(module, name, 3)
+    assert not states_of(module)
 
 
 def test_environment() -> None:
@@ -72,7 +83,14 @@ def test_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"dt": 0}, "dt=0"), ({"dt": "1ms"}, "dt="), ({"mode": 1}, "mode=1")]
+    ("settings", "message"),
+    [
+        ({"dt": 0}, "dt=0"),
+        ({"dt": "1ms"}, "dt="),
+        ({"dt": math.inf}, "dt=inf"),
+        ({"dt": True}, "dt=True"),
+        ({"mode": 1}, "mode=1"),
+    ],
 )
 def test_what_is_no_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:

@@ -65,9 +65,19 @@ CELLS: dict[str, Callable[[], ExplicitState]] = {
 }
 
 
+RECURRENT: dict[str, Callable[[], ExplicitState]] = {
+    "RLeaky": lambda: ExplicitState(snntorch.RLeaky(0.8, linear_features=HIDDEN), {"spk": HIDDEN, "mem": HIDDEN}),
+    "RSynaptic": lambda: ExplicitState(
+        snntorch.RSynaptic(0.5, 0.8, linear_features=HIDDEN), {"spk": HIDDEN, "syn": HIDDEN, "mem": HIDDEN}
+    ),
+}
+"""These compute in float32 alone, and return their states, of which the first is the output."""
+
+
 def with_cell(name: str, *between: nn.Module) -> nn.Sequential:
     torch.manual_seed(1)
-    layers = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), CELLS[name](), *between, nn.Linear(HIDDEN, CLASSES))
+    cell = (CELLS | RECURRENT)[name]()
+    layers = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), cell, *between, nn.Linear(HIDDEN, CLASSES))
     with torch.no_grad():
         layers[0].weight.mul_(3)
     return layers
@@ -105,7 +115,7 @@ def test_vmap_runs_each_sample_as_a_batch_would(net: nn.Module) -> None:
     assert max(as_a_batch_and_in_lanes(net, sequence()[0])) <= EXACT
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [*CELLS, *RECURRENT])
 def test_vmap_runs_cells_as_they_come_in_float32(name: str) -> None:
     assert max(as_a_batch_and_in_lanes(with_cell(name), sequence()[0].float())) <= 1e-5
 
@@ -166,6 +176,13 @@ def test_states_that_do_not_fit_the_cell_are_refused_by_name(cell: nn.Module, st
     with pytest.raises(MemoptError, match=message) as raised:
         explicit(torch.rand(BATCH, HIDDEN))
     assert raised.value.hint
+
+
+def test_a_cell_that_cannot_run_in_lanes_is_told_the_way_around() -> None:
+    lanes = for_lanes(ExplicitState(snntorch.SLSTM(HIDDEN, HIDDEN), {"syn": HIDDEN, "mem": HIDDEN}))
+    with pytest.raises(MemoptError, match=r"SLSTM cannot be called .*lstm_cell") as raised:
+        lanes(torch.rand(BATCH, HIDDEN))
+    assert str(raised.value.hint).startswith("batch the model by hand")
 
 
 @pytest.mark.parametrize("states", [{}, (7, 7), 7, None])

@@ -13,6 +13,7 @@ import pytest
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.climb import found_row
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.in_backward import InBackwardPlans
 from memopt_cli.plan.interface import CountedPlan
 from memopt_cli.plan.questions import Priced
 from memopt_cli.progress import Progress
@@ -20,10 +21,12 @@ from memopt_cli.records import (
     Budget,
     Counted,
     Failure,
+    LevelRow,
     Measurement,
     OutOfMemory,
     Plan,
     SegmentPlan,
+    StepFailed,
     TimedOut,
 )
 from tests.pipeline.measurements import NOTHING, measured
@@ -38,10 +41,26 @@ def priced(peak: int) -> Priced:
     return Priced(dry_run=CountedPlan(plan=Plan(segments=segments), counted=counted), level=1, slowdown=2 - peak / 1000)
 
 
+class FakeDryRuns:
+    """Plans of 1000, 900 … 300 bytes were counted."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        return next(p for p in reversed(FakePlanner.plans) if level or p.plan.is_empty)
+
+    def up_to(self, level: int) -> list[Priced]:
+        return list(FakePlanner.plans)
+
+    def known(self, plan: Plan) -> Priced | None:
+        return next((p for p in FakePlanner.plans if p.plan == plan), None)
+
+
 class FakePlanner:
     """Knows plans of 1000, 900 … 300 bytes."""
 
-    dry_runs: tuple[Plan, ...] = ()
+    dry_runs = FakeDryRuns()
     plans = tuple(priced(peak) for peak in range(1000, 200, -100))
 
     def within(self, level: int, budget: int) -> Priced | None:
@@ -63,7 +82,91 @@ def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, l
         return outcome(asked[-1])
 
     planner: Any = FakePlanner()
-    return GoalSearch(planner=planner, measure=measure, progress=Progress(), level=3, dry_run=True), asked
+    search = GoalSearch(
+        planner=planner, measure=measure, progress=Progress(), level=3, dry_run=True, in_backward=not_in_backward()
+    )
+    return search, asked
+
+
+def not_in_backward() -> InBackwardPlans:
+    return InBackwardPlans(count=lambda plan: counted(0), prove=lambda row: row, notes=[], is_allowed=False)
+
+
+HELD = 150
+"""Bytes of gradients that stand at the peak of every plan but the original."""
+
+
+def in_backward(search: GoalSearch, prove: Callable[[LevelRow], LevelRow | str] = lambda row: row) -> GoalSearch:
+    """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
+    planner: Any = search.planner
+    planner.plans = tuple(holding(found) for found in FakePlanner.plans)
+    planner.dry_runs = FakeDryRuns()
+    planner.dry_runs.up_to = lambda level: list(planner.plans)
+    planner.dry_runs.known = lambda plan: next(p for p in planner.plans if p.plan == plan)
+    planner.dry_runs.smallest = lambda level, most=math.inf: planner.plans[-1 if level else 0]
+    peaks = {found.plan: found.peak_bytes for found in planner.plans}
+
+    def count(plan: Plan) -> Counted:
+        return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
+
+    plans = InBackwardPlans(count=count, prove=prove, notes=[], is_allowed=True)
+    return replace(search, in_backward=plans)
+
+
+def counted(peak: int, gradients: int = 0) -> Counted:
+    return Counted(
+        tensor_peak_bytes=peak,
+        allocated_peak_bytes=peak,
+        resident_bytes=0,
+        breakdown=replace(NOTHING, gradients_bytes=gradients),
+        holders=(),
+    )
+
+
+def holding(found: Priced) -> Priced:
+    gradients = HELD if found.plan.segments else 0
+    return replace(found, dry_run=CountedPlan(plan=found.plan, counted=counted(found.peak_bytes, gradients)))
+
+
+def test_a_budget_takes_the_fastest_plan_with_the_optimizer_in_backward() -> None:
+    search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
+    row = search.within(550)
+    assert row.plan == replace(priced(700).plan, in_backward=True)
+    assert row.predicted_allocated_peak_bytes == 550
+    assert search.within(1000).plan.is_empty
+
+
+def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
+    search = in_backward(goal(lambda peak: measured(peak - HELD))[0])
+    assert search.within(160).plan == replace(priced(300).plan, in_backward=True)
+    with pytest.raises(NothingFitsError, match="the least is about 150 B"):
+        search.within(140)
+
+
+def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:
+    search = in_backward(goal(measured)[0], lambda row: "output[0] differs")
+    row = replace(search, measure=lambda plan: measured(550)).within(560)
+    assert row.plan == priced(500).plan
+    assert search.in_backward.notes == ["The optimizer does not run in backward: output[0] differs."]
+
+
+def test_a_plan_in_backward_that_cannot_be_measured_gives_way_to_the_next_best() -> None:
+    def measure(plan: Plan) -> Measurement | Failure:
+        return StepFailed(message="no gradient", hint="") if plan.in_backward else measured(500)
+
+    search = replace(in_backward(goal(measured)[0]), measure=measure)
+    assert search.within(560).plan == priced(500).plan
+    assert search.in_backward.notes == ["The optimizer does not run in backward: no gradient."]
+
+
+def test_a_frontier_has_plans_with_the_optimizer_in_backward() -> None:
+    search = in_backward(goal(measured)[0])
+    shown = search.worth_showing()
+    assert shown[0].plan.is_empty
+    assert all(found.plan.in_backward for found in shown[1:])
+    assert shown[-1].peak_bytes == 300 - HELD
+    points = search.frontier(shown, replace(found_row(0, priced(1000), 0, 0.0, dry_run=True), outcome=measured(1000)))
+    assert search.row_of(points[-1], 0.0).predicted_allocated_peak_bytes == 300 - HELD
 
 
 def test_the_fastest_plan_within_the_budget() -> None:

@@ -312,7 +312,13 @@ def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats
     outcomes = (OutOfMemory(detail=""), measured(500, 1.2), measured(450, 2.0), measured(400, 1.8))
     summary.levels = [row(0, measured(600, 1.0))]
     summary.frontier = [
-        ParetoPoint(plan=Plan(), predicted_allocated_peak_bytes=MIB, predicted_slowdown=1.0, outcome=outcome)
+        ParetoPoint(
+            plan=Plan(),
+            predicted_allocated_peak_bytes=MIB,
+            predicted_slowdown=1.0,
+            outcome=outcome,
+            original_step_s=1.0,
+        )
         for outcome in outcomes
     ]
     summary.verification = None

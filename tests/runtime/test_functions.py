@@ -56,7 +56,15 @@ def decorated(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-@pytest.mark.parametrize("call", [checkpoint, converted, decorated])
+def decorated_without_brackets(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @to_gc_function
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("call", [checkpoint, converted, decorated, decorated_without_brackets])
 def test_the_modules_that_a_function_uses_advance_once(judge: Any, call: Callable[..., Any]) -> None:
     net, x = network(), torch.randn(6, 3)
     judge.compare(Calling(copy.deepcopy(net), plainly), Calling(net, call), x, 2.0, shift=1.0)
@@ -146,6 +154,8 @@ A, B = torch.zeros(7, 4, 3), torch.zeros(3, 4, 3)
         (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=(0, 0)), "each argument that is cut once"),
         (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=()), "one at least"),
         (lambda: checkpoint(torch.add, A, A, chunks=0), "chunks must be 1 or more, not 0"),
+        (lambda: checkpoint(torch.add, A, A, chunks="2"), "chunks must be 1 or more, not '2'"),  # type: ignore[arg-type]
+        (lambda: to_gc_function(None, 3), "3 is no function"),  # type: ignore[arg-type]
         (lambda: checkpoint(torch.add, A, A, compressor=3), "its x_compressor is 3"),
         (lambda: checkpoint(lambda x: {"x": x}, A, chunks=2), "it returned: dict"),
         (lambda: checkpoint(torch.sum, A, chunks=2), "it returned: 0-D tensor"),

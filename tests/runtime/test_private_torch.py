@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import io
 import sys
 from pathlib import Path
@@ -637,6 +638,34 @@ def test_what_was_compiled_often_is_compiled_anew() -> None:
     with p.compiled_anew():
         assert run(20) == 20
     torch._dynamo.reset()
+
+
+def test_stacks_are_recorded_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    plain = inspect.signature(torch.cuda.memory._record_memory_history)
+
+    def record(**given: Any) -> None:
+        asked.append(plain.bind(**given).arguments["enabled"])
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    with p.memory_history():
+        assert asked == ["state"]
+    assert asked == ["state", None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an allocator to ask")
+def test_without_an_allocator_there_is_no_snapshot() -> None:
+    with pytest.raises(AttributeError, match="_cuda_memorySnapshot"):
+        p.memory_snapshot()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no allocator to ask")
+def test_a_snapshot_is_of_plain_containers() -> None:
+    with p.memory_history():
+        held = torch.ones(1000, device="cuda")
+        found = p.memory_snapshot()
+    assert held.nbytes <= sum(segment["total_size"] for segment in found["segments"])
+    assert {type(segment) for segment in found["segments"]} == {dict}
 
 
 def test_the_compiler_is_there_to_import() -> None:

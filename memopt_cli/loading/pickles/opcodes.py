@@ -133,6 +133,12 @@ def _filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Ac
     return action
 
 
+def _frozenset(machine: Machine, _: Any) -> None:
+    """Whole from the start, as the protocols before 4 call for one."""
+    items = machine.maker.make_tuple(machine.stack.pop_mark())
+    machine.stack.push(machine.maker.call(FROZENSET, machine.maker.make_tuple([items])))
+
+
 def _append(machine: Machine, _: Any) -> None:
     item = machine.stack.pop()
     machine.maker.extend(machine.stack.filled(), [item])
@@ -207,7 +213,7 @@ _ACTIONS: Final[dict[str, Action]] = {
     "EMPTY_SET": _empty(SET),
     "LIST": _filled(LIST, Maker.extend),
     "DICT": _filled(DICT, Maker.set_entries),
-    "FROZENSET": _filled(FROZENSET, Maker.add),
+    "FROZENSET": _frozenset,
     "APPEND": _append,
     "APPENDS": _append_marked,
     "ADDITEMS": _add_marked,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from memopt_cli import trace
-from memopt_cli.apply import apply_plan, remove_plan, remove_segments
+from memopt_cli.apply import apply_plan, in_backward_error, remove_plan, remove_segments
 from memopt_cli.batch_axis import with_batch
 from memopt_cli.errors import UsageError
 from memopt_cli.loading import load_model
@@ -23,6 +23,7 @@ from memopt_cli.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime import group_layers
+from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.step import Step, input_dtype, is_out_of_memory, make_scaler, place, take
@@ -52,7 +53,10 @@ class Bench:
         without_data = subject.data == "none"
         with self.mode if without_data else contextlib.nullcontext():
             model = remove_plan(build() if build else load_model(subject.source).module)
+            came_in_eval = [path for path, module in model.named_modules() if not module.training]
             self.model = _placed(model, self.settings, without_data=without_data)
+        self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
+        """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)
@@ -92,6 +96,8 @@ class Bench:
         """Within, a plan is on the model and its optimizer, or on those of a ``step`` of a copy of it."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
+        if plan.in_backward:
+            self.known(_checked_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -166,6 +172,15 @@ class Bench:
             return None
         finally:
             self.reset()
+
+
+def _checked_alone(bench: Bench) -> None:
+    """Raises :class:`PlanError` for an optimizer that updates parameters otherwise one by one."""
+    if bench.optimizer is not None:
+        try:
+            check_steps_alone(bench.optimizer)
+        except ValueError as reason:
+            raise in_backward_error(bench.optimizer, reason) from reason
 
 
 def _placed(model: nn.Module, settings: StepSettings, *, without_data: bool) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.equality import step_cast_to_double, step_in_double
@@ -19,12 +20,15 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     """Under the plan of the job, which the file carried."""
     apply_plan(bench.model, job.plan.of_model)
     step = bench.step()
+    if step.scaler is not None:  # until it has found a scale, it skips updates
+        step.settle()
+        bench.reset()
     modes = [(module, module.training) for module in bench.model.modules()]
     if job.in_eval:
         bench.model.eval()
     try:
         with _as_asked(step, job) as taken:
-            return consecutive(taken, job.steps, job.watched)
+            return replace(consecutive(taken, job.steps, job.watched), evaluating=bench.evaluating)
     finally:
         for module, mode in modes:
             module.training = mode

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 
@@ -49,6 +50,8 @@ class Missing:
     """It cannot be imported, for this reason."""
 
     reason: str
+    lacks: str = ""
+    """The module that is not installed, where that is another than its own."""
 
 
 class Graph(Protocol):
@@ -114,7 +117,19 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
             found = getattr(found, part)
         return found
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
-        return Missing(first_line(err))
+        lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
+        return Missing(first_line(err), "" if within(lacks, wanted.package) else lacks)
+
+
+TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
+"""Packages that cannot be vouched for as a whole: among their functions are some that run what they are given."""
+
+
+def by_name(use: Use, found: Any) -> Trust | None:
+    """Trust in this name alone; none where it is another name of a part of Python's library or of PyTorch."""
+    home = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", None)
+    is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
+    return None if is_theirs else Trust(globals=(str(use.name),))
 
 
 def within(module: str, package: str) -> bool:

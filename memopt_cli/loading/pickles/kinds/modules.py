@@ -23,6 +23,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Recipe,
     Role,
     Use,
+    by_name,
     is_callable,
     is_surrogate,
     plain_entries,
@@ -106,13 +107,13 @@ class Libraries:
         found = resolve(use.name)
         if isinstance(found, Denied | Missing):
             return found
-        by_name = None if use.name.package == "torch" else Trust(globals=(str(use.name),))
+        remedy = by_name(use, found)
         if not isinstance(found, type):
-            return Denied("is a function", by_name)
+            return Denied("is a function", remedy)
         if not any(within(found.__module__, library) for library in self.libraries):
-            return Denied(f"is not defined in {use.name.package} but in {found.__module__}", by_name)
+            return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
         made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
-        return made or Denied(_NOT[use.how], by_name)
+        return made or Denied(_NOT[use.how], remedy)
 
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
@@ -134,8 +135,8 @@ _NOT: Final = {
 def _created(found: type) -> Recipe | Denied | None:
     if issubclass(found, _PROGRAMS) or any(map(_copies_itself, found.__mro__)):
         own = found.__module__.partition(".")[0] == "torch"
-        by_name = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
-        return Denied("makes itself anew from its attributes when it is copied or saved", by_name)
+        remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
+        return Denied("makes itself anew from its attributes when it is copied or saved", remedy)
     if any((base.__module__, base.__name__) == _UNCHECKED for base in found.__mro__):
         return Denied("is used in training for quantization alone, and trusts the sizes of what it has observed")
     if issubclass(found, nn.Module):
@@ -340,6 +341,11 @@ def _refuse_segment(name: str, value: Any, graph: Graph) -> str:
     return "has a segment's settings among its attributes, which only a segment of memopt's own form has"
 
 
+def _refuse_call(name: str, value: Any, graph: Graph) -> str:
+    """PyTorch calls it in the place of the module; it saves none."""
+    return "" if value is None else f"has {name}, which would be called in its place"
+
+
 def _holds_flag(key: Any, item: Any, graph: Graph) -> bool:
     return isinstance(key, int) and isinstance(item, bool)
 
@@ -371,6 +377,7 @@ REGISTERS: Final[Mapping[str, Callable[[str, Any, Graph], str]]] = {
     "training": _check_flag,
     RUNS_KEY: _RUNS,
     SEGMENT_KEY: _refuse_segment,
+    "_compiled_call_impl": _refuse_call,
     "_is_full_backward_hook": _check_flag,
     **dict.fromkeys(HOOKS, _HOOKED),
     **dict.fromkeys(

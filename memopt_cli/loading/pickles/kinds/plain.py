@@ -110,6 +110,15 @@ def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
     return _of(make, bytes, str, int, datetime.timezone, type(None))
 
 
+def _set_random(generator: random.Random, state: Any) -> None:
+    """Python computes with the numbers of another version's state, whatever they are."""
+    match state:
+        case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
+            generator.setstate(state)
+        case _:
+            raise Broken("a random generator has a state of another kind")
+
+
 def _type_of(value: Any) -> type:
     """``type(None)``: Python stores the types of its singletons so."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
@@ -194,7 +203,7 @@ PLAIN: Final = Listed(
             make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
         ),
         "types.SimpleNamespace": Recipe(make=_of(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED),
-        "random.Random": Recipe(make=_of(random.Random, most=0), fill=random.Random.setstate),
+        "random.Random": Recipe(make=_of(random.Random, most=0), fill=_set_random),
         "re._compile": Recipe(make=_pattern),
         "logging.getLogger": Recipe(make=_of(_logger, str, most=1)),
         **{

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import Any, Final, Literal
 from torch import nn
 
 from memopt_cli.loading.pickles.kinds.interface import (
+    TOO_WIDE,
     Denied,
     Missing,
     Recipe,
     Use,
+    by_name,
     nothing_wrong,
     resolve,
     within,
@@ -27,8 +28,6 @@ from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import Trust
 
-TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
-"""Packages that cannot be vouched for as a whole: among their functions are some that run what they are given."""
 _SCRIPT: Final = "YOUR_SCRIPT.py"
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Files here that are looked at for the one that defines a class, and bytes of one."""
@@ -73,12 +72,14 @@ class Vouched:
         if not named and not own:
             home = str(getattr(found, "__module__", ""))
             if not any(within(home, package) for package in self.trust.packages):
-                return Denied(f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use))
+                return Denied(
+                    f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use, found)
+                )
         if use.how == "held":
             return Recipe(make=lambda: found, role="trusted", kind=found if isinstance(found, type) else None)
         if not isinstance(found, type):
             if use.how == "called" and not named:
-                return Denied("is a function that is called with arguments from the file", by_name(use))
+                return Denied("is a function that is called with arguments from the file", by_name(use, found))
             return Recipe(make=found, role="trusted", extend=_extend, set=_set, fill=fill, is_vouched=True)
         is_module = issubclass(found, nn.Module)
         return Recipe(
@@ -116,11 +117,6 @@ def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
         return {}
     found = _DEFINITION.findall(path.read_bytes())
     return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in found}
-
-
-def by_name(use: Use) -> Trust:
-    """Trust in this name alone."""
-    return Trust(globals=(str(use.name),))
 
 
 def _creator(found: type) -> Callable[..., Any]:

@@ -1,0 +1,52 @@
+"""``memopt_cli.explain_oom``: what ``memopt explain`` needs, kept where a training script runs out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from memopt_cli.arguments import path_given
+from memopt_cli.documents import quoted_path
+from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
+from memopt_cli.step import is_out_of_memory
+from memopt_cli.write import content, write_all
+
+
+@contextlib.contextmanager
+def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
+    """Within, an out-of-memory error leaves what explains it on the disk, and is raised as ever.
+
+    ``with memopt_cli.explain_oom(): train()``, or ``@memopt_cli.explain_oom()`` above a function.  ``path``: of the
+    files, without their endings: ``.log`` has the traceback, and ``.snapshot.pickle``, on a GPU, who held what, by the
+    lines that made it, whose stacks are recorded meanwhile.  Files of these names are replaced.  The error has a note
+    that says what to type.  Raises :class:`OptionError` for a path of another type.
+    """
+    base = path_given("path", path)
+    with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(_kept(error, base))
+            raise
+
+
+def _kept(error: Exception, base: Path) -> str:
+    """Writes the files; what to type, or why they could not be written."""
+    log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
+    files = {log: content("".join(traceback.format_exception(error)).encode())}
+    flags = f"--log {quoted_path(str(log))}"
+    if torch.cuda.is_available():
+        files[snapshot] = content(pickle.dumps(memory_snapshot()))
+        flags += f" --snapshot {quoted_path(str(snapshot))}"
+    try:
+        write_all(files, force=True)
+    except Exception as failed:  # no other error is to take this one's place
+        return f"memopt could not keep what explains it: {failed}"
+    return f"memopt explain MODEL {flags}"

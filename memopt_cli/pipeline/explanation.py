@@ -1,0 +1,370 @@
+"""``memopt explain``: who holds what when memory runs out, and the changes with which the step fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from memopt_cli.documents import quoted_path
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject
+from memopt_cli.measure.runner import Session
+from memopt_cli.oom_text import read_oom
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
+from memopt_cli.pipeline.profiling import allocated_peak, is_alive, live_bytes, record_step
+from memopt_cli.pipeline.recommendation import recommend_prepared
+from memopt_cli.pipeline.summary import Findings
+from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    BatchAdvice,
+    BatchRequest,
+    Budget,
+    Counted,
+    ExplainRequest,
+    Explanation,
+    Holder,
+    Instant,
+    Measurement,
+    ModelSource,
+    OptimizeRequest,
+    OutOfMemoryText,
+    Plan,
+    SearchGoal,
+    SearchOverrides,
+    SnapshotFacts,
+    StepTrace,
+    StorageTrace,
+    Suggestion,
+    break_down,
+    describe,
+)
+from memopt_cli.units import exact_bytes, format_bytes
+
+_SHARE: Final = 0.9
+"""Of the device's free memory, where nobody says how much there is."""
+_MOST_LOG_BYTES: Final = 64 << 20
+_KEPT: Final = 200
+"""Holders of a kind, at most."""
+_LEVEL: Final = 4
+_SEARCH_S: Final = 30.0
+"""A plan is searched for no longer."""
+_LONGEST_STEP_S: Final = 60.0
+
+
+def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
+    """Read what there is of the error, find the instant at which memory runs out, and try what would fit.
+
+    Raises :class:`MemoptError`.
+    """
+    started = time.monotonic()
+    error = _error_of(request.log_path) if request.log_path is not None else None
+    snapshot = _snapshot_of(request) if request.snapshot_path is not None else None
+    if request.source is None:
+        if snapshot is None:
+            raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
+        return replace(_of_snapshot(snapshot, request), spent_s=time.monotonic() - started)
+    opening = Opening(source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s)
+    prepared = prepare(opening, progress=progress, ask=ask)
+    limit_bytes, limit = _limit(request, error, snapshot, prepared)
+    found = _explained(request, prepared, limit_bytes, limit, progress)
+    asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
+    lines = snapshot.lines[:_KEPT] if snapshot else found.lines
+    return replace(
+        found,
+        notes=(*found.notes, *_fragmented(error)),
+        asked_bytes=asked,
+        lines=lines,
+        line=(error.line if error and error.line else found.line),
+        spent_s=time.monotonic() - started,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what is told
+
+
+def _error_of(path: str) -> OutOfMemoryText:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MOST_LOG_BYTES).decode(errors="replace")
+    except OSError as err:
+        raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
+    found = read_oom(text)
+    if found is None:
+        raise UsageError(
+            f"{path} holds no message of memory that ran out",
+            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate".',
+        )
+    return found
+
+
+def _fragmented(error: OutOfMemoryText | None) -> tuple[str, ...]:
+    if error is None or error.reserved_bytes < error.asked_bytes:
+        return ()
+    return (
+        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used, in pieces that were too "
+        "small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them.",
+    )
+
+
+def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
+    assert request.snapshot_path is not None
+    with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
+        found = session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute())))
+    return found if isinstance(found, SnapshotFacts) else raise_failure(found)
+
+
+def _of_snapshot(found: SnapshotFacts, request: ExplainRequest) -> Explanation:
+    """Without a model there is nothing to try."""
+    return Explanation(
+        header=None,
+        limit_bytes=found.reserved_bytes + found.free_bytes,
+        limit="what the snapshot tells",
+        needed_bytes=found.allocated_bytes + found.asked_bytes,
+        asked_bytes=found.asked_bytes,
+        lines=found.lines[:_KEPT],
+        notes=("Name the model as well, and what would fit is tried.",),
+    )
+
+
+def _limit(
+    request: ExplainRequest, error: OutOfMemoryText | None, snapshot: SnapshotFacts | None, prepared: Prepared
+) -> tuple[int, str]:
+    """Bytes, and where they come from."""
+    device = prepared.subject.settings.device
+    if request.memory is None and error is not None and error.available_bytes:
+        return error.available_bytes, "what tensors held and what was free, by the error"
+    if request.memory is None and snapshot is not None and snapshot.allocated_bytes:
+        return snapshot.allocated_bytes + snapshot.free_bytes, "what tensors held and what was free, by the snapshot"
+    limits = limits_of(_SHARE if request.memory is None else request.memory, device, _LONGEST_STEP_S)
+    return limits.budget_bytes, limits.name
+
+
+# ---------------------------------------------------------------------------------------------- where it ends
+
+
+def _explained(
+    request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, progress: Progress
+) -> Explanation:
+    notes = list(prepared.notes)
+    progress.stage("recording a step")
+    with prepared.session(request.timeout_s, "small batch") as session:
+        trace = record_step(session, ORIGINAL, None, notes).trace
+    live = live_bytes(trace)
+    needed = allocated_peak(trace, live)
+    instant = _first_beyond(trace, live, limit_bytes)
+    where = instant or needed
+    alive = [s for s in trace.storages if is_alive(s, where.op)]
+    made = [s for s in alive if s.kind in ("activations", "temporaries")]
+    trial = _Trial(request, prepared, limit_bytes, progress)
+    stays = _stays(trace, request.settings.optimizer)
+    return Explanation(
+        header=file_header(prepared),
+        limit_bytes=limit_bytes,
+        limit=limit,
+        needed_bytes=needed.allocated_bytes,
+        instant=instant,
+        line=_line_at(trace, where),
+        breakdown=break_down((s.kind, s.nbytes) for s in alive),
+        modules=_held_by(made, lambda s: s.module),
+        lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
+        suggestions=trial.suggestions(stays) if instant is not None else (),
+        refused=tuple(trial.refused),
+        notes=(*notes, *trial.notes),
+    )
+
+
+def _first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
+    """Where an operator first holds more, its workspace included."""
+    for index, op in enumerate(trace.ops):
+        held = live[index + 1] + op.workspace_bytes
+        if held > limit_bytes:
+            return Instant(allocated_bytes=held, op=index, name=op.name, phase=op.phase, module=op.module)
+    return None
+
+
+def _stays(trace: StepTrace, optimizer: str) -> int:
+    """Bytes that no change takes less of: what the step finds, and the gradients that it leaves.
+
+    An optimizer in backward would need no more than one of these at a time.
+    """
+    left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
+    counted = [s.nbytes for s in left if s.kind != "gradients" or optimizer in ("", "none")]
+    return sum(counted)
+
+
+def _line_at(trace: StepTrace, instant: Instant) -> str:
+    """In backward, the line of the forward that is differentiated is not known: the module is."""
+    return trace.ops[instant.op].line if instant.op >= 0 else ""
+
+
+def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) -> tuple[Holder, ...]:
+    held: dict[str, int] = defaultdict(int)
+    for storage in storages:
+        held[name(storage)] += storage.nbytes
+    most = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Holder(name=name, nbytes=nbytes) for name, nbytes in most[:_KEPT])
+
+
+# ---------------------------------------------------------------------------------------------- what would fit
+
+
+_NAMES: Final = {
+    "_plan": "A plan",
+    "_micro_batches": "Micro-batches",
+    "_autocast": "Autocast to bfloat16",
+    "_both": "A plan and micro-batches",
+}
+
+
+def _told(plan: Plan) -> str:
+    count = len(plan.segments)
+    return f"a plan of {count} segment{'s' * (count != 1)}"
+
+
+class _Trial:
+    """Changes that are tried, each by a run at full size."""
+
+    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int, progress: Progress) -> None:
+        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
+        self._progress = progress
+        self.refused: list[str] = []
+        self.notes: list[str] = []
+
+    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
+        """What fits, fastest first and what rounds last; two changes together where none fits alone.
+
+        ``stays_bytes``: what is there whatever is done.
+        """
+        if stays_bytes >= self._limit_bytes:
+            taken = format_bytes(stays_bytes)
+            self.refused.append(f"Nothing that memopt can do: parameters, gradients, buffers and inputs take {taken}.")
+            return ()
+        alone = (self._plan, self._micro_batches, self._autocast)
+        found = [suggestion for attempt in alone for suggestion in self._attempted(attempt)]
+        return tuple(
+            sorted(found or self._attempted(self._both), key=lambda said: (said.change == "autocast", said.seconds))
+        )
+
+    def _attempted(self, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
+        try:
+            yield from attempt()
+        except MemoptError as error:
+            self.refused.append(f"{_NAMES[attempt.__name__]}: {error.message}.")
+
+    def _plan(self) -> Iterator[Suggestion]:
+        """The fastest one within the limit, with an optimizer in backward where that helps."""
+        found = self._found(SearchGoal(budget=Budget(nbytes=self._limit_bytes)), SearchOverrides(level=_LEVEL))
+        row = next(row for row in found.rows if row.plan == found.plan)
+        measured = row.outcome
+        assert isinstance(measured, Measurement), "it is within the budget"
+        where = ", the optimizer in backward" if found.plan.in_backward else ""
+        yield Suggestion(
+            change="optimizer in backward" if found.plan.in_backward else "plan",
+            text=f"{_told(found.plan)}{where}",
+            command=f"memopt optimize {self._location} --level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}",
+            plan=found.plan,
+            predicted_bytes=row.predicted_allocated_peak_bytes,
+            peak_bytes=measured.allocated_peak_bytes,
+            seconds=measured.step_s,
+        )
+
+    def _found(self, goal: SearchGoal, search: SearchOverrides) -> Findings:
+        """Raises :class:`NothingFitsError` if the plan does not compute the same."""
+        subject = self._prepared.subject
+        asked = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=search,
+            goal=goal,
+            timeout_s=self._request.timeout_s,
+            recommend_batch=False,
+            search_limit_s=_SEARCH_S,
+        )
+        found = find_plan(asked, resolve(search), self._prepared, self._progress)
+        if found.verification is not None and not found.verification.passed:
+            raise NothingFitsError(f"the plan that was found is not exact: {found.verification.difference}")
+        return found
+
+    def _micro_batches(self) -> Iterator[Suggestion]:
+        """Fewer samples at a time, the gradients added up."""
+        yield from self._accumulated(ORIGINAL, "")
+
+    def _both(self) -> Iterator[Suggestion]:
+        """The same under the plan of the least peak."""
+        plan = self._found(SearchGoal(), SearchOverrides(level=_LEVEL, max_slowdown=math.inf)).plan
+        yield from self._accumulated(plan, f"{_told(plan)} and ")
+
+    def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
+        subject = self._prepared.subject
+        if subject.settings.micro_batches > 1:
+            raise UsageError("the step accumulates already")
+        asked = BatchRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=replace(subject.settings, micro_batches=2),
+            memory=self._limit_bytes,
+            global_batch=self._prepared.batch,
+            timeout_s=self._request.timeout_s,
+            longest_step_s=_LONGEST_STEP_S,
+        )
+        prepared = replace(self._prepared, subject=replace(subject, settings=asked.settings))
+        found = recommend_prepared(asked, prepared, None if plan == ORIGINAL else plan, (), self._progress)
+        row = found.rows[found.chosen]
+        runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
+        for run in (run for run in runs if found.accumulation is not None and run.batch == found.accumulation.batch):
+            steps = -(-self._prepared.batch // run.batch)
+            yield Suggestion(
+                change="micro-batches",
+                text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
+                command=f"memopt recommend-batch {self._location} --memory {exact_bytes(self._limit_bytes)} "
+                f"--global-batch {self._prepared.batch}{' --plan PLAN.yaml' * row.planned}",
+                plan=plan,
+                batch=run.batch,
+                predicted_bytes=None,
+                peak_bytes=run.allocated_peak_bytes,
+                seconds=steps * run.step_s,
+            )
+            break
+
+    def _autocast(self) -> Iterator[Suggestion]:
+        """Matrices in bfloat16."""
+        settings = self._prepared.subject.settings
+        if settings.precision not in ("stored", "fp32"):
+            return
+        cast = replace(
+            self._prepared, subject=replace(self._prepared.subject, settings=replace(settings, precision="bf16"))
+        )
+        self._progress.stage("trying bfloat16")
+        with cast.session(self._request.timeout_s, "small batch") as session:
+            counted = session.ask(CountJob(plan=ORIGINAL, fake=True))
+        if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
+        with cast.session(self._request.timeout_s) as session:
+            measured = session.ask(MeasureJob(plan=ORIGINAL))
+        if not isinstance(measured, Measured):
+            raise NothingFitsError(describe(measured))
+        peak_bytes = measured.measurement.allocated_peak_bytes
+        if peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs {format_bytes(peak_bytes)}")
+        yield Suggestion(
+            change="autocast",
+            text="forward and loss under autocast to bfloat16, which rounds",
+            command="with torch.autocast(device_type, dtype=torch.bfloat16): …",
+            predicted_bytes=counted.allocated_peak_bytes if isinstance(counted, Counted) else None,
+            peak_bytes=peak_bytes,
+            seconds=measured.measurement.step_s,
+        )
+
+    @property
+    def _location(self) -> str:
+        return quoted_path(self._prepared.subject.source.location)

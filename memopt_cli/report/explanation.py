@@ -1,0 +1,106 @@
+"""What reports say of ``memopt explain``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from memopt_cli.records import Explanation, Holder, to_data
+from memopt_cli.units import format_bytes, format_seconds
+
+_LONGEST = 56
+"""Characters of a name."""
+_SHOWN = 12
+"""Rows of a table."""
+_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
+"""A part of a module's path that is a number."""
+
+
+def headline(found: Explanation) -> Iterator[str]:
+    """What is needed and what there is, and where it ends."""
+    needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
+    if found.header is None:
+        yield f"tensors held {format_bytes(found.needed_bytes - found.asked_bytes)} of {there}"
+    elif found.instant is None:
+        yield f"the step fits: it needs about {needed}, and there are {there}"
+    else:
+        yield f"the step needs about {needed}, and there are {there}"
+    if found.asked_bytes:
+        yield f"the error asked for {format_bytes(found.asked_bytes)} more"
+    if found.instant is not None:
+        where = f" of {found.instant.module}" if found.instant.module else ""
+        line = f", {_short(found.line)}" if found.line else ""
+        yield f"memory runs out in {found.instant.phase}{where}, while {found.instant.name} runs{line}"
+    elif found.line:
+        yield f"the error was raised at {_short(found.line)}"
+
+
+def tables(found: Explanation) -> Iterator[Table]:
+    """Who holds what, and what would fit."""
+    if found.breakdown is not None:
+        parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
+        yield _holders("held then", [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
+    if found.modules:
+        yield _holders("activations of", [_named(holder, "(the step)") for holder in _gathered(found.modules)])
+    if lines := [_named(holder, "(no line is known)") for holder in found.lines[:_SHOWN]]:
+        yield _holders("made at", lines)
+    if found.suggestions:
+        yield _suggestions(found)
+
+
+def _gathered(modules: Sequence[Holder]) -> list[Holder]:
+    """The same module of several blocks as one: ``blocks.*.mlp``."""
+    held: dict[str, list[int]] = {}
+    for holder in modules:
+        held.setdefault(_NUMBER.sub(r"\1*", holder.name, count=1), []).append(holder.nbytes)
+    alone = {_NUMBER.sub(r"\1*", holder.name, count=1): holder.name for holder in modules}
+    rows = [
+        Holder(name=f"{name} (×{len(sizes)})" if len(sizes) > 1 else alone[name], nbytes=sum(sizes))
+        for name, sizes in held.items()
+    ]
+    return sorted(rows, key=lambda row: -row.nbytes)[:_SHOWN]
+
+
+def _named(holder: Holder, empty: str) -> Holder:
+    return Holder(name=_short(holder.name) or empty, nbytes=holder.nbytes)
+
+
+def _short(name: str) -> str:
+    """A path from here, if that is shorter."""
+    if os.path.isabs(name) and name.startswith(here := os.getcwd() + os.sep):
+        name = name.removeprefix(here)
+    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+
+
+def _holders(heading: str, holders: Sequence[Holder]) -> Table:
+    table = _table(heading, "")
+    for holder in holders:
+        table.add_row(holder.name, format_bytes(holder.nbytes))
+    return table
+
+
+def _suggestions(found: Explanation) -> Table:
+    table = _table("what fits", "predicted", "measured", "time")
+    for said in found.suggestions:
+        predicted = format_bytes(said.predicted_bytes) if said.predicted_bytes is not None else "–"
+        table.add_row(said.text, predicted, format_bytes(said.peak_bytes), format_seconds(said.seconds))
+    return table
+
+
+def _table(name: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(name, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def remarks(found: Explanation) -> Iterator[str]:
+    """What to type, what does not fit, and notes."""
+    yield from (f"for {said.text}: {said.command}" for said in found.suggestions)
+    yield from found.refused
+    yield from found.notes
+    yield f"total time {format_seconds(found.spent_s)}"

@@ -1,0 +1,40 @@
+"""Segments whose backward has begun, or will, and that have not run again: for parameters that are updated in backward.
+
+A parameter's gradient may be whole before backward asks for the first tensor that the segment saves: that of ``bias``
+in ``inner(x) + bias``, whose sum saves none.  The segment is to run again with the value that its forward had::
+
+    forward    run waits for bias, …
+    backward   the sum               bias.grad is whole: the segment runs again, then bias is updated
+               inner                 is given what it saves by that run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Protocol
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Remade(Protocol):
+    """What a forward saved, and a later run of it makes again."""
+
+    def remake(self) -> None:
+        """Have it made now, unless it was before."""
+
+
+_waiting: MutableMapping[Tensor, WeakSet[Remade]] = WeakTensorKeyDictionary()
+
+
+def wait_for(parameters: Iterable[Tensor], saved: Remade) -> None:
+    """``saved`` is to be made with the values that these have now."""
+    for parameter in parameters:
+        _waiting.setdefault(parameter, WeakSet()).add(saved)
+
+
+def remake_with(parameter: Tensor) -> None:
+    """It is about to change: have everything made that waits for its value."""
+    for saved in list(_waiting.pop(parameter, ())):
+        saved.remake()

@@ -1,0 +1,54 @@
+"""The optimizer in backward, tried on the plan of a level: its time is judged as it is confirmed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.in_backward import InBackwardTrial
+from memopt_cli.records import Counted, LevelRow, Measurement, Plan, SegmentPlan
+from tests.pipeline.measurements import NOTHING, measured
+
+PLAN = Plan(segments=(SegmentPlan(path="0"),))
+
+
+def counted(plan: Plan) -> Counted:
+    peak = 80 if plan.in_backward else 100
+    return Counted(tensor_peak_bytes=peak, allocated_peak_bytes=peak, resident_bytes=0, breakdown=NOTHING, holders=())
+
+
+def tried(first_s: float, confirmed_s: float, original_s: tuple[float, float] = (1.0, 1.0)) -> LevelRow | str:
+    """By a measurement and, in turns with the original, another: of both, first and then."""
+    times = {PLAN: 1.2, ORIGINAL: original_s[0], replace(PLAN, in_backward=True): first_s}
+
+    def measure(plan: Plan) -> Measurement:
+        return measured(80 if plan.in_backward else 100, times[plan])
+
+    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+        times.update({ORIGINAL: original_s[1], row.plan: confirmed_s})
+        return replace(row, outcome=measure(row.plan))
+
+    row = LevelRow(
+        level=1,
+        plan=PLAN,
+        outcome=measure(PLAN),
+        predicted_tensor_peak_bytes=100,
+        predicted_allocated_peak_bytes=100,
+        dry_runs=1,
+        search_s=0.0,
+    )
+    return InBackwardTrial(count=counted, measure=measure, confirm=confirm, most_slowdown=1.33, dry_run=True).of(row)
+
+
+@pytest.mark.parametrize(("first_s", "confirmed_s", "original_s"), [(9.0, 1.3, (1.0, 1.0)), (1.3, 2.6, (1.0, 2.0))])
+def test_what_is_confirmed_counts(first_s: float, confirmed_s: float, original_s: tuple[float, float]) -> None:
+    found = tried(first_s, confirmed_s, original_s)
+    assert isinstance(found, LevelRow)
+    assert found.plan.in_backward
+    assert found.outcome == measured(80, confirmed_s)
+
+
+def test_what_is_too_slow_when_confirmed_is_refused() -> None:
+    assert tried(1.0, 1.5) == "The optimizer does not run in backward: the step would take 1.50 times as long."
