@@ -43,7 +43,12 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
 
 def name_of(module: nn.Module) -> str:
     """How messages name a module: its class, and of a segment its path in the plan."""
-    path, kind = getattr(vars(module).get(SEGMENT_KEY), "path", ""), type(module).__name__
+    return name_at(module, getattr(vars(module).get(SEGMENT_KEY), "path", ""))
+
+
+def name_at(module: nn.Module, path: str) -> str:
+    """The same of a segment whose path is known; ``torch.compile`` can trace it."""
+    kind = type(module).__name__
     return f"{kind} at '{path}'" if path else kind
 
 

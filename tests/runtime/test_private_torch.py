@@ -567,6 +567,18 @@ def test_inductor_differentiates_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.compile(f)(torch.zeros(1)).item() == 1
 
 
+@pytest.mark.slow
+def test_how_often_a_compiled_checkpoint_writes() -> None:
+    norm = nn.BatchNorm1d(4)
+
+    def f(x: Tensor) -> Tensor:
+        return checkpoint(norm, x * 2, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    torch.compile(f, backend="aot_eager")(torch.randn(6, 4)).backward()
+    assert norm.num_batches_tracked <= (2 if p.WRITES_TWICE else 1)
+
+
 def test_what_is_asked_while_compiling_is_a_constant() -> None:
     asked: list[str] = []
 
