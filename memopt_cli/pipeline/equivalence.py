@@ -64,9 +64,9 @@ def compare_prepared(
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
     sides = _Sides(reference, candidate, timeout_s, progress)
-    job = FollowJob(steps=steps)
     progress.stage("following the reference")
-    once, again = sides.reference(job), sides.reference(job)
+    job, once = sides.first(steps)
+    again = sides.reference(job)
     progress.stage("following the candidate")
     other = sides.candidate(job)
     blank = Equivalence(
@@ -97,6 +97,14 @@ class _Runs:
     other: Followed
 
 
+def _trained(found: Followed | Failure) -> Followed:
+    if not isinstance(found, Followed):
+        raise_failure(found, "the reference's step could not be run: ")
+    if found.failed:
+        raise StepError(f"the reference's step fails: {found.failed}")
+    return found
+
+
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
@@ -107,14 +115,21 @@ class _Sides:
         """Numbers that two runs of the reference leave otherwise."""
         self.precision = reference.subject.settings.precision
 
+    def first(self, steps: int) -> tuple[FollowJob, Followed]:
+        """The steps, with hidden state detached between them only where the reference cannot be trained without.
+
+        Raises :class:`MemoptError` if it cannot be trained at all.
+        """
+        job = FollowJob(steps=steps)
+        found = self._ask(self._reference, job)
+        if isinstance(found, Followed) and found.failed and len(found.steps) > 1:
+            job = replace(job, detached=True)
+            return job, self.reference(job)
+        return job, _trained(found)
+
     def reference(self, job: FollowJob) -> Followed:
         """Raises :class:`MemoptError` if it cannot be run."""
-        found = self._ask(self._reference, job)
-        if not isinstance(found, Followed):
-            raise_failure(found, "the reference's step could not be run: ")
-        if found.failed:
-            raise StepError(f"the reference's step fails: {found.failed}")
-        return found
+        return _trained(self._ask(self._reference, job))
 
     def candidate(self, job: FollowJob) -> Followed | Failure:
         """What it leaves, or why it leaves nothing."""

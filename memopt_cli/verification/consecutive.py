@@ -19,7 +19,7 @@ from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
-from memopt_cli.runtime.module_state import copy_of, reset_hidden_state
+from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything
@@ -38,8 +38,10 @@ _LIBRARIES = ("torch", "memopt_cli")
 """Whose hooks are not the user's."""
 
 
-def consecutive(step: Step, count: int, watched: int | None) -> Followed:
+def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
     """What ``count`` steps leave, the inputs being the same in each; parameters are afterwards as they were before.
+
+    ``between``: done to the model before each step, unless that is one of the user's own.
 
     The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
     """
@@ -51,7 +53,7 @@ def consecutive(step: Step, count: int, watched: int | None) -> Followed:
         begun = _drawn(model)
         taken: list[StepPrint] = []
         while len(taken) < count and not any(step.failed for step in taken):
-            taken.append(_taken(training, others, watched=len(taken) == watched and not is_unseen))
+            taken.append(_taken(training, others, between, watched=len(taken) == watched and not is_unseen))
         return Followed(
             start=start,
             others=others.names,
@@ -85,7 +87,7 @@ def _optimizer(step: Step) -> Optimizer:
     return made
 
 
-def _taken(step: Step, start: Others, *, watched: bool) -> StepPrint:
+def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
     given = map_leaves(_leaf, (step.args, step.kwargs))
     args, kwargs = map_leaves(_copied, given)  # which it may write to, as to no leaf that needs a gradient
     current = replace(step, args=args, kwargs=kwargs)
@@ -93,7 +95,7 @@ def _taken(step: Step, start: Others, *, watched: bool) -> StepPrint:
     seen = watch.seeing() if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
         warnings.simplefilter("always")
-        left = _attempted(current, start)
+        left = _attempted(current, start, between)
     needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
     return StepPrint(
         left=left.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
@@ -127,9 +129,9 @@ class _Left:
     failed: str = ""
 
 
-def _attempted(step: Step, start: Others) -> _Left:
+def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Left:
     try:
-        found = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step)
+        found = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
@@ -139,8 +141,8 @@ def _attempted(step: Step, start: Others) -> _Left:
     return _Left(found.tensors + after, found.others + moved)
 
 
-def _left_by(step: Step) -> _Left:
-    reset_hidden_state(step.model)
+def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
+    between(step.model)
     reset_gradients(step)
     output = step.forward()
     outputs = tensors_by_name("output", output)

@@ -627,6 +627,29 @@ def test_gradients_of_inputs_that_want_them() -> None:
     assert x.grad is None
 
 
+class Carrying(nn.Module):
+    """Adds what it gave last time, cut from the graph or not."""
+
+    def __init__(self, *, cut: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.last = torch.zeros(ROWS, 6)
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.last
+        self.last = out.detach() if self.cut else out
+        return out
+
+
+def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
+    found = verified(lambda: Carrying(cut=True), lambda: Carrying(cut=False))
+    assert (found.passed, found.differs_in_step) == (False, 2)
+    assert "backward through the graph a second time" in found.failed
+    both = verified(lambda: Carrying(cut=False), lambda: Carrying(cut=False))  # as loops detach spiking neurons
+    assert both.alike == "to the bit"
+
+
 # ---------------------------------------------------------------------------------------------- hooks
 
 

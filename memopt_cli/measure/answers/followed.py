@@ -6,11 +6,14 @@ import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from torch import nn
+
 from memopt_cli.apply import apply_plan
 from memopt_cli.equality import step_cast_to_double, step_in_double
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.records import Followed
+from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.step import Step
 from memopt_cli.verification import consecutive
@@ -28,10 +31,17 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
         bench.model.eval()
     try:
         with _as_asked(step, job) as taken:
-            return replace(consecutive(taken, job.steps, job.watched), evaluating=bench.evaluating)
+            return replace(
+                consecutive(taken, job.steps, job.watched, reset_hidden_state if job.detached else _nothing),
+                evaluating=bench.evaluating,
+            )
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _nothing(model: nn.Module) -> None:
+    """Hidden state stays as a step has left it."""
 
 
 def _as_asked(step: Step, job: FollowJob) -> AbstractContextManager[Step]:
