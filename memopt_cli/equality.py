@@ -21,7 +21,7 @@ from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.step import Step, seed_everything
+from memopt_cli.step import Step, cast, dtype_in, seed_everything
 
 _ROUNDING_SCALE = 1e-3
 """A gradient smaller than this share of the step's largest may be rounding alone, as that of a key's bias in attention
@@ -180,12 +180,12 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
 
 
 def in_double(value: Any) -> Any:
-    """A copy of ``value`` with its floating tensors in float64."""
-    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+    """A copy of ``value`` with its floating tensors in float64, and complex ones in complex128."""
+    return map_leaves(lambda x: x.to(dtype_in(torch.float64, x)) if isinstance(x, Tensor) else x, value)
 
 
 class DoubleThroughout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, whoever asks for float32 gets float64: a model that computes its loss in float32 rounds it there."""
+    """Within, whoever asks for float32 or complex64 gets what is twice as wide: a loss is not rounded to float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]
@@ -211,9 +211,10 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
     for optimizer, _ in states:
         optimizer.state = defaultdict(dict)
     try:
-        step.model.to(torch.float64)
+        cast(step.model, torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
-        yield replace(step, args=args, kwargs=kwargs, settings=replace(step.settings, precision="fp64"))
+        settings = replace(step.settings, precision="fp64")  # which needs no scaler, and autocast leaves alone
+        yield replace(step, args=args, kwargs=kwargs, settings=settings, scaler=None)
     finally:
         for parameter, data in stored:
             parameter.grad = None  # of the other dtype, if a step failed
@@ -224,7 +225,10 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
 
 
 def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -133,7 +133,14 @@ class OwnStep(Step):
                 reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
                 raise StepError(reason, hint=_HINT) from error
         check_finite(output, "what the step returned")
+        if self.is_settled():  # a scaler skips those that are not
+            self._check_gradients()
         return output
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.models.named_parameters():
+            if parameter.grad is not None:
+                check_finite(parameter.grad, f"the gradient of '{name}'")
 
 
 _HINT = "It is called with the inputs, one for each argument of run; on the command line: -i SHAPE[@dtype][=values]."

@@ -60,10 +60,18 @@ class Step:
 
     def clip(self) -> None:
         """Unscale the gradients and clip them, as far as the step does either."""
+        self.unscale()
+        self.limit()
+
+    def unscale(self) -> None:
+        """The first of it."""
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
         elif self.settings.precision == "fp16" and self.scaler is None:
             self._unscale_without_data()
+
+    def limit(self) -> None:
+        """The second."""
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
@@ -248,8 +256,30 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
     model.to(torch.device(settings.device))
     dtype = input_dtype(settings)
     if dtype is not None:
-        model.to(dtype)
+        cast(model, dtype)
     return model.train()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Its floating parameters and buffers to float32 or float64, and complex ones as :func:`dtype_in` says.
+
+    ``model.to(dtype)`` would keep the real parts alone.
+    """
+    model.double() if dtype is torch.float64 else model.float()
+    for parameter in model.parameters():
+        if parameter.is_complex():
+            parameter.data = parameter.data.to(dtype_in(dtype, parameter))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_complex():
+                setattr(module, name, buffer.to(dtype_in(dtype, buffer)))
+
+
+def dtype_in(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
+    """What becomes of a tensor in a step of that dtype: a complex one has parts of it, a whole one stays as it is."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def check_finite(output: Any, what: str = "the model's output") -> None:
@@ -260,8 +290,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise StepError(
-                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape "
-                f"{tuple(tensor.shape)}): its loss would be NaN",
+                f"{what} holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})",
                 hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
             )
 

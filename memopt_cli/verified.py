@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt_cli.apply import plan_of
 from memopt_cli.arguments import (
@@ -33,7 +33,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextReport
-from memopt_cli.runtime.private_torch import is_compiled
+from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.shown import Shown
 from memopt_cli.user_step import Step
 
@@ -112,6 +112,7 @@ def _prepared(
 ) -> Iterator[Prepared]:
     if isinstance(trained, nn.Module):
         model = checked_model(trained)
+        _refuse_hooks_on_gradients(name, model)
         obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
         with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
             yield replace(prepared, carried=plan_of(model).of_model)
@@ -126,3 +127,19 @@ def _prepared(
         )
     with also_prepared_step(trained, given, settings) as prepared:
         yield prepared
+
+
+def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
+    """What is compared is a copy, and PyTorch copies no hooks of parameters: gradients would be others."""
+    hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
+    if hooked is not None:
+        raise OptionError(
+            f"the {name}'s parameter {hooked} has a hook on its gradient, which no copy of it has",
+            hint="Give functions that make steps (memopt_cli.Step), and set the hooks in them.",
+        )
+
+
+def _hooks_of_others(parameter: Tensor) -> bool:
+    """Memopt's own, of an optimizer in backward, goes with its plan."""
+    modules = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks_on_gradient(parameter))
+    return any(module.partition(".")[0] != "memopt_cli" for module in modules)

@@ -94,8 +94,8 @@ Dims = Annotated[
         default_factory=list,
         show_default=False,
         rich_help_panel=INPUTS,
-        help="Size of a symbol in the shapes: B=8. With a range, S=128:4096, tabulate sizes, each twice the last. "
-        "Repeatable.",
+        help="Size of a symbol in the shapes: B=8. With a range, S=128:4096, tabulate sizes, each twice the one "
+        "before. Repeatable.",
     ),
 ]
 Memory = Annotated[
@@ -152,7 +152,7 @@ Lengths = Annotated[
         metavar="FILE",
         rich_help_panel=ANSWER,
         show_default=False,
-        help="File of sequence lengths, one a line: compare padding, buckets, sequence packing and a token budget "
+        help="File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget "
         "on them.",
     ),
 ]

@@ -78,7 +78,7 @@ def verify(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Say whether two ways to train a model do the same.
+    """Check whether two ways to train a model compute the same.
 
     MODEL as it is, and CANDIDATE: the same with a framework's checkpointing, torch.compile, another library's plan.
     Outputs, gradients, buffers, hidden state, random numbers, hooks and parameters of several steps with an optimizer

@@ -14,6 +14,7 @@ from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
+from memopt_cli.loading.generation import cache_notes
 from memopt_cli.loading.interface import Format, Loaded, ModelFile, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
 from memopt_cli.loading.pretrained import load_pretrained
@@ -60,7 +61,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         format=kind,
         sha256=sha256,
         weights_sha256=weights_sha256,
-        notes=(*notes, *loaded.notes),
+        notes=(*notes, *loaded.notes, *cache_notes(loaded.module)),
         example_spec=loaded.example_spec,
     )
 

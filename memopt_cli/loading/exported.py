@@ -38,6 +38,7 @@ from memopt_cli.runtime.private_torch import children_of, parameters_of
 from memopt_cli.spec_text import DTYPES as INPUT_DTYPES
 
 _PROGRAM: Final = "models/model.json"
+_PICKLED_WEIGHTS: Final = "data/weights/model.pt"
 _OLD_PROGRAM: Final = "serialized_exported_program.json"
 _RECORDS: Final = re.compile(
     r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)|data/sample_inputs/model\.pt"
@@ -69,6 +70,11 @@ class Exported:
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
+        if _PICKLED_WEIGHTS in archive.sizes:
+            raise FileFormatError(
+                f"{file.path} was exported by PyTorch 2.8, which pickles the weights",
+                hint="Export the model again with PyTorch 2.9 or newer, or save it with torch.save(model, path).",
+            )
         if unknown := [name for name in archive.sizes if not _RECORDS.fullmatch(name)]:
             name = unknown[0][:_LONGEST_NAME]
             raise UnsafeFileError(

@@ -34,6 +34,7 @@ from memopt_cli.spec_text import (
     require_sizes,
     require_used,
 )
+from memopt_cli.step import dtype_in
 from memopt_cli.user_step import StepModels
 
 __all__ = [
@@ -210,7 +211,7 @@ def make_inputs(
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype if dtype is not None and value.is_floating_point() else None)
+        return value.to(device=device, dtype=None if dtype is None else dtype_in(dtype, value))
     if isinstance(value, Mapping):
         return {key: _place(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -359,3 +359,6 @@ class FollowJob(StepJob[Followed]):
     """In float64, all of it."""
     in_eval: bool = False
     """Without what random numbers training mode draws."""
+    detached: bool = False
+    """What a step leaves on the model is detached from its graph before the next, as training loops do for models that
+    keep hidden state."""

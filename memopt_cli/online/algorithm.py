@@ -7,6 +7,7 @@ back-propagation through time on the graph so cut, exactly; ES-D-RTRL approximat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.online.calls import Past, Sizes
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.operations import Operation, operation_of, trace_kind
+from memopt_cli.online.operations import Operation, operation_of, says_which, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
@@ -61,12 +62,19 @@ class OnlineAlgorithm(nn.Module):
     def compile_graph(self, *inputs: Tensor) -> None:
         """Find which weights carry traces, with one step's inputs, and make the traces.  Once; later calls do nothing.
 
-        The model's states must be initialized.  Raises :class:`MemoptError` for a model that traces cannot follow.
+        The model's states must be initialized.  Warns where nothing says which weights are to carry them.  Raises
+        :class:`MemoptError` for a model that traces cannot follow.
         """
         if self._step is not None:
             return
         has_batch = self.mode is not None
         Sizes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
+        if not says_which(self.model):
+            warnings.warn(
+                f"no weight of {type(self.model).__name__} is tagged: all get the gradient of each step alone. Tag "
+                "those whose past is to be followed with traced(layer), or say untraced(model)",
+                stacklevel=2,
+            )
         structure = find_structure(self.model, inputs, batched=has_batch)
         for use, groups in structure.groups.items():
             operation = operation_of(self.model.get_submodule(use.path))

@@ -225,6 +225,11 @@ def trace_kind(module: nn.Module) -> TraceKind | None:
     return kind
 
 
+def says_which(model: nn.Module) -> bool:
+    """Whether any weight of ``model`` was given to :func:`traced` or :func:`untraced`."""
+    return any(hasattr(module, _TAG) for module in model.modules())
+
+
 def _traceable(module: nn.Module) -> Iterator[nn.Module]:
     linear, convolutions = nn.Linear.forward, (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
     for layer in module.modules():

@@ -98,17 +98,17 @@ def _recomputed_otherwise(pair: Pair) -> Cause | None:
     for forward, again in _recomputations(pair.calls):
         if not again.finished or not _differ(forward.outputs, again.outputs):
             continue
+        is_drawn_otherwise = forward.begun != again.begun
         if _differ(forward.inputs, again.inputs):
-            return _of(again, OVERWRITTEN)
-        draws = bool(forward.drawn or again.drawn)
-        return _of(again, RANDOM_AGAIN if draws and forward.drawn != again.drawn else OTHERWISE)
+            return _of(again, RANDOM_AGAIN if is_drawn_otherwise else OVERWRITTEN)
+        return _of(again, RANDOM_AGAIN if is_drawn_otherwise and (forward.draws or again.draws) else OTHERWISE)
     return None
 
 
 def _cut_short(pair: Pair) -> Cause | None:
     """A module that draws, and whose recomputation ended within it."""
     for forward, again in _recomputations(pair.calls):
-        if forward.drawn and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in pair.calls):
+        if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in pair.calls):
             return _of(again, CUT_SHORT)
     return None
 
@@ -133,7 +133,7 @@ def _first_call(pair: Pair) -> Cause | None:
             continue
         if _differ(call.inputs, theirs.inputs, pair.tolerance):
             continue
-        return _of(theirs, RANDOM if call.drawn or theirs.drawn else ELSEWHERE)
+        return _of(theirs, RANDOM if call.draws or theirs.draws else ELSEWHERE)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,7 +11,17 @@ from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.gaps import Apart, by_the_same_names, first_gap, half_of_digits, largest_gap
+from memopt_cli.pipeline.gaps import (
+    Apart,
+    by_the_same_names,
+    first_gap,
+    first_step_apart,
+    half_of_digits,
+    is_in_double,
+    largest_gap,
+    unsteady,
+    with_others,
+)
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
@@ -54,9 +64,9 @@ def compare_prepared(
     Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
     sides = _Sides(reference, candidate, timeout_s, progress)
-    job = FollowJob(steps=steps)
     progress.stage("following the reference")
-    once, again = sides.reference(job), sides.reference(job)
+    job, once = sides.first(steps)
+    again = sides.reference(job)
     progress.stage("following the candidate")
     other = sides.candidate(job)
     blank = Equivalence(
@@ -65,7 +75,7 @@ def compare_prepared(
         alike="not",
         steps=steps,
         batch=reference.batch,
-        compared=len(once.steps[0].left),
+        compared=0,
         precision=reference.subject.settings.precision,
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
@@ -87,22 +97,39 @@ class _Runs:
     other: Followed
 
 
+def _trained(found: Followed | Failure) -> Followed:
+    if not isinstance(found, Followed):
+        raise_failure(found, "the reference's step could not be run: ")
+    if found.failed:
+        raise StepError(f"the reference's step fails: {found.failed}")
+    return found
+
+
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
     def __init__(self, reference: Prepared, candidate: Prepared, timeout_s: float, progress: Progress) -> None:
         self._reference, self._candidate, self._timeout_s = reference, candidate, timeout_s
         self.progress = progress
+        self.unsteady: Set[str] = frozenset()
+        """Numbers that two runs of the reference leave otherwise."""
         self.precision = reference.subject.settings.precision
+
+    def first(self, steps: int) -> tuple[FollowJob, Followed]:
+        """The steps, with hidden state detached between them only where the reference cannot be trained without.
+
+        Raises :class:`MemoptError` if it cannot be trained at all.
+        """
+        job = FollowJob(steps=steps)
+        found = self._ask(self._reference, job)
+        if isinstance(found, Followed) and found.failed and len(found.steps) > 1:
+            job = replace(job, detached=True)
+            return job, self.reference(job)
+        return job, _trained(found)
 
     def reference(self, job: FollowJob) -> Followed:
         """Raises :class:`MemoptError` if it cannot be run."""
-        found = self._ask(self._reference, job)
-        if not isinstance(found, Followed):
-            raise_failure(found, "the reference's step could not be run: ")
-        if found.failed:
-            raise StepError(f"the reference's step fails: {found.failed}")
-        return found
+        return _trained(self._ask(self._reference, job))
 
     def candidate(self, job: FollowJob) -> Followed | Failure:
         """What it leaves, or why it leaves nothing."""
@@ -114,9 +141,13 @@ class _Sides:
         other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
         if isinstance(one, Followed) and isinstance(other, Followed):
             failed = one.failed or other.failed
-            return StepFailed(message=failed) if failed else by_the_same_names(one, other)
+            return StepFailed(message=failed) if failed else self.comparable(one, other)
         assert not isinstance(other, Followed)
         return other
+
+    def comparable(self, one: Followed, other: Followed) -> tuple[Followed, Followed]:
+        """Both by the same names.  Raises :class:`StepError` if they are not of one model."""
+        return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
         with prepared.session(self._timeout_s) as session:
@@ -124,20 +155,32 @@ class _Sides:
 
 
 def _compared(sides: _Sides, job: FollowJob, runs: _Runs, blank: Equivalence) -> Equivalence:
-    again, _ = by_the_same_names(runs.again, runs.again)
-    once, other = by_the_same_names(runs.once, runs.other)
-    hooks, repeated_hooks = _hooks(once, other)
-    notes = (*blank.notes, *repeated_hooks)
-    found = replace(blank, worst=largest_gap(once, other), hooks=hooks, notes=notes)
-    apart = first_gap(once, other)
+    sides.unsteady = unsteady(*by_the_same_names(runs.once, runs.again))
+    once, other = sides.comparable(runs.once, runs.other)
+    again, _ = sides.comparable(runs.again, runs.other)
+    hooks, notes = _hooks(once, other)
+    found = replace(
+        blank,
+        compared=len(once.steps[0].left),
+        worst=largest_gap(once, other),
+        hooks=hooks,
+        notes=(*blank.notes, *notes, *_modes(once, other)),
+    )
+    judged = _judged(sides, job, found, _Runs(once=once, again=again, other=other))
+    return replace(judged, alike="not") if hooks else judged
+
+
+def _judged(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
+    """By what the steps left alone."""
+    noise, apart = _noise(runs.once, runs.again), first_gap(runs.once, runs.other)
     if apart is None:
-        return replace(found, alike="not" if hooks else "to the bit")
-    noise = _noise(once, again)
-    if noise and first_gap(once, other, noise) is None:
+        return replace(found, alike="to the bit")
+    apart = first_gap(runs.once, runs.other, noise)
+    if apart is None:
         return replace(found, alike="within noise")
-    if noise or not apart.is_rounding:
-        return _explained(sides, job, replace(found, gaps=apart.gaps), apart, noise)
-    return _told_by_rounding(sides, job, found, once, other)
+    if apart.is_rounding:
+        return _told_by_rounding(sides, job, found, runs)
+    return _explained(sides, job, found, apart, noise)
 
 
 def _noise(once: Followed, again: Followed) -> float:
@@ -154,33 +197,47 @@ def _noise(once: Followed, again: Followed) -> float:
     return 2 * largest_gap(once, again)
 
 
-def _told_by_rounding(
-    sides: _Sides, job: FollowJob, found: Equivalence, once: Followed, other: Followed
-) -> Equivalence:
+def _told_by_rounding(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
     """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
     epsilon = _EPSILONS.get(sides.precision, 0.0)
-    if epsilon:
-        why = "autocast leaves float64 alone"
+    least = half_of_digits(runs.once, epsilon)
+    if is_in_double(runs.once):
+        both: tuple[Followed, Followed] | Failure = (runs.once, runs.other)
+        wide = job
     else:
         sides.progress.stage("comparing in float64")
         wide = replace(job, double=True)
         both = sides.both(wide)
-        if isinstance(both, tuple):
-            apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
-            if apart is None:
-                return replace(cast, alike="up to rounding")
-            if not other.is_compiled:
-                return _explained(sides, wide, cast, apart, _TOLERANCE)
-            why = "what a compiled model casts to float32 stays so"
-        else:
-            why = (
-                f"it does not run in float64: {both.message}"
-                if isinstance(both, StepFailed)
-                else "float64 does not fit"
-            )
-    allowed = half_of_digits(once, epsilon)
-    apart = first_gap(once, other, allowed)
+    if not isinstance(both, tuple):
+        why = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else "float64 does not fit"
+        return _told_by_half(sides, job, found, runs, least, why)
+    apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
+    if apart is not None and runs.other.is_compiled:
+        return _told_by_half(sides, job, found, runs, least, "what a compiled model casts to float32 stays so")
+    if apart is not None:
+        return _explained(sides, wide, cast, apart, _TOLERANCE)
+    if epsilon:
+        return _told_by_half(sides, job, found, runs, least, "float64 agrees, and autocast leaves it alone")
+    return replace(cast, alike="up to rounding", notes=(*found.notes, *_far(runs, least)))
+
+
+def _far(runs: _Runs, least: float) -> tuple[str, ...]:
+    """A note, where rounding has more of an effect than it commonly has."""
+    apart = first_step_apart(runs.once, runs.other)
+    if apart <= least:
+        return ()
+    return (
+        f"In float64 they agree; as stored they are {apart:.1g} apart, more than half of the digits: rounding tips "
+        "choices, or one of them computes in a lower precision.",
+    )
+
+
+def _told_by_half(
+    sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs, allowed: float, why: str
+) -> Equivalence:
+    """By half of the digits, as far as float64 does not decide."""
     noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
+    apart = first_gap(runs.once, runs.other, allowed)
     if apart is None:
         return replace(noted, alike="as far as can be told")
     return _explained(sides, job, noted, apart, allowed)
@@ -209,8 +266,22 @@ def _cause(
     return cause
 
 
+def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
+    """A note, of modules that came in another mode than the same ones of the other."""
+    ours, theirs = set(reference.evaluating), set(candidate.evaluating)
+    different = sorted(ours ^ theirs)
+    if not different:
+        return ()
+    whose = "the reference" if different[0] in ours else "the candidate"
+    return (
+        f"Both are compared in training mode. {different[0] or 'The model'} came in eval mode in {whose} alone: a "
+        "script that leaves it so trains otherwise.",
+    )
+
+
 def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:
     """How the calls of hooks differ that both have; and notes, of those that are called once more."""
+    notes: dict[str, None] = {}
     for one, other in zip(reference.steps, candidate.steps, strict=True):
         ours, theirs = one.hooks, other.hooks
         shared = set(ours) & set(theirs)
@@ -220,8 +291,10 @@ def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ..
             return f"the hook {missing} is never called", ()
         if firsts[0] != firsts[1]:
             return f"the hooks {', '.join(firsts[0])} are called in another order: {', '.join(firsts[1])}", ()
-        more = next((name for name in shared if theirs.count(name) > ours.count(name)), "")
-        if more:
-            times = f"{theirs.count(more)} times a step instead of {ours.count(more)}"
-            return "", (f"The hook {more} is called {times}, in recomputations too.",)
-    return "", ()
+        for name in firsts[0]:
+            times = f"called {theirs.count(name)} times a step instead of {ours.count(name)}"
+            if theirs.count(name) < ours.count(name):
+                return f"the hook {name} is {times}", ()
+            if theirs.count(name) > ours.count(name):
+                notes[f"The hook {name} is {times}, in recomputations too."] = None
+    return "", (*notes,)[:1]

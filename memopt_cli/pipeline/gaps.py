@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from memopt_cli.errors import StepError
 from memopt_cli.fingerprints import ROUNDING_SHARE, relative, typical
 from memopt_cli.records import Followed, StepPrint, TensorGap, TensorPrint
 
 _Rename = Callable[[str], str]
+_Named = Mapping[str, TensorPrint]
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """What torch.compile, the wrapper of checkpoints and FSDP add to the names of what they wrap."""
 _REPLICATED = "module."
 """The same of DataParallel, in front; a model may have a child of that name."""
-_KINDS = ("output", "gradient", "buffer", "state", "the random", "parameter")
+_KINDS = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of names, in the order in which a step forms what they name."""
 
 
@@ -55,6 +56,25 @@ def largest_gap(reference: Followed, other: Followed) -> float:
     """Of all tensors in all steps."""
     pairs = zip(reference.steps, other.steps, strict=True)
     return max((gap.apart for one, another in pairs for gap in gaps_between(one.left, another.left)), default=0.0)
+
+
+def is_in_double(found: Followed) -> bool:
+    """Whether all that it leaves is in float64 already: no other dtype tells more."""
+    tensors = (tensor for step in found.steps for tensor in step.left if not tensor.name.startswith("input"))
+    return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
+
+
+_DOUBLE: Final = 2.0**-52
+"""The distance of 1 to the next number of float64."""
+
+
+def first_step_apart(reference: Followed, other: Followed) -> float:
+    """The largest distance of a first step, in which parameters are the same still, before its update.
+
+    Adam makes steps of a whole rate of gradients that are rounding alone.
+    """
+    gaps = gaps_between(reference.steps[0].left, other.steps[0].left)
+    return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
 
 
 def half_of_digits(found: Followed, epsilon: float) -> float:
@@ -117,7 +137,8 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
         lacking = sorted(have.keys() - lack.keys())
         if lacking:
             raise StepError(f"the {which} has no {lacking[0]}", hint="Compare two ways to train the same model.")
-    different = next((name for name in sorted(ours) if ours[name] != theirs[name]), None)
+    ours, theirs = ours | _buffers(reference), theirs | _buffers(other)
+    different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
     if different is not None:
         raise StepError(
             f"the two start from different values of {different}",
@@ -125,8 +146,59 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
         )
 
 
+# ---------------------------------------------------------------------------------------------- numbers and generators
+
+
+def unsteady(once: Followed, again: Followed) -> frozenset[str]:
+    """Of numbers and generators of one model, those that two runs leave otherwise, as a time of day."""
+    pairs = (
+        ({held.name: held.bits for held in side.others} for side in steps)
+        for steps in zip(once.steps, again.steps, strict=True)
+    )
+    return frozenset(
+        name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)
+    )
+
+
+def with_others(one: Followed, other: Followed, without: Set[str]) -> tuple[Followed, Followed]:
+    """Both with numbers and generators among what each step leaves, those that both have, and not those ``without``.
+
+    State that the candidate, ``other``, keeps besides is its own affair.
+    """
+    shared = (set(one.others) & set(other.others)) - without
+    pairs = [_step_with_others(*steps, shared, without) for steps in zip(one.steps, other.steps, strict=True)]
+    ours, theirs = zip(*pairs, strict=True)
+    return replace(one, steps=ours), replace(other, steps=theirs)
+
+
+def _step_with_others(
+    one: StepPrint, other: StepPrint, shared: Set[str], without: Set[str]
+) -> tuple[StepPrint, StepPrint]:
+    ours, theirs = ({held.name: held for held in step.others if held.name not in without} for step in (one, other))
+    known = {tensor.name for tensor in one.left}
+    left = tuple(tensor for tensor in other.left if tensor.name in known or not tensor.name.startswith("state"))
+    return replace(one, left=one.left + _others(ours, theirs, shared)), replace(
+        other, left=left + _others(theirs, ours, shared)
+    )
+
+
+def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
+    """What has moved in one of the two at least, and all numbers of the outputs."""
+    moved = (held[name] if name in held else _unmoved(beside[name]) for name in {**held, **beside} if name in shared)
+    return (*moved, *(number for name, number in held.items() if name.startswith("output")))
+
+
+def _unmoved(moved: TensorPrint) -> TensorPrint:
+    """Stands for a number that is where it was when steps began."""
+    return replace(moved, kind="unmoved", bits="")
+
+
 def _parameters(found: Followed) -> dict[str, str]:
     return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith("parameter")}
+
+
+def _buffers(found: Followed) -> dict[str, str]:
+    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith("buffer")}
 
 
 def _unwrapped(name: str) -> str:
@@ -145,6 +217,8 @@ def _named(found: Followed, rename: _Rename) -> Followed:
     return replace(
         found,
         start=_renamed(found.start, rename),
+        others=tuple(map(rename, found.others)),
+        evaluating=tuple(rename(f"{path}.")[:-1] for path in found.evaluating),
         steps=tuple(_renamed_step(step, rename) for step in found.steps),
     )
 
@@ -153,6 +227,7 @@ def _renamed_step(step: StepPrint, rename: _Rename) -> StepPrint:
     return replace(
         step,
         left=_renamed(step.left, rename),
+        others=_renamed(step.others, rename),
         hooks=tuple(map(rename, step.hooks)),
         calls=tuple(replace(call, path=rename(f"{call.path}.")[:-1]) for call in step.calls),
         choices=tuple(replace(choice, path=rename(f"{choice.path}.")[:-1]) for choice in step.choices),

@@ -35,12 +35,14 @@ class CallPrint:
     class_name: str
     recomputed: bool
     """It was called by backward."""
+    begun: str
+    """A digest of where the random generators stood when it began, the model's own too."""
     inputs: tuple[TensorPrint, ...]
     outputs: tuple[TensorPrint, ...]
     """None of a call that was not finished: a checkpoint stops its recomputation where it has all it needs."""
     finished: bool
-    drawn: str
-    """A digest of where the random generators stood when it began; empty if they did not move meanwhile."""
+    draws: bool
+    """The generators moved meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,9 @@ class StepPrint:
     """What one of several steps left."""
 
     left: tuple[TensorPrint, ...]
-    """Outputs, gradients before the update, buffers, state, generators, and the parameters after the update."""
+    """Outputs, inputs, gradients before the update, buffers, state, generators, and the parameters after the update."""
+    others: tuple[TensorPrint, ...]
+    """Numbers among the outputs; numbers and generators among the attributes, where they have moved since the start."""
     hooks: tuple[str, ...]
     """Calls of the user's hooks, in turn: ``forward hook record of block1``."""
     calls: tuple[CallPrint, ...] = ()
@@ -79,11 +83,15 @@ class Followed:
 
     start: tuple[TensorPrint, ...]
     """Parameters and buffers before the first."""
+    others: tuple[str, ...]
+    """Names of the attributes that hold numbers or generators."""
     steps: tuple[StepPrint, ...]
     draws: bool
     """Random numbers were drawn."""
     is_compiled: bool
     """Modules in it go through ``torch.compile``, and were not watched."""
+    evaluating: tuple[str, ...] = ()
+    """Paths of modules that came in eval mode, and were put into training mode as all are."""
 
     @property
     def failed(self) -> str:

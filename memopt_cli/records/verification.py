@@ -12,16 +12,16 @@ class TensorPrint:
 
     name: str
     kind: str
-    """Its dtype, shape and layout, and of a sparse one a digest of where its values are."""
+    """Its dtype, shape and layout; digests of where a sparse one has values, and of where what is not finite is."""
     bits: str
     """A digest of its kind and bits."""
     elements: int
     epsilon: float
     """Of its dtype; 0 of one that is not floating."""
     norm: float
-    """The root of the sum of squares, in float64; 0 of one that is not floating."""
+    """The root of the sum of squares, in float64, of what is finite; 0 of one that is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of its elements, in float64: those of two tensors differ as far as these do."""
+    """Weighted sums of its finite elements, in float64: those of two tensors differ as far as these do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ _ALIKE: dict[Likeness, str] = {
 }
 _KINDS = {
     "outputs": "output",
+    "inputs": "input",
     "gradients": "gradient",
     "buffers": "buffer",
     "hidden state": "state",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime import chunk_rows
 from memopt_cli.runtime.batch_statistics import BatchStatistics, Statistics
@@ -31,6 +32,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
+from memopt_cli.runtime.segment_run import Unrepeatable
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
@@ -134,17 +136,19 @@ def _one_by_one(
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
         inputs = PackedInputs(codec, raw=states)
-        first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 and _shows_moves(piece) else None
+        inputs.of_chunk = True
+        first = _FirstChunk(module, own, pieces, states, kwargs) if index == 0 else None
+        shows = first is not None and _shows_moves(piece)
         if first is not None:
             inputs.started = first.started
         try:
             output = call_checkpointed(module, forward, (*piece, *states), kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
-            if first is not None:
+            if first is not None and (shows or isinstance(error, Unrepeatable)):
                 first.failed(error)
             raise
-        if first is not None:
-            inputs.started = ignore_start  # the graph must not hold it
+        inputs.started = ignore_start  # the graph must not hold it
+        if first is not None and shows:
             first.check()
         parts = output if isinstance(output, tuple) else (output,)
         collected.append(parts[: config.seq_outputs])
@@ -212,7 +216,8 @@ class _FirstChunk:
         """
         gathers = vars(self._module)[SEGMENT_KEY].batch_statistics  # a pass breaks off chunks, and tells why it cannot
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        if self._start is None or gathers or is_full or self._start.lost():
+        tells = not gathers or isinstance(error, Unrepeatable)
+        if self._start is None or not tells or is_full or self._start.lost():
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         what = f"gets {uncut} whole with every chunk, and " if uncut else ""
@@ -242,7 +247,7 @@ class _FirstChunk:
         self._run(self._sequences())
 
     def _run(self, sequences: Sequence[Tensor]) -> Any:
-        with recomputing(self._module):
+        with recomputing(self._module), _saving_aside():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self) -> list[Any]:
@@ -250,7 +255,7 @@ class _FirstChunk:
         states, outputs = self._states, list[Any]()
         for index, half in enumerate(zip(*(_pieces(s, 2, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
-            with recomputing(self._module):
+            with recomputing(self._module), _saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
             states = parts[config.seq_outputs :] or states
@@ -263,6 +268,11 @@ class _FirstChunk:
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
+
+
+def _saving_aside() -> saved_tensors_hooks:
+    """Within, a checkpoint of the user's own does not hear of what is saved: backward will not see it again."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Argument:

@@ -1,9 +1,9 @@
 """Segments under ``torch.compile``: which of them a compiler may trace, and what is done with the others.
 
 A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the part within twice, with
-other random numbers and on the same buffers.  And what must not run in chunks, state that moves once a call or rows
-that depend on one another, is found by running them, not by tracing them.  What may not be traced runs as it does
-without a compiler, between two graphs.
+other random numbers and on the same buffers.  So do PyTorch's own, on the buffers, where ``WRITES_TWICE``.  And what
+must not run in chunks, state that moves once a call or rows that depend on one another, is found by running them, not
+by tracing them.  What may not be traced runs as it does without a compiler, between two graphs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_at
 from memopt_cli.runtime.private_torch import (
+    WRITES_TWICE,
     asked_while_compiling,
     differentiates_ahead,
     not_compiled,
@@ -31,11 +32,11 @@ def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a segment, whose forward is ``run`` otherwise, does where a compiler traces it."""
-    config: SegmentConfig = vars(module)[SEGMENT_KEY]
-    if differentiates_ahead() and config.chunks < 2:
+    config: SegmentConfig = getattr(module, SEGMENT_KEY)  # PyTorch 2.8 does not trace ``vars``
+    if differentiates_ahead() and not WRITES_TWICE and config.chunks < 2:
         return run(module, forward, args, kwargs)
     if wants_one_graph():
-        _tell_that_it_runs_plainly(name_of(module))
+        _tell_that_it_runs_plainly(name_at(module, config.path))
         return forward(*args, **kwargs)
     return uncompiled(run, module, forward, args, kwargs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
@@ -41,7 +43,12 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
 
 def name_of(module: nn.Module) -> str:
     """How messages name a module: its class, and of a segment its path in the plan."""
-    path, kind = getattr(vars(module).get(SEGMENT_KEY), "path", ""), type(module).__name__
+    return name_at(module, getattr(vars(module).get(SEGMENT_KEY), "path", ""))
+
+
+def name_at(module: nn.Module, path: str) -> str:
+    """The same of a segment whose path is known; ``torch.compile`` can trace it."""
+    kind = type(module).__name__
     return f"{kind} at '{path}'" if path else kind
 
 
@@ -172,19 +179,53 @@ def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict
     In a container they are named by place or key: ``cell.memories.v``, ``history.0``.
     """
     found: dict[str, Any] = {}
-    for path, part in module.named_modules():
-        for attributes in () if part in without else _attributes_of(part):
-            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            _name(found, path, {key: value for key, value in held.items() if key not in _STRUCTURE})
+    for name, value in _named_attributes(module, without):
+        found |= {path: leaf for path, leaf in _named_leaves(name, value) if _is_tensor(leaf) or type(leaf) in _NUMBERS}
     return found
 
 
-def _name(found: dict[str, Any], path: str, value: Any) -> None:
-    if isinstance(value, dict | list | tuple | deque):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _name(found, f"{path}.{key}".removeprefix("."), inner)
-    elif type(value) in _NUMBERS or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
-        found[path] = value
+def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
+    """The numbers in each attribute that has any, by its path and name: ``cell.steps``."""
+    numbers = {
+        name: [leaf for _, leaf in _named_leaves(name, value) if type(leaf) in _NUMBERS]
+        for name, value in _named_attributes(module)
+    }
+    return {name: held for name, held in numbers.items() if held}
+
+
+def generators_by_name(module: nn.Module) -> dict[str, Any]:
+    """The random generators that a module keeps for itself, PyTorch's, NumPy's and Python's, by path and name."""
+    leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, _generator_classes())}
+
+
+def _generator_classes() -> tuple[type, ...]:
+    of_numpy = sys.modules.get("numpy.random")
+    others = () if of_numpy is None else (of_numpy.Generator, of_numpy.RandomState)
+    return (torch.Generator, random.Random, *others)
+
+
+def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules():
+        for attributes in () if part in without else _attributes_of(part):
+            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            yield from ((_below(path, key), value) for key, value in held.items() if key not in _STRUCTURE)
+
+
+def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict | list | tuple | deque):
+        yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _named_leaves(_below(path, key), inner)
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}".removeprefix(".")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def copy_of(module: nn.Module) -> nn.Module:

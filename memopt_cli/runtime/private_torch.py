@@ -48,6 +48,7 @@ from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as ParametrizedWeightNorm
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
@@ -251,6 +252,11 @@ def hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
     for name in _HOOK_TABLES:
         if isinstance(table := vars(module).get(f"_{name}"), dict):
             yield table
+
+
+def hooks_on_gradient(parameter: Tensor) -> list[Any]:
+    """What is called with a parameter's gradient, or once it is there; neither a copy nor a file of it has these."""
+    return [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
 def global_hook_tables() -> Iterator[dict[Any, Any]]:
@@ -512,6 +518,13 @@ def asked_while_compiling(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 _AHEAD: Final = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner")
+
+
+WRITES_TWICE: Final = TorchVersion(torch.__version__) < "2.13"
+"""Whether a compiled checkpoint may run once more, in backward, what it writes in place: running statistics move twice.
+
+So it is in PyTorch 2.8, with ``inductor`` and ``aot_eager``, and no longer in 2.13; between these nobody has looked.
+"""
 
 
 @asked_while_compiling

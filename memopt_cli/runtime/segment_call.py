@@ -20,7 +20,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.held import held_as_inputs
-from memopt_cli.runtime.module_state import name_of, uninitialized
+from memopt_cli.runtime.module_state import SEGMENT_KEY, name_of, uninitialized
 from memopt_cli.runtime.private_torch import (
     hooks_on_saving,
     not_compiled,
@@ -90,6 +90,7 @@ def _call_now(
     first = functools.partial(_as_written, forward, args, kwargs)
     run = SegmentRun(module, first, call, start, len(tensors), keep)
     run.hooks, run.is_checkpointed = hooks_on_saving(), is_checkpointed()
+    run.gathers = inputs.of_chunk and vars(module)[SEGMENT_KEY].batch_statistics
     if module in overwrites_input:
         tensors = [t.clone() for t in tensors]
     lent: Sequence[Tensor] = ()
@@ -109,7 +110,7 @@ def _call_now(
         with inputs.hooks():
             return _recomputed(run, *tensors)
     except Unrepeatable as error:
-        if starts is not None:  # chunks before this one have run
+        if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
             raise
         reason = str(error)
         if lost := start.lost():
@@ -188,6 +189,8 @@ class PackedInputs:
         self._codec = codec
         self._raw = frozenset(map(id, tensors_of(raw)))
         self._stored: list[Any] = []
+        self.of_chunk = False
+        """They are a part of what the segment is given."""
         self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
         """Is told where the run starts, and what that lends to a segment around."""
 

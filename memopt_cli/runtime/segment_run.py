@@ -84,6 +84,8 @@ class SegmentRun:
         """Its inputs belong to the recomputation of the segment around."""
         self.is_checkpointed = False
         """A checkpoint of the user's own would hold what it saves, if it were no segment."""
+        self.gathers = False
+        """It is one chunk of several, whose batch statistics are those of all."""
         self.lent: Callable[[], Sequence[Tensor]] | None = None
         """Gives the tensors of the starting state, if they are no inputs and not held."""
 
@@ -97,8 +99,7 @@ class SegmentRun:
         self._first, handed = None, (first.args, first.keywords)
         inputs = [(self._module, t, version_of(t)) for t in given[: self._inputs]]
         turn = is_sampled(self._module)
-        note_use = _refuse_use if self.is_checkpointed else note_nothing
-        held, before = Held(self._kept.note_save, note_use, is_sampled=turn), marks()
+        held, before = Held(self._kept.note_save, self._note_use(), is_sampled=turn), marks()
         try:
             with held.holding(), self._kept.recording(), self._statistics.recording(), self._within():
                 output = first()
@@ -134,6 +135,11 @@ class SegmentRun:
             mark = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._run_around = functools.partial(unpack, pack(mark))
         return output
+
+    def _note_use(self) -> Callable[[], None]:
+        if self.is_checkpointed:
+            return _refuse_use
+        return _refuse_use_in_chunks if self.gathers else note_nothing
 
     def _within(self) -> AbstractContextManager[None]:
         return within_segment(checkpointed=self.is_checkpointed)
@@ -187,3 +193,8 @@ def _nothing_around() -> None:
 def _refuse_use() -> None:
     # The checkpoint would now run again what it is around: batch norms before the segment count that.
     raise Unrepeatable("computes gradients in its forward, within a checkpoint of your own")
+
+
+def _refuse_use_in_chunks() -> None:
+    # Gradients go through the statistics, to which every chunk adds.
+    raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")

@@ -14,7 +14,7 @@ from memopt_cli.records import Counted, StepSettings, StepTrace
 from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffers_of, is_fake, parameters_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.step import Step, input_dtype
+from memopt_cli.step import Step, dtype_in, input_dtype
 from memopt_cli.trace.counting import count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
@@ -39,8 +39,8 @@ def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def _placed(tensor: Tensor, settings: StepSettings) -> Tensor:
-    dtype = input_dtype(settings) if tensor.is_floating_point() else None
-    moved = tensor.detach().to(torch.device(settings.device), dtype)
+    dtype = input_dtype(settings)
+    moved = tensor.detach().to(torch.device(settings.device), None if dtype is None else dtype_in(dtype, tensor))
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 

@@ -7,44 +7,60 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.equality import Updates, generator_state, generators_kept, named_state
+from memopt_cli.equality import Updates, generator_state, generators_kept
 from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.module_calls import module_hooks
 from memopt_cli.own_step import OwnStep
 from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
-from memopt_cli.runtime.module_state import copy_of, reset_hidden_state
+from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.step import Step, is_out_of_memory, reset_gradients, seed_everything
-from memopt_cli.user_step import StepModels
-from memopt_cli.verification.fingerprint import fingerprint, left_by
+from memopt_cli.verification.fingerprint import fingerprint
+from memopt_cli.verification.named import (
+    Others,
+    computed,
+    left_on,
+    numbers_by_name,
+    own_positions,
+    tensors_by_name,
+)
 from memopt_cli.verification.updates import RATE, set_rate
 
 _LIBRARIES = ("torch", "memopt_cli")
 """Whose hooks are not the user's."""
 
 
-def consecutive(step: Step, count: int, watched: int | None) -> Followed:
+def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
     """What ``count`` steps leave, the inputs being the same in each; parameters are afterwards as they were before.
+
+    ``between``: done to the model before each step, unless that is one of the user's own.
 
     The optimizer is that of the step, else SGD.  A step that fails is the last.  Raises what a lack of memory raises.
     """
     is_unseen = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
-        start = _prints(_parameters(training.model) | named_state(training.model))
+        model = training.model
+        start, others = _prints(_parameters(model) | left_on(model)), Others.of(model)
         seed_everything(step.settings.seed)
-        begun = _drawn()
+        begun = _drawn(model)
         taken: list[StepPrint] = []
         while len(taken) < count and not any(step.failed for step in taken):
-            taken.append(_taken(training, watched=len(taken) == watched and not is_unseen))
-        return Followed(start=start, steps=tuple(taken), draws=_drawn() != begun, is_compiled=is_unseen)
+            taken.append(_taken(training, others, between, watched=len(taken) == watched and not is_unseen))
+        return Followed(
+            start=start,
+            others=others.names,
+            steps=tuple(taken),
+            draws=_drawn(model) != begun,
+            is_compiled=is_unseen,
+        )
 
 
 @contextlib.contextmanager
@@ -71,50 +87,77 @@ def _optimizer(step: Step) -> Optimizer:
     return made
 
 
-def _taken(step: Step, *, watched: bool) -> StepPrint:
-    args, kwargs = map_leaves(_copied, (step.args, step.kwargs))
+def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
+    given = map_leaves(_leaf, (step.args, step.kwargs))
+    args, kwargs = map_leaves(_copied, given)  # which it may write to, as to no leaf that needs a gradient
     current = replace(step, args=args, kwargs=kwargs)
-    watch, hooks = _Watch(), list[str]()
-    seen = watch.of(step.model) if watched else contextlib.nullcontext()
+    watch, hooks = _Watch(step.model), list[str]()
+    seen = watch.seeing() if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
         warnings.simplefilter("always")
-        left, failed = _attempted(current)
+        left = _attempted(current, start, between)
+    needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
     return StepPrint(
-        left=left,
+        left=left.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
+        others=left.others,
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
-        failed=failed,
+        failed=left.failed,
     )
 
 
-def _attempted(step: Step) -> tuple[tuple[TensorPrint, ...], str]:
-    """What it left, or why it did not."""
+def _leaf(value: object) -> object:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a step left, or why it did not end."""
+
+    tensors: tuple[TensorPrint, ...] = ()
+    others: tuple[TensorPrint, ...] = ()
+    failed: str = ""
+
+
+def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Left:
     try:
-        left = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step)
+        found = _left_by_own(step) if isinstance(step, OwnStep) else _left_by(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
-        return (), error.message if isinstance(error, MemoptError) else first_line(error)
-    return left + _prints(_parameters(step.model)), ""
+        return _Left(failed=error.message if isinstance(error, MemoptError) else first_line(error))
+    after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
+    moved = _prints(Others.of(step.model).moved_since(start))
+    return _Left(found.tensors + after, found.others + moved)
 
 
-def _left_by(step: Step) -> tuple[TensorPrint, ...]:
-    reset_hidden_state(step.model)
+def _left_by(step: Step, between: Callable[[nn.Module], object]) -> _Left:
+    between(step.model)
     reset_gradients(step)
     output = step.forward()
-    outputs = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output)) if type(t) is Tensor}
+    outputs = tensors_by_name("output", output)
+    early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # a loss may write to them
     step.backward(output)
-    left = left_by(step.model, output) | outputs  # a loss may write to them
-    found = fingerprint(left).tensors
-    del output, left
-    step.clip()
+    step.unscale()  # each of two steps finds a scale of its own
+    left = computed(outputs | early) | left_on(step.model)
+    found = _Left(_prints(left), _prints(numbers_by_name("output", output)))
+    del output, outputs, early, left
+    step.limit()
     step.update()
     return found
 
 
-def _left_by_own(step: OwnStep) -> tuple[TensorPrint, ...]:
+def _left_by_own(step: OwnStep) -> _Left:
     """Its function steps its optimizers itself, at their own rates."""
     updates = Updates(step)
     handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
@@ -122,7 +165,8 @@ def _left_by_own(step: OwnStep) -> tuple[TensorPrint, ...]:
         output = step.models.step.run(*step.args, **step.kwargs)
     finally:
         handle.remove()
-    return fingerprint(left_by(cast(StepModels, step.model), output) | updates.gradients).tensors
+    left = computed(tensors_by_name("output", output)) | left_on(step.model) | updates.gradients
+    return _Left(_prints(left), _prints(numbers_by_name("output", output)))
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -133,14 +177,10 @@ def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
     return fingerprint(tensors).tensors
 
 
-def _copied(leaf: object) -> object:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _drawn() -> str:
-    """A digest of where the random generators stand."""
+def _drawn(model: nn.Module) -> str:
+    """A digest of where the random generators stand, the model's own too."""
     (state,) = generator_state().values()
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(state.numpy().tobytes() + own_positions(model), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- hooks
@@ -206,19 +246,20 @@ class _Open:
 
 @dataclass(slots=True)
 class _Watch:
-    """Sees modules called, in forward and in backward."""
+    """Sees modules of a model called, in forward and in backward."""
 
+    model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[_Open] = field(default_factory=list)
     _engines: int = 0
 
     @contextlib.contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
+    def seeing(self) -> Iterator[None]:
         """Within, calls are told."""
         mode = _Choosing(self.choose)
         with (
-            module_hooks(model, self._enter, self._leave, always_leave=True),
+            module_hooks(self.model, self._enter, self._leave, always_leave=True),
             engine_watched(lambda: self._count(1), lambda: self._count(-1)),
             mode,
         ):
@@ -240,7 +281,7 @@ class _Watch:
         self._engines += change
 
     def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self._open.append(_Open(path, _printed(inputs), self._engines > 0, _drawn()))
+        self._open.append(_Open(path, _printed(inputs), self._engines > 0, _drawn(self.model)))
 
     def _leave(self, path: str, module: nn.Module, output: Any) -> None:
         call = self._open.pop()
@@ -253,7 +294,8 @@ class _Watch:
                 inputs=call.inputs,
                 outputs=outputs,
                 finished=output is not None,
-                drawn=call.begun if _drawn() != call.begun else "",
+                begun=call.begun,
+                draws=_drawn(self.model) != call.begun,
             )
         )
 

@@ -10,6 +10,7 @@ taken for an allowed one once in ten million.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -55,13 +56,18 @@ def left_on(model: nn.Module) -> dict[str, Tensor | None]:
 
 def fingerprint(left: Mapping[str, Tensor | None]) -> Fingerprint:
     """Of all that a step has left, looked at in pieces; not known to repeat."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
     return Fingerprint(
-        tensors=tuple(_print_of(name, t.detach(), weights) for name, t in left.items() if t is not None),
+        tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in left.items() if t is not None),
         put_off=tuple(name for name, t in left.items() if t is None),
         repeats=False,
     )
+
+
+@functools.cache
+def _weights() -> Tensor:
+    """Of the directions: 2 MiB."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
 
 def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
@@ -86,13 +92,16 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
     square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
+    not_finite: list[bytes] = []
     for place, piece in enumerate(torch.split(numbers, _PIECE)):
         held = piece.cpu().contiguous()
         digest.update(_bytes_of(held))
         if held.is_floating_point():
-            begin, doubled = place * _SHIFT % _PIECE, held.double()
+            begin, doubled = place * _SHIFT % _PIECE, _finite(held.double(), place, not_finite)
             sums += doubled @ weights[begin : begin + len(held)]
             square += float(doubled @ doubled)
+    if not_finite:
+        kind += f" not finite {hashlib.blake2b(b''.join(not_finite), digest_size=_DIGEST_BYTES).hexdigest()}"
     return TensorPrint(
         name=name,
         kind=kind,
@@ -102,6 +111,16 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
         norm=math.sqrt(square),
         projections=tuple(sums.tolist()),
     )
+
+
+def _finite(numbers: Tensor, place: int, told: list[bytes]) -> Tensor:
+    """With zeros for what is not finite, and ``told`` where that is and of which kind: masks hold -inf."""
+    if numbers.isfinite().all():
+        return numbers
+    zeros = numbers.nan_to_num(0.0, 0.0, 0.0)
+    kinds = torch.where(numbers.isfinite(), 0.0, numbers).nan_to_num(2.0, 1.0, -1.0).to(torch.int8)
+    told.append(place.to_bytes(8, "little") + hashlib.blake2b(_bytes_of(kinds), digest_size=_DIGEST_BYTES).digest())
+    return zeros
 
 
 def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:

@@ -451,3 +451,15 @@ def test_an_autograd_function_is_found_by_its_lines() -> None:
     assert _function_in(above + "    return step(x)\n" + below) == ""
     assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000) == "a (net.py line 7)"
     assert _function_in(above + "a.apply(" * 100_000 + "\n" + ", in forward" * 100_000 + "!") == ""
+
+
+def test_the_form_of_pytorch_2_8_is_told(tmp_path: Path) -> None:
+    """Its weights are a pickle, which newer versions do without."""
+    export(nn.Linear(2, 2), tmp_path / "new.pt2", torch.randn(3, 2))
+    with zipfile.ZipFile(tmp_path / "new.pt2") as new, zipfile.ZipFile(tmp_path / "old.pt2", "w") as old:
+        for name in new.namelist():
+            if "/data/weights/" not in name:
+                old.writestr(name, new.read(name))
+        old.writestr("new/data/weights/model.pt", b"")
+    with pytest.raises(FileFormatError, match=r"exported by PyTorch 2\.8, which pickles the weights"):
+        load_model(ModelSource(location=str(tmp_path / "old.pt2")))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import collections
 import contextlib
 import datetime
 import decimal
 import functools
+import gzip
 import io
 import logging
+import lzma
 import os
 import pickle
 import re
@@ -18,7 +21,7 @@ import sys
 import textwrap
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,24 @@ def test_a_transformers_model_loads_with_its_configuration(tmp_path: Path) -> No
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, bos_token_id=1, eos_token_id=2)
     torch.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt.pt")
     assert load(tmp_path / "gpt.pt").config.n_embd == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("GPT2", {"use_cache": True}, True),
+        ("GPT2", {"use_cache": False}, False),
+        ("Bert", {"use_cache": True}, False),  # it encodes, and never generates
+    ],
+)
+def test_a_cache_that_training_fills_is_named(tmp_path: Path, name: str, settings: dict[str, bool], told: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    config = getattr(transformers, f"{name}Config")(**sizes, **settings)
+    kind = {"GPT2": transformers.GPT2LMHeadModel, "Bert": transformers.BertForMaskedLM}[name]
+    torch.save(kind(config), tmp_path / "model.pt")
+    notes = load_model(ModelSource(location=str(tmp_path / "model.pt"))).notes
+    assert any("use_cache=False" in note and "past_key_values" in note for note in notes) is told
 
 
 # ---------------------------------------------------------------------------------------------- hostile files
@@ -550,6 +571,14 @@ def bad_files() -> dict[str, bytes]:
         "something else": other.getvalue(),
         "plain pickle": pickle.dumps({"a": 1}),
     }
+
+
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_a_file_that_is_compressed_says_how(tmp_path: Path, pack: Callable[[bytes], bytes], name: str) -> None:
+    (tmp_path / "model.pt").write_bytes(pack(pickle.dumps(small_model())))
+    with pytest.raises(FileFormatError, match=f"compressed as a whole \\({name}\\)") as error:
+        load_model(source(tmp_path / "model.pt"))
+    assert error.value.hint == f"Unpack it first: {name} -d."
 
 
 @pytest.mark.parametrize("case", bad_files())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from memopt_cli.online import (
     environ,
     init_all_states,
     traced,
+    untraced,
     vmap_new_states,
 )
 from memopt_cli.online.algorithm import decay_and_rank
@@ -508,6 +510,19 @@ def test_a_model_that_was_not_seen_is_refused() -> None:
 def test_states_for_one_sample_do_not_do_for_a_batch() -> None:
     with pytest.raises(MemoptError, match="batch_size"):
         D_RTRL(lif_net(), mode=Batching()).compile_graph(torch.zeros(BATCH, INPUTS))
+
+
+def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
+    def compiled(net: nn.Module) -> None:
+        init_all_states(net)
+        D_RTRL(net).compile_graph(torch.rand(INPUTS))
+
+    with pytest.warns(UserWarning, match="no weight of Sequential is tagged: all get the gradient of each step alone"):
+        compiled(nn.Sequential(nn.Linear(INPUTS, HIDDEN), LIF(HIDDEN)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
+        compiled(nn.Sequential(untraced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import functools
 import io
 import json
 import os
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import causes
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -25,6 +28,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     Equivalence,
+    Followed,
     InputSpec,
     ModelFacts,
     ModelSource,
@@ -342,6 +346,310 @@ def test_a_step_that_fails_says_in_which_one_and_why() -> None:
     assert (late.differs_in_step, late.failed, late.cause) == (2, "RuntimeError: enough", None)
 
 
+# ---------------------------------------------------------------------------------------------- what is easily missed
+
+
+class Varied(nn.Module):
+    """Two layers; what a subclass does with them depends on ``variant``, which is 1 in the candidate."""
+
+    def __init__(self, variant: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.variant = variant
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What it has besides."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.variant:  # the same sums in another order
+            pieces = zip(x.chunk(3, 1), self.first.weight.chunk(3, 1), strict=True)
+            hidden = torch.stack([nn.functional.linear(a, b) for a, b in pieces]).sum(0) + self.first.bias
+        out: Tensor = self.second(hidden)
+        return out
+
+
+class Late(Varied):
+    def prepare(self) -> None:
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return self.second(self.first(x)) * (1 + 1e-4 * (self.variant and self.calls[0] == 2))  # type: ignore[no-any-return]
+
+
+class Counts(Varied):
+    def prepare(self) -> None:
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1 + self.variant
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Averages(Counts):
+    def prepare(self) -> None:
+        self.seen = 0
+        self.mean = {"of": [0.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean["of"][0] += 0.5 * (1 + self.variant)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Draws(Varied):
+    make: Callable[[], Any] = staticmethod(lambda: torch.Generator().manual_seed(1))
+    draw: Callable[[Any], Any] = staticmethod(lambda generator: torch.rand(1, generator=generator))
+
+    def prepare(self) -> None:
+        self.own = self.make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + self.variant):
+            self.draw(self.own)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class DrawsFromNumPy(Draws):
+    make = staticmethod(lambda: numpy.random.default_rng(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class DrawsFromPython(Draws):
+    make = staticmethod(lambda: random.Random(1))
+    draw = staticmethod(lambda generator: generator.random())
+
+
+class Writes(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        x.data[0, 0] += self.variant * 1e-3
+        return out
+
+
+class Tells(Varied):
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out, {"mean": float(out.mean()) * (1 + 1e-3 * self.variant)}
+
+
+class Named(Varied):
+    def forward(self, x: Tensor) -> Any:
+        pair = self.first(x), self.second(x)
+        return dict(zip(("b", "a") if self.variant else ("a", "b"), pair, strict=True))
+
+
+class Overflows(Varied):
+    """One gradient is infinite, which says nothing of the others."""
+
+    def prepare(self) -> None:
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.second(self.first(x))
+        return out.detach() + (out - out.detach()) * (1 + 1e-3 * self.variant), self.zero.sqrt()
+
+
+class Complex(Varied):
+    """With a complex parameter, whose imaginary part is a little wrong."""
+
+    def prepare(self) -> None:
+        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.first(x).to(torch.complex64) @ self.turn
+        return torch.view_as_real(turned) * torch.tensor([1, 1 + 1e-4 * self.variant], dtype=x.dtype)
+
+
+class Narrow(Varied):
+    """In float64, and within the candidate in float32."""
+
+    def prepare(self) -> None:
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.double())
+        return self.second(hidden.to(torch.float32).double() if self.variant else hidden)  # type: ignore[no-any-return]
+
+
+class Evicted(Varied):
+    """Its hook is called once less; or never, where sums are formed in another order besides."""
+
+    times = 2
+
+    def prepare(self) -> None:
+        self.watched = nn.Identity()
+        hook = lambda module, args, output: None  # noqa: E731
+        self.watched.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times - self.variant):
+            self.watched(x)
+        return self.plain(x)
+
+
+class NeverCalled(Evicted):
+    times = 1
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        (Late, "output"),
+        (Counts, "state seen"),
+        (Averages, "state mean"),
+        (Draws, "state own"),
+        (DrawsFromNumPy, "state own"),
+        (DrawsFromPython, "state own"),
+        (Writes, "input[0]"),
+        (Tells, "output[1].mean"),
+        (Named, "output.a"),
+        (Overflows, "gradient of second.bias"),
+        (Complex, "output"),
+        (Narrow, "output"),
+    ],
+)
+def test_what_is_easily_missed(model: Callable[[int], nn.Module], first: str) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert not found.passed
+    assert first in [gap.name for gap in found.gaps]
+    assert found.differs_in_step == (2 if model is Late else 1)
+
+
+@pytest.mark.parametrize("model", [Evicted, NeverCalled])
+def test_a_hook_that_is_called_less_is_no_rounding(model: Callable[[int], nn.Module]) -> None:
+    found = verified(lambda: model(0), lambda: model(1), steps=2)
+    assert (found.alike, found.gaps) == ("not", ())
+    assert found.hooks
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_float64_tells_counts_under_autocast(precision: str) -> None:
+    class Off(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) * (1 + 0.01 * self.variant)  # type: ignore[no-any-return]
+
+    found = verified(lambda: Off(0), lambda: Off(1), steps=1, precision=precision)
+    assert (found.alike, found.precision) == ("not", "fp64")
+
+
+class Scaled(Varied):
+    """In float16 its gradients are finite below the scale that scalers begin with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * 30  # type: ignore[no-any-return]
+
+
+def test_updates_in_float16_are_taken() -> None:
+    followed = LocalSession(prepared(lambda: Scaled(0), precision="fp16").subject, 60.0, lambda: Scaled(0)).ask(
+        FollowJob(steps=1)
+    )
+    assert isinstance(followed, Followed)
+    start = {tensor.name: tensor.bits for tensor in followed.start}
+    assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].left)
+
+
+# ---------------------------------------------------------------------------------------------- what is no difference
+
+
+class Masked(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x).masked_fill(torch.eye(len(x), 6, dtype=torch.bool), float("-inf"))
+
+
+class Keeps(Varied):
+    """The candidate keeps a tensor, and counts, besides."""
+
+    def prepare(self) -> None:
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        if self.variant:
+            self.last = out.detach()
+            self.calls = getattr(self, "calls", 0) + 1
+        self.mean = out.detach().mean(0)
+        return out
+
+
+class Clocked(Varied):
+    def prepare(self) -> None:
+        self.noted = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.noted = time.perf_counter_ns()
+        return self.second(self.first(x)), time.perf_counter()
+
+
+class Noisy64(Varied):
+    """Its sums differ in the last digit from run to run, as atomic ones do, and in the candidate a little more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.finfo(x.dtype).eps * (int.from_bytes(os.urandom(1), "big") - 128) / 1024
+        return self.plain(x) * (1 + noise)
+
+
+@pytest.mark.parametrize(
+    ("model", "alike"),
+    [
+        (Masked, ("up to rounding",)),
+        (Keeps, ("to the bit",)),
+        (Clocked, ("to the bit",)),
+        (Noisy64, ("up to rounding", "within noise", "to the bit")),
+    ],
+)
+def test_what_is_no_difference(model: Callable[[int], nn.Module], alike: tuple[str, ...]) -> None:
+    assert verified(lambda: model(0), lambda: model(1), steps=2).alike in alike
+
+
+def test_modes_that_differ_are_noted() -> None:
+    def frozen(mode: bool) -> nn.Module:
+        net = Net(dropping())
+        net.blocks.train(not mode)
+        return net
+
+    found = verified(lambda: frozen(False), lambda: frozen(True), steps=1)
+    assert "blocks came in eval mode in the candidate alone" in found.notes[0]
+    assert verified(lambda: frozen(True), lambda: frozen(True), steps=1).notes == ()
+
+
+def test_gradients_of_inputs_that_want_them() -> None:
+    class Cut(Varied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + self.first(x.detach() if self.variant else x)) + x.sum() * 0  # type: ignore[no-any-return]
+
+    reference, candidate = Cut(0), Cut(1)
+    candidate.load_state_dict(reference.state_dict())
+    x = torch.randn(ROWS, 6, requires_grad=True)
+    found = memopt_cli.verify(reference, candidate, x, steps=1).result
+    assert found.gaps[0].name == "gradient of input[0]"
+    assert x.grad is None
+
+
+class Carrying(nn.Module):
+    """Adds what it gave last time, cut from the graph or not."""
+
+    def __init__(self, *, cut: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.last = torch.zeros(ROWS, 6)
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.last
+        self.last = out.detach() if self.cut else out
+        return out
+
+
+def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
+    found = verified(lambda: Carrying(cut=True), lambda: Carrying(cut=False))
+    assert (found.passed, found.differs_in_step) == (False, 2)
+    assert "backward through the graph a second time" in found.failed
+    both = verified(lambda: Carrying(cut=False), lambda: Carrying(cut=False))  # as loops detach spiking neurons
+    assert both.alike == "to the bit"
+
+
 # ---------------------------------------------------------------------------------------------- hooks
 
 
@@ -468,6 +776,15 @@ def test_steps_of_ones_own() -> None:
     assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
 
 
+def test_hooks_that_a_copy_would_lose_are_refused() -> None:
+    model, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    for register in (other.weight.register_hook, other.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda given: None)
+        with pytest.raises(OptionError, match="the candidate's parameter weight has a hook on its gradient"):
+            memopt_cli.verify(model, other, torch.ones(2, 6))
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
@@ -522,7 +839,7 @@ def test_the_report_for_junit(different: Equivalence) -> None:
     assert suite.get("name") == "memopt verify"
     failed = {case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None}
     assert failed == {"gradients", "random numbers", "parameters after the update"}
-    assert suite.get("tests") == "8"
+    assert suite.get("tests") == "9"
 
 
 def test_the_report_for_github(different: Equivalence, tmp_path: Any) -> None:

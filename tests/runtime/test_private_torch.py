@@ -567,6 +567,18 @@ def test_inductor_differentiates_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.compile(f)(torch.zeros(1)).item() == 1
 
 
+@pytest.mark.slow
+def test_how_often_a_compiled_checkpoint_writes() -> None:
+    norm = nn.BatchNorm1d(4)
+
+    def f(x: Tensor) -> Tensor:
+        return checkpoint(norm, x * 2, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    torch.compile(f, backend="aot_eager")(torch.randn(6, 4)).backward()
+    assert norm.num_batches_tracked <= (2 if p.WRITES_TWICE else 1)
+
+
 def test_what_is_asked_while_compiling_is_a_constant() -> None:
     asked: list[str] = []
 
@@ -780,3 +792,12 @@ def test_the_step_of_an_optimizer_without_its_hooks() -> None:
     p.step_without_hooks(optimizer)
     assert parameter.item() == 0
     assert not called
+
+
+def test_hooks_on_gradients_are_found() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert p.hooks_on_gradient(parameter) == []
+    hooks = [lambda gradient: None, lambda parameter: None]
+    parameter.register_hook(hooks[0])
+    parameter.register_post_accumulate_grad_hook(hooks[1])
+    assert p.hooks_on_gradient(parameter) == hooks

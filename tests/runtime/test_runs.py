@@ -19,6 +19,7 @@ from memopt_cli.equality import bit_equal
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, group_layers, named_parts, segment_of
+from memopt_cli.runtime.private_torch import WRITES_TWICE
 from memopt_cli.runtime.runs import Run
 
 
@@ -153,7 +154,8 @@ def test_compiled() -> None:
             module.p = 0.0  # a compiled model draws in its own way
     planned = apply_plan(copy.deepcopy(model), plan(*RUNS))
     expected = effects(model)
-    effects(torch.compile(planned, backend="aot_eager", fullgraph=True))
+    # PyTorch 2.8 traces no ``vars`` of a module, so a run is no part of one graph there.
+    effects(torch.compile(planned, backend="aot_eager", fullgraph=not WRITES_TWICE))
     for name, parameter in planned.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[f"gradient of {name}"])
 

@@ -161,6 +161,16 @@ def nan_loss() -> Step:
     return _plain(take)
 
 
+def nan_gradient() -> Step:
+    """What it returns is finite."""
+
+    def take(model: nn.Module, x: Tensor) -> Tensor:
+        (model(x).mean() * float("nan")).backward()
+        return x.detach()
+
+    return _plain(take)
+
+
 def sparse() -> Step:
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), _layers())
 

@@ -22,6 +22,9 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 """What a legacy file begins with: the first of five pickles.  A version, the machine that wrote it, the object and the
 names of its storages follow."""
 
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""How such files begin, and the program that unpacks them."""
+
 Form = Literal["zip", "legacy", "plain"]
 
 
@@ -42,6 +45,8 @@ def read_pickled(file: ModelFile) -> PickledFile:
     """
     if not file.data:
         raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
+    if (packed := next((name for start, name in _COMPRESSED.items() if file.data.startswith(start)), None)) is not None:
+        raise FileFormatError(f"{file.path} is compressed as a whole ({packed})", hint=f"Unpack it first: {packed} -d.")
     scan = PickleScan(size=len(file.data))
     try:
         if file.data.startswith(b"PK"):

@@ -53,7 +53,10 @@ class Bench:
         without_data = subject.data == "none"
         with self.mode if without_data else contextlib.nullcontext():
             model = remove_plan(build() if build else load_model(subject.source).module)
+            came_in_eval = [path for path, module in model.named_modules() if not module.training]
             self.model = _placed(model, self.settings, without_data=without_data)
+        self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
+        """Paths of modules that came in eval mode, and were put into training mode as all are."""
         if subject.layer_runs:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from torch import nn
 
 from memopt_cli.apply import apply_plan
 from memopt_cli.equality import step_cast_to_double, step_in_double
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.records import Followed
+from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.step import Step
 from memopt_cli.verification import consecutive
@@ -19,15 +23,25 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     """Under the plan of the job, which the file carried."""
     apply_plan(bench.model, job.plan.of_model)
     step = bench.step()
+    if step.scaler is not None:  # until it has found a scale, it skips updates
+        step.settle()
+        bench.reset()
     modes = [(module, module.training) for module in bench.model.modules()]
     if job.in_eval:
         bench.model.eval()
     try:
         with _as_asked(step, job) as taken:
-            return consecutive(taken, job.steps, job.watched)
+            return replace(
+                consecutive(taken, job.steps, job.watched, reset_hidden_state if job.detached else _nothing),
+                evaluating=bench.evaluating,
+            )
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _nothing(model: nn.Module) -> None:
+    """Hidden state stays as a step has left it."""
 
 
 def _as_asked(step: Step, job: FollowJob) -> AbstractContextManager[Step]:

@@ -1,0 +1,71 @@
+"""Segments in chunks whose forward computes gradients of its own, as force fields and gradient penalties do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memopt_cli.apply import apply_plan
+from memopt_cli.records import Plan, SegmentPlan
+
+
+class Forces(nn.Module):
+    """Adds the gradient of an energy to what it is given."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x)).tanh()
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + gradient
+
+
+class Net(nn.Module):
+    def __init__(self, norm: nn.Module, checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.forces, self.last = (
+            nn.Linear(8, 8),
+            nn.Sequential(nn.Linear(8, 8), Forces(norm)),
+            nn.Linear(8, 8),
+        )
+        self._checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(self.forces, x, use_reentrant=False) if self._checkpointed else self.forces(x)
+        output: Tensor = self.last(x)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("norm", "checkpointed", "told"),
+    [
+        (nn.Identity, False, None),
+        (nn.Identity, True, "computes gradients in its forward, within a checkpoint of your own"),
+        (lambda: nn.BatchNorm1d(8), False, "computes gradients in its forward, through batch statistics"),
+    ],
+)
+def test_trains_on_as_without_a_plan(
+    norm: type[nn.Module], checkpointed: bool, told: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Norms count once a step, and gradients are those of the whole batch."""
+    torch.manual_seed(0)
+    plain = Net(norm(), checkpointed).double()
+    planned = copy.deepcopy(plain)
+    statistics = norm is not nn.Identity
+    apply_plan(planned, Plan(segments=(SegmentPlan(path="forces", chunks=2, batch_statistics=statistics),)))
+    for _ in range(3):
+        x = torch.randn(6, 8, dtype=torch.float64)
+        for net in (plain, planned):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
+        torch.testing.assert_close([*planned.buffers()], [*plain.buffers()])
+    messages = [str(warning.message) for warning in recwarn]
+    assert any("runs whole" in message and told in message for message in messages) if told else not messages
