@@ -19,7 +19,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.memory_limit import limits_of
 from memopt_cli.pipeline.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
-from memopt_cli.pipeline.profiling import allocated_peak, is_alive, live_bytes, record_step
+from memopt_cli.pipeline.profiling import allocated_peak, first_beyond, is_alive, live_bytes, record_step
 from memopt_cli.pipeline.recommendation import recommend_prepared
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.policy import resolve
@@ -167,7 +167,7 @@ def _explained(
         trace = record_step(session, ORIGINAL, None, notes).trace
     live = live_bytes(trace)
     needed = allocated_peak(trace, live)
-    instant = _first_beyond(trace, live, limit_bytes)
+    instant = first_beyond(trace, live, limit_bytes)
     where = instant or needed
     alive = [s for s in trace.storages if is_alive(s, where.op)]
     made = [s for s in alive if s.kind in ("activations", "temporaries")]
@@ -187,15 +187,6 @@ def _explained(
         refused=tuple(trial.refused),
         notes=(*notes, *trial.notes),
     )
-
-
-def _first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
-    """Where an operator first holds more, its workspace included."""
-    for index, op in enumerate(trace.ops):
-        held = live[index + 1] + op.workspace_bytes
-        if held > limit_bytes:
-            return Instant(allocated_bytes=held, op=index, name=op.name, phase=op.phase, module=op.module)
-    return None
 
 
 def _stays(trace: StepTrace, optimizer: str) -> int:

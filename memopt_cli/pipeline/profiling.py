@@ -171,12 +171,26 @@ def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
     """The first instant at which most is alive, workspaces included."""
-    levels = [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
-    index = levels.index(max(levels)) - 1
-    if index < 0:
+    levels = _levels(trace, live)
+    return _instant(trace, levels, levels.index(max(levels)))
+
+
+def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
+    """The first instant at which more than a limit is alive, workspaces included; ``None``: there is none."""
+    levels = _levels(trace, live)
+    return next((_instant(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
+
+
+def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
+    """Before the first operator, and while each runs."""
+    return [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
+
+
+def _instant(trace: StepTrace, levels: list[int], index: int) -> Instant:
+    if index == 0:
         return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
-    op = trace.ops[index]
-    return Instant(allocated_bytes=levels[index + 1], op=index, name=op.name, phase=op.phase, module=op.module)
+    op = trace.ops[index - 1]
+    return Instant(allocated_bytes=levels[index], op=index - 1, name=op.name, phase=op.phase, module=op.module)
 
 
 def saved_tensors(trace: StepTrace) -> tuple[SavedTensor, ...]:

@@ -30,7 +30,9 @@ def headline(found: Explanation) -> Iterator[str]:
         yield f"the step needs about {needed}, and there are {there}"
     if found.asked_bytes:
         yield f"the error asked for {format_bytes(found.asked_bytes)} more"
-    if found.instant is not None:
+    if found.instant is not None and found.instant.op < 0:
+        yield "memory runs out before the first operator runs"
+    elif found.instant is not None:
         where = f" of {found.instant.module}" if found.instant.module else ""
         line = f", {_short(found.line)}" if found.line else ""
         yield f"memory runs out in {found.instant.phase}{where}, while {found.instant.name} runs{line}"
