@@ -138,6 +138,11 @@ def test_what_is_suggested_fits_when_it_is_run_again(
 
 def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     found = explained(recorded.resident_bytes // 2)
+    assert found.instant is not None
+    assert found.instant.op == -1
+    text = io.StringIO()
+    TextReport().explained(found, text)
+    assert "memory runs out before the first operator runs" in text.getvalue()
     assert not found.suggestions
     assert found.refused[0].startswith(
         "Nothing that memopt can do: parameters, gradients, optimizer state and buffers take "
