@@ -39,14 +39,20 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 
 def _kept(error: Exception, base: Path) -> str:
     """Writes the files; what to type, or why they could not be written."""
-    log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
-    files = {log: content("".join(traceback.format_exception(error)).encode())}
-    flags = f"--log {quoted_path(str(log))}"
-    if torch.cuda.is_available():
-        files[snapshot] = content(pickle.dumps(memory_snapshot()))
-        flags += f" --snapshot {quoted_path(str(snapshot))}"
     try:
-        write_all(files, force=True)
+        files = _files(error, base)
+        write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # no other error is to take this one's place
         return f"memopt could not keep what explains it: {failed}"
-    return f"memopt explain MODEL {flags}"
+    return " ".join(
+        ["memopt explain MODEL", *(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())]
+    )
+
+
+def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:
+    """Each with the flag that reads it."""
+    log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
+    files = {log: ("--log", "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))}
+    if torch.cuda.is_available():
+        files[snapshot] = ("--snapshot", pickle.dumps(memory_snapshot()))
+    return files

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 
 import memopt_cli
+from memopt_cli import oom
 from memopt_cli.errors import OptionError
 from memopt_cli.oom_text import read_oom
 
@@ -47,6 +49,24 @@ def test_a_folder_that_is_not_there_does_not_hide_the_error(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "no" / "kept"):
         run_out()
     assert raised.value.__notes__[0].startswith("memopt could not keep what explains it: ")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_snapshot_is_kept_as_well_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def memory_snapshot() -> object:
+        if fails:
+            raise RuntimeError("no snapshot")
+        return {"segments": []}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(oom, "memory_history", contextlib.nullcontext)
+    monkeypatch.setattr(oom, "memory_snapshot", memory_snapshot)
+    with pytest.raises(RuntimeError, match="allocate") as raised, memopt_cli.explain_oom(tmp_path / "kept"):
+        run_out()
+    said = "could not keep what explains it: no snapshot" if fails else f"--snapshot {tmp_path}/kept.snapshot.pickle"
+    assert said in raised.value.__notes__[0]
 
 
 def test_a_path_of_another_type_is_refused() -> None:
