@@ -474,7 +474,8 @@ def test_a_hint_names_a_few_of_many_attacks(memopt: Memopt) -> None:
     assert len(error.value.hint) < 300
 
 
-def test_a_hint_has_no_more_flags_than_people_read(memopt: Memopt) -> None:
+def test_a_hint_has_no_more_flags_than_people_read(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_defined_as", lambda wanted: "def")
     names = b"".join(b"csympy.core.numbers\nmake_%d\n)R" % number for number in range(500))
     Path("model.pt").write_bytes(holding(b"](" + names + b"e"))
     with pytest.raises(UnsafeFileError, match=r"and 495 more") as error:
