@@ -70,6 +70,11 @@ def overhead_s(segment: SegmentPlan, *, forward_s: float, ops: int) -> float:
     return watched_s + chunked_s + first_pass_s + states_s
 
 
+_MOST_CHUNKS = 256
+"""Of a segment: more of them save next to nothing beside the weights, and a dry run of 2048 takes more than a minute
+(four blocks of two layers, 64 features, batch 2048)."""
+
+
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length`` of them.
 
@@ -79,6 +84,8 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
     while chunks < length:
         shorter = math.ceil(length / chunks) - 1
         chunks = math.ceil(length / min(shorter, math.ceil(length / (chunks * factor))))
+        if chunks > _MOST_CHUNKS:
+            return
         yield chunks
 
 

@@ -133,8 +133,9 @@ def test_recomputed_states_are_dearer_and_smaller() -> None:
 
 @pytest.mark.parametrize(
     ("length", "factor", "counts"),
-    [(10, 2, [2, 4, 5, 10]), (8, 3, [3, 8]), (3, 2, [2, 3]), (1, 2, []), (16, 4, [4, 16]), (10, 1, [2, 3, 4, 5, 10])],
-)
+    [(10, 2, [2, 4, 5, 10]), (8, 3, [3, 8]), (3, 2, [2, 3]), (1, 2, []), (16, 4, [4, 16]), (10, 1, [2, 3, 4, 5, 10]),
+     (4096, 4, [4, 16, 64, 256])],
+)  # fmt: skip
 def test_numbers_of_chunks(length: int, factor: int, counts: list[int]) -> None:
     assert list(chunk_counts(length, factor)) == counts
 
