@@ -60,8 +60,14 @@ class Net(torch.nn.Linear):
             Path("daemon").write_text(str(os.getpid()))
             while True:
                 signal.pause()
+        if said == "leave at once":
+            sys.exit("the first words")
+
+    def forward(self, x):
+        said = Path("said").read_text() if os.path.exists("said") else ""
         if said.startswith("leave"):
             sys.exit("the last words" if said == "leave" else None)
+        return super().forward(x)
 """
 
 
@@ -196,6 +202,14 @@ def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[[],
     Path("said").write_text(said)
     with start() as session:
         assert session.ask(MeasureJob(plan=ORIGINAL)) == Crashed(reason=f"exit code {code}", output_tail=tail)
+
+
+def test_a_function_that_ends_the_process_is_named(start: Callable[[], Session]) -> None:
+    Path("said").write_text("leave at once")
+    with start() as session:
+        found = session.ask(MeasureJob(plan=ORIGINAL))
+    assert isinstance(found, StepFailed)
+    assert found.message.endswith("failed: SystemExit: the first words")
 
 
 def test_what_is_registered_for_the_end_runs(start: Callable[[], Session], tmp_path: Path) -> None:
