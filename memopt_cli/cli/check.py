@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from memopt_cli.cli import options
-from memopt_cli.cli.help import GATE, OUTPUT
+from memopt_cli.cli.formats import Format, report_in
+from memopt_cli.cli.help import GATE
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import MemoptError
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
-from memopt_cli.report.github import GithubReport
-from memopt_cli.report.interface import ComparisonReport
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.junit import JunitReport
-from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
 from memopt_cli.spec_text import parse_limit
 
 _REGRESSION = 1
@@ -36,15 +30,6 @@ FailOn = Annotated[
         rich_help_panel=GATE,
         help="How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
         "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
-    ),
-]
-Format = Annotated[
-    Literal["table", "json", "md", "github", "junit"],
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        rich_help_panel=OUTPUT,
-        help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
     ),
 ]
 Baseline = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=GATE, help="A file that memopt baseline wrote.")]
@@ -93,7 +78,7 @@ def check(
         plan_path=plan,
         timeout_s=timeout,
     )
-    report = _report("json" if json else format)
+    report = report_in("json" if json else format)
     try:
         context.with_resource(processes.kept(early=True))
         from memopt_cli import pipeline  # not before the arguments are known to be right
@@ -106,17 +91,3 @@ def check(
     report.compared(found, sys.stdout)
     if found.exceeded:
         raise typer.Exit(_REGRESSION)
-
-
-def _report(name: str) -> ComparisonReport:
-    match name:
-        case "json":
-            return JsonReport()
-        case "md":
-            return MarkdownReport()
-        case "github":
-            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
-        case "junit":
-            return JunitReport()
-        case _:
-            return TextReport()

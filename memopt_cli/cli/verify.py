@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from memopt_cli.cli import options
-from memopt_cli.cli.help import OUTPUT, STEP
+from memopt_cli.cli.formats import Format, report_in
+from memopt_cli.cli.help import STEP
 from memopt_cli.cli.inputs import input_spec
 from memopt_cli.cli.parts import LoadingOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
@@ -17,12 +17,6 @@ from memopt_cli.cli.values import check_any_model, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, StepSettings
-from memopt_cli.report.github import GithubReport
-from memopt_cli.report.interface import EquivalenceReport
-from memopt_cli.report.json import JsonReport
-from memopt_cli.report.junit import JunitReport
-from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextReport
 
 _DIFFERENCE = 1
 """Exit code."""
@@ -52,15 +46,7 @@ def verify(
         int,
         typer.Option(metavar="N", parser=whole(1, 1000), rich_help_panel=STEP, help="Consecutive steps to compare."),
     ] = 3,
-    format: Annotated[
-        Literal["table", "json", "md", "github", "junit"],
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            rich_help_panel=OUTPUT,
-            help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
-        ),
-    ] = "table",
+    format: Format = "table",
     inputs: options.Inputs,
     dims: options.Dims,
     input_data: options.InputData = None,
@@ -99,7 +85,7 @@ def verify(
 
     with shown_progress(quiet=quiet, verbose=verbose) as (progress, ask):
         found = pipeline.verify(request, progress=progress, ask=ask)
-    _report("json" if json else format).verified(found, sys.stdout)
+    report_in("json" if json else format).verified(found, sys.stdout)
     if not found.passed:
         raise typer.Exit(_DIFFERENCE)
 
@@ -112,17 +98,3 @@ def _one_of(candidate: str | None, against: str | None) -> str:
             hint="memopt verify model.pt checkpointed.pt",
         )
     return named[0]
-
-
-def _report(name: str) -> EquivalenceReport:
-    match name:
-        case "json":
-            return JsonReport()
-        case "md":
-            return MarkdownReport()
-        case "github":
-            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
-        case "junit":
-            return JunitReport()
-        case _:
-            return TextReport()

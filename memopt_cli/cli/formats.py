@@ -1,0 +1,45 @@
+"""``--format`` of the commands that judge: ``check`` and ``verify``."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal, Protocol
+
+import typer
+
+from memopt_cli.cli.help import OUTPUT
+from memopt_cli.report.github import GithubReport
+from memopt_cli.report.interface import ComparisonReport, EquivalenceReport
+from memopt_cli.report.json import JsonReport
+from memopt_cli.report.junit import JunitReport
+from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.report.text import TextReport
+
+Format = Annotated[
+    Literal["table", "json", "md", "github", "junit"],
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        rich_help_panel=OUTPUT,
+        help="table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
+    ),
+]
+
+
+class Judgement(ComparisonReport, EquivalenceReport, Protocol):
+    """A form of report that has all of them."""
+
+
+def report_in(name: str) -> Judgement:
+    """The one of that name."""
+    match name:
+        case "json":
+            return JsonReport()
+        case "md":
+            return MarkdownReport()
+        case "github":
+            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
+        case "junit":
+            return JunitReport()
+        case _:
+            return TextReport()
