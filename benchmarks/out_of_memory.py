@@ -21,7 +21,7 @@ import torch
 from results import table, this_command, write_section
 from torch import nn
 
-from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, RecordJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.profiling import live_bytes
@@ -114,8 +114,9 @@ _HEADINGS = ["step", "takes", "limit", "first suggestion", "fits", "memory runs 
 
 def _rows(name: str, case: Case) -> list[list[str]]:
     prepared = _prepared(case)
-    record = _ask(prepared, RecordJob(plan=ORIGINAL))
-    assert isinstance(record, StepTrace), record
+    traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # with the workspaces that its kernels take
+    assert isinstance(traced, Traced), traced
+    record = traced.trace
     held = [bytes_ + op.workspace_bytes for bytes_, op in zip(live_bytes(record)[1:], record.ops, strict=True)]
     stays = record.resident_bytes
     limits = [stays + int(share * (max(held) - stays)) for share in SHARES]
