@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from memopt_cli.batch_size.capacity import runnable_bytes
 from memopt_cli.documents import quoted_path, read_end
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.oom_text import read_oom
 from memopt_cli.pipeline.failures import raise_failure
@@ -158,13 +159,30 @@ def _limit(
 # ---------------------------------------------------------------------------------------------- where it ends
 
 
+def _recorded(prepared: Prepared, timeout_s: float) -> tuple[StepTrace, list[str]]:
+    """The step, and what is to be known of the record.
+
+    Without data, a few samples aside: it may be what does not fit.  Where that runs other operators than the step does,
+    the step itself is run, if this machine has as much memory.
+    """
+    notes: list[str] = []
+    with prepared.session(timeout_s, "small batch") as session:
+        traced = record_step(session, ORIGINAL, None, notes)
+    device = prepared.subject.settings.device
+    if traced.unknown and traced.trace.allocated_peak_bytes < runnable_bytes(device):
+        with prepared.session(timeout_s) as session:
+            whole = session.ask(TraceJob(plan=ORIGINAL, fake=True))
+        if isinstance(whole, Traced):
+            return whole.trace, [f"{reason}." for reason in whole.unknown]
+    return traced.trace, notes
+
+
 def _explained(
     request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, progress: Progress
 ) -> Explanation:
-    notes = list(prepared.notes)
     progress.stage("recording a step")
-    with prepared.session(request.timeout_s, "small batch") as session:
-        trace = record_step(session, ORIGINAL, None, notes).trace
+    trace, recorded = _recorded(prepared, request.timeout_s)
+    notes = [*prepared.notes, *recorded]
     live = live_bytes(trace)
     needed = allocated_peak(trace, live)
     instant = first_beyond(trace, live, limit_bytes)
