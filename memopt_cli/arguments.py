@@ -19,7 +19,7 @@ from memopt_cli.contents import read_plan
 from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError, shortened
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.pipeline.reach import UserFunction
+from memopt_cli.pipeline.reach import UserFunction, user_function
 from memopt_cli.records import PRECISIONS, Budget, InputSpec, Plan, Precision, SearchOverrides, StepSettings
 from memopt_cli.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.units import parse_amount
@@ -51,6 +51,11 @@ def checked_model(model: nn.Module) -> nn.Module:
         )
     refuse_batched(model)
     return model
+
+
+def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
+    """Raises :class:`OptionError` for what is neither called nor a name."""
+    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
 
 
 def settings_of(

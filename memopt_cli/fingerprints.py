@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
 
+EPSILONS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+"""By ``--precision``: of autocast's dtypes, whose digits count where what is left is in float32."""
 ROUNDING_SHARE = 1e-3
 """A gradient whose elements are so small beside those of the largest one may be rounding alone."""
 

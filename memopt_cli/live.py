@@ -21,8 +21,8 @@ from memopt_cli.arguments import (
     Optimizer,
     amount,
     budget_of,
-    called,
     checked_model,
+    functions_given,
     given_inputs,
     names,
     one_of,
@@ -42,7 +42,7 @@ from memopt_cli.pipeline.live_model import described, found_and_proven, logged, 
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.pipeline.profiling import profile_prepared
-from memopt_cli.pipeline.reach import UserFunction, user_function
+from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.pipeline.recommendation import accumulating, recommend_prepared
 from memopt_cli.pipeline.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.summary import Findings, summarize
@@ -290,7 +290,7 @@ def check(
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions = _functions(loss, optimizer)
+    functions = functions_given(loss, optimizer)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),
@@ -331,13 +331,8 @@ def _step(
     device: str | torch.device | None,
     seed: int,
 ) -> _Step:
-    functions = _functions(loss, optimizer)
+    functions = functions_given(loss, optimizer)
     return _Step(settings=settings_of(*functions, accumulate, clip_norm, precision, device, seed), functions=functions)
-
-
-def _functions(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
-    """Raises :class:`OptionError` for what is neither called nor a name."""
-    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
 
 
 def _searched(

@@ -17,8 +17,8 @@ from memopt_cli.arguments import (
     Inputs,
     Loss,
     Optimizer,
-    called,
     checked_model,
+    functions_given,
     given_inputs,
     seconds,
     settings_of,
@@ -30,7 +30,7 @@ from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live_model import also_prepared_model, logged, once
 from memopt_cli.pipeline.live_step import also_prepared_step
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.reach import UserFunction, user_function
+from memopt_cli.pipeline.reach import UserFunction
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.report.text import TextReport
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
@@ -90,7 +90,7 @@ def verify(
     parameters or the reference cannot be trained, and other errors of :mod:`memopt_cli.errors`.
     """
     started = time.monotonic()
-    functions = user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
+    functions = functions_given(loss, optimizer)
     settings = settings_of(*functions, 1, clip_norm, precision, device, seed)
     count, limit_s = whole("steps", steps, 1), seconds("timeout", timeout, 1)
     given = given_inputs(inputs, dims)

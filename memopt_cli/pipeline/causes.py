@@ -69,16 +69,20 @@ def cause_of(pair: Pair) -> Cause | None:
 
 def of_failure(step: StepPrint) -> Cause | None:
     """Of a step that failed."""
-    is_known = any(_NO_GRADIENTS in text for text in step.warnings)
-    return Cause(module="", class_name="", text=REENTRANT) if is_known else None
+    return Cause(module="", class_name="", text=REENTRANT) if _warns_of_reentrant(step) else None
 
 
 def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
     """By names alone: what is missing, or only the update."""
     if all(gap.name.startswith("parameter") for gap in gaps):
         return Cause(module="", class_name="", text=UPDATE)
+    return _without_gradient(gaps, MISSING)
+
+
+def _without_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
+    """The first module of which the candidate lacks a gradient."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
-    return Cause(module=_owner(missing.name), class_name="", text=MISSING) if missing is not None else None
+    return Cause(module=_owner(missing.name), class_name="", text=text) if missing is not None else None
 
 
 def _owner(name: str) -> str:
@@ -87,10 +91,11 @@ def _owner(name: str) -> str:
 
 
 def _reentrant(pair: Pair) -> Cause | None:
-    missing = next((g for g in pair.gaps if g.missing == "candidate" and g.name.startswith("gradient")), None)
-    if missing is None or not any(_NO_GRADIENTS in text for text in pair.candidate.warnings):
-        return None
-    return Cause(module=_owner(missing.name), class_name="", text=REENTRANT)
+    return _without_gradient(pair.gaps, REENTRANT) if _warns_of_reentrant(pair.candidate) else None
+
+
+def _warns_of_reentrant(step: StepPrint) -> bool:
+    return any(_NO_GRADIENTS in text for text in step.warnings)
 
 
 def _recomputed_otherwise(pair: Pair) -> Cause | None:

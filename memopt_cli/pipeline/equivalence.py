@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from memopt_cli.errors import StepError
+from memopt_cli.fingerprints import EPSILONS
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.pipeline.causes import RANDOM, RANDOM_COMPILED, Pair, cause_of, of_failure, of_gaps
 from memopt_cli.pipeline.failures import raise_failure
@@ -37,8 +38,6 @@ from memopt_cli.records import (
 
 _TOLERANCE: Final = 1e-9
 """Relative difference in float64 up to which two steps are taken for the same, as for a plan in chunks."""
-_EPSILONS: Final = {"bf16": 2.0**-7, "fp16": 2.0**-10}
-"""Of autocast, whose matrices float64 would leave alone: it is not tried there."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
@@ -199,7 +198,7 @@ def _noise(once: Followed, again: Followed) -> float:
 
 def _told_by_rounding(sides: _Sides, job: FollowJob, found: Equivalence, runs: _Runs) -> Equivalence:
     """Numbers alone differ: in float64 sums in another order agree to nine digits, and nothing else does."""
-    epsilon = _EPSILONS.get(sides.precision, 0.0)
+    epsilon = EPSILONS.get(sides.precision, 0.0)
     least = half_of_digits(runs.once, epsilon)
     if is_in_double(runs.once):
         both: tuple[Followed, Followed] | Failure = (runs.once, runs.other)

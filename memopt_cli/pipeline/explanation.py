@@ -203,7 +203,7 @@ def _explained(
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=(*notes, *trial.notes),
+        notes=tuple(notes),
     )
 
 
@@ -233,14 +233,6 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
 # ---------------------------------------------------------------------------------------------- what would fit
 
 
-_NAMES: Final = {
-    "_plan": "A plan",
-    "_micro_batches": "Micro-batches",
-    "_autocast": "Autocast to bfloat16",
-    "_both": "A plan and micro-batches",
-}
-
-
 def _told(plan: Plan) -> str:
     count = len(plan.segments)
     return f"a plan of {count} segment{'s' * (count != 1)}"
@@ -253,7 +245,6 @@ class _Trial:
         self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
         self._progress = progress
         self.refused: list[str] = []
-        self.notes: list[str] = []
 
     def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
         """What fits, fastest first and what rounds last; two changes together where none fits alone.
@@ -266,17 +257,19 @@ class _Trial:
                 f"Nothing that memopt can do: parameters, gradients, optimizer state and buffers take {taken}."
             )
             return ()
-        alone = (self._plan, self._micro_batches, self._autocast)
-        found = [suggestion for attempt in alone for suggestion in self._attempted(attempt)]
-        return tuple(
-            sorted(found or self._attempted(self._both), key=lambda said: (said.change == "autocast", said.seconds))
-        )
+        found = [
+            *self._attempted("A plan", self._plan),
+            *self._attempted("Micro-batches", self._micro_batches),
+            *self._attempted("Autocast to bfloat16", self._autocast),
+        ]
+        found = found or [*self._attempted("A plan and micro-batches", self._both)]
+        return tuple(sorted(found, key=lambda said: (said.change == "autocast", said.seconds)))
 
-    def _attempted(self, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
+    def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
         try:
             yield from attempt()
         except MemoptError as error:
-            self.refused.append(f"{_NAMES[attempt.__name__]}: {error.message}.")
+            self.refused.append(f"{name}: {error.message}.")
 
     def _plan(self) -> Iterator[Suggestion]:
         """The fastest one within the limit, with an optimizer in backward where that helps."""
@@ -343,19 +336,21 @@ class _Trial:
         if found.interrupted:
             raise KeyboardInterrupt
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
-        for run in (run for run in runs if found.accumulation is not None and run.batch == found.accumulation.batch):
-            steps = -(-self._prepared.batch // run.batch)
-            yield Suggestion(
-                change="micro-batches",
-                text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
-                command=self._recommends(planned=row.planned),
-                plan=plan if row.planned else ORIGINAL,
-                batch=run.batch,
-                predicted_bytes=None,
-                peak_bytes=run.allocated_peak_bytes,
-                seconds=steps * run.step_s,
-            )
-            break
+        made = found.accumulation
+        run = next((run for run in runs if made is not None and run.batch == made.batch), None)
+        if run is None:
+            return
+        steps = -(-self._prepared.batch // run.batch)
+        yield Suggestion(
+            change="micro-batches",
+            text=f"{also * row.planned}{steps} micro-batches of {run.batch}",
+            command=self._recommends(planned=row.planned),
+            plan=plan if row.planned else ORIGINAL,
+            batch=run.batch,
+            predicted_bytes=None,
+            peak_bytes=run.allocated_peak_bytes,
+            seconds=steps * run.step_s,
+        )
 
     def _autocast(self) -> Iterator[Suggestion]:
         """Matrices in bfloat16."""

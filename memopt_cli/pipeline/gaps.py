@@ -137,7 +137,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
         lacking = sorted(have.keys() - lack.keys())
         if lacking:
             raise StepError(f"the {which} has no {lacking[0]}", hint="Compare two ways to train the same model.")
-    ours, theirs = ours | _buffers(reference), theirs | _buffers(other)
+    ours, theirs = ours | _at_start(reference, "buffer"), theirs | _at_start(other, "buffer")
     different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
     if different is not None:
         raise StepError(
@@ -194,11 +194,12 @@ def _unmoved(moved: TensorPrint) -> TensorPrint:
 
 
 def _parameters(found: Followed) -> dict[str, str]:
-    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith("parameter")}
+    return _at_start(found, "parameter")
 
 
-def _buffers(found: Followed) -> dict[str, str]:
-    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith("buffer")}
+def _at_start(found: Followed, kind: str) -> dict[str, str]:
+    """The bits of all of a kind, by name."""
+    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith(kind)}
 
 
 def _unwrapped(name: str) -> str:

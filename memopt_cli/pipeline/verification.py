@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memopt_cli.batch_axis import BATCH
-from memopt_cli.fingerprints import compared
+from memopt_cli.fingerprints import EPSILONS, compared
 from memopt_cli.measure.jobs import Sizes, SizesJob, VerifyJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.progress import Progress
@@ -23,7 +23,6 @@ _STEPS = 3
 """Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
 _QUICK_S = 1.0
 """... which is taken at the size that was asked for if they take no longer, else of fewer samples."""
-_EPSILONS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 
 
 def verified(
@@ -81,7 +80,7 @@ def agreement(measured: MeasuredSteps, plan: Plan, prepared: Prepared) -> Finger
         batch=dims.pop(BATCH, prepared.batch),
         dims=dims,
         exact=not any(segment.chunks > 1 for segment in plan.segments),
-        epsilon=_EPSILONS.get(subject.settings.precision, 0.0),
+        epsilon=EPSILONS.get(subject.settings.precision, 0.0),
     )
     return check if agrees else None
 

@@ -26,18 +26,11 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     if step.scaler is not None:  # until it has found a scale, it skips updates
         step.settle()
         bench.reset()
-    modes = [(module, module.training) for module in bench.model.modules()]
     if job.in_eval:
-        bench.model.eval()
-    try:
-        with _as_asked(step, job) as taken:
-            return replace(
-                consecutive(taken, job.steps, job.watched, reset_hidden_state if job.detached else _nothing),
-                evaluating=bench.evaluating,
-            )
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        bench.model.eval()  # until the job is done
+    with _as_asked(step, job) as taken:
+        between = reset_hidden_state if job.detached else _nothing
+        return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
 
 
 def _nothing(model: nn.Module) -> None:
