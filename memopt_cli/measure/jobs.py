@@ -276,6 +276,8 @@ class TimeInTurnsJob(StepJob[TimedInTurns]):
     plan: Plan
     pairs: int = 3
     """Pairs of timed steps, at least."""
+    most_slowdown: float | None = None
+    """A plan that is slower by far takes one pair; ``None``: it may be as slow as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
