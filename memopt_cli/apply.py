@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,7 +59,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     FSDP2 wraps nothing: it changes the model itself.
     """
     runs = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    within: nn.Module = model.module if runs else original_of(model)
+    within: Any = model.module if runs else original_of(model)
     return model if within is model else unwrapped(within)
 
 
