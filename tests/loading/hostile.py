@@ -17,6 +17,7 @@ import logging
 import operator
 import os
 import pickle
+import pickletools
 import runpy
 import struct
 import subprocess
@@ -314,6 +315,21 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     _, (program, attributes) = loaded.module.__reduce_ex__(2)  # type: ignore[misc]
     lifted = Call(restore_lifted, program, attributes)
     yield "a lifted module whose state is changed", _of(_linear(late=attributes, first=lifted), "shares")
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), buffer)
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
+    yield (
+        "a lifted module whose child is taken away later",
+        _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is no module"),
+    )
+    for key, value in {"num_layers": b"K\x01", "_all_weights": b"N"}.items():
+        layer = nn.LSTM(3, 8)
+        layer.num_layers, layer._all_weights = 2**40, [[1]]  # type: ignore[list-item]
+        change = b"X" + struct.pack("<I", len(key)) + key.encode() + value
+        yield (
+            f"an LSTM whose {key} is another later",
+            _changed_later(layer, "", change, NO_MODEL, "behind its back"),
+        )
 
     url = "http://127.0.0.1:9/model"
     for name, made in {
@@ -327,6 +343,17 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         "settings created of arguments",
         _of(_linear(extra=Created(BertConfig, url)), "created with arguments", NO_MODEL),
     )
+
+
+def _changed_later(module: nn.Module, register: str, change: bytes, code: int, says: str) -> Hostile:
+    """``change`` sets an entry in the dict of that name, or in the module's attributes, when the module is made."""
+    records = _saved(module)
+    opcodes = list(pickletools.genops(records["data.pkl"]))
+    start = next(i for i, (_, argument, _) in enumerate(opcodes) if argument == register or not register)
+    made = next(i for i in range(start, len(opcodes)) if opcodes[i][0].name == "EMPTY_DICT")
+    again = b"j" + struct.pack("<I", opcodes[made + 1][1])
+    records["data.pkl"] = records["data.pkl"][:-1] + again + change + b"s0."
+    return Hostile(archive(records), code, says)
 
 
 def _linear(**attributes: Any) -> nn.Module:
