@@ -255,6 +255,12 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "settings as something to call", _of(_linear(act=BertConfig), "kept as something to call")
     composed = functools.partial(round, ndigits=nn.functional.gelu)
     yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
+    for made in (Call(dict, {"ndigits": nn.functional.gelu}), collections.OrderedDict(ndigits=nn.functional.gelu)):
+        state = (round, (), made, {})
+        handed = Call(functools.partial, round, state=state)
+        yield f"a partial that is handed a function in a {type(made).__name__}", _of(_linear(act=handed), "partial")
+    names = _linear(_non_persistent_buffers_set=Call(set, ("a.b",)))
+    yield "names that are none, in a tuple", _of(names, "_non_persistent_buffers_set that are none")
     asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
     yield "a defaultdict of an object", _of(_linear(extra=asked), "defaultdict")
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006

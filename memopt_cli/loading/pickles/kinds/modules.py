@@ -33,7 +33,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     within,
 )
 from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
-from memopt_cli.loading.pickles.nodes import Built
+from memopt_cli.loading.pickles.nodes import Built, Tuple
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.runs import Run
@@ -356,10 +356,11 @@ def _is_vouched(value: Any, graph: Graph) -> bool:
 
 
 def _check_names(name: str, value: Any, graph: Graph) -> str:
-    items = value.items if isinstance(value, Built) else ()
     given = value.given() if isinstance(value, Built) else ()
-    listed = [item for part in given if isinstance(part, Built) for item in part.items]
-    return "" if all(map(_is_name, (*items, *listed))) else f"has {name} that are none"
+    parts = [part for part in (value, *given) if isinstance(part, Built | Tuple)]
+    are_names = all(_is_name(item) for part in parts for item in part.items)
+    are_seen = not any(isinstance(part, Built) and part.given() for part in given)
+    return "" if are_names and are_seen else f"has {name} that are none"
 
 
 def _check_flag(name: str, value: Any, graph: Graph) -> str:

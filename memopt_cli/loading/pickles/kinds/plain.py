@@ -141,8 +141,11 @@ def _check_partial(node: Built | None, graph: Graph) -> str:
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls what is no function that only computes"
     match node.state:
-        case Tuple(items=(function, Tuple(items=arguments), Built(entries=named), attributes)) if function is given[0]:
-            values = (*arguments, *(value for _, value in named))
+        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
+            entries = plain_entries(named)
+            if entries is None:
+                return "is handed arguments of another kind"
+            values = (*arguments, *(value for _, value in entries))
             if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
                 return "hands a function something to call"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
