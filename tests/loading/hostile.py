@@ -426,6 +426,23 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         "names of many modules of a library": _names(b"transformers.models.m%d\nNet\n", 200),
         "very many names": _names(b"torch.nn.functional\nf%d\n", 5000),
         "many regular expressions": b"]" + b"".join(map(_pattern, range(100))),
+        "a number of layers that is modules in modules": b"ctorch.nn.modules.rnn\nLSTM\n)\x81}"
+        + b"X\x0a\x00\x00\x00num_layers"
+        + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
+        + b"sb",
+        "heads that are modules in modules": b"ctorch.nn.modules.activation\nMultiheadAttention\n)\x81}"
+        + b"X\x09\x00\x00\x00num_heads"
+        + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
+        + b"sX\x09\x00\x00\x00embed_dimK\x01s"
+        + b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS)
+        + b"b",
+        "modules in modules, each twice": b"N"
+        + (
+            b"q\xfe0ctorch.nn.modules.linear\nIdentity\n)\x81}"
+            + b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS[:2])
+            + b"X\x08\x00\x00\x00_modules}X\x01\x00\x00\x00ah\xfesX\x01\x00\x00\x00bh\xfessb"
+        )
+        * 40,
         "attributes of attributes": (
             b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
         ),
@@ -443,10 +460,21 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
     code = b"crandom\nRandom\n)R(K\x02(" + 3 * (b"X" + struct.pack("<I", len(text)) + text) + b"tNtb"
     yield "a random generator of an older version", Hostile(holding(code), NO_MODEL, "random generator")
     for name, code in nested.items():
-        refused = REFUSED if name == "calls of many names of one module" else NO_MODEL
+        judged = name in ("calls of many names of one module", "a number of layers that is modules in modules")
+        refused = REFUSED if judged else NO_MODEL
         yield name, Hostile(holding(code), refused, "model.pt")
     code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
     yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
+
+
+_REGISTERS = (b"_parameters", b"_buffers", b"_modules")
+
+
+def _doubled(*names: bytes) -> bytes:
+    """A module that has another one under each of the names, which has another one …: few that are met very often."""
+    registers = b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS)
+    held = b"".join(name + b"h\xfes" for name in names)
+    return b"K\x01" + (b"q\xfe0ctorch.nn.modules.linear\nIdentity\n)\x81}" + held + registers + b"b") * 40
 
 
 def _names(one: bytes, count: int = 1900) -> bytes:

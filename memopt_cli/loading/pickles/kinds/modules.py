@@ -27,6 +27,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     is_callable,
     is_surrogate,
     plain_entries,
+    quoted,
     resolve,
     set_attributes,
     shadowing,
@@ -303,9 +304,9 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
             return str(reason)
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
-            return f"has {what} named {misnamed!r}, which stands for more than a name where code is made of it"
+            return f"has {what} named {quoted(misnamed)}, which stands for more than a name where code is made of it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
-        return f"has {what} {wrong[0]!r} that is not one" if wrong else ""
+        return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
     return check
 

@@ -28,6 +28,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Role,
     is_dunder,
     plain_entries,
+    quoted,
     set_attributes,
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
@@ -50,7 +51,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Protocol 2 knows no bytes: it encodes a text whose characters they are."""
     if encoding not in ("latin1", "latin-1"):
-        raise Broken(f"bytes are encoded as {encoding!r}")
+        raise Broken(f"bytes are encoded as {quoted(encoding)}")
     return text.encode("latin1")
 
 
@@ -167,7 +168,7 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph
         entries = plain_entries(node.state) if node is not None and node.has_state else []
         if entries is None:
             return "has a state of another kind"
-        return next((f"has an attribute {name!r}" for name, _ in entries if not allowed(name)), "")
+        return next((f"has an attribute {quoted(name)}" for name, _ in entries if not allowed(name)), "")
 
     return check
 
