@@ -41,6 +41,7 @@ from memopt_cli.records import (
     BatchRequest,
     Failure,
     FastestTraining,
+    Objective,
     PairRun,
     Plan,
     Verification,
@@ -65,6 +66,13 @@ def check_search(resolved: Resolved) -> None:
     """Raises :class:`OptionError` for a level that has no plans."""
     if resolved.options.level == 0:
         raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+
+
+def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
+    """Raises :class:`OptionError` for a plan that is given, and for another objective."""
+    if has_plan or objective == "max":
+        what = "a plan is given" if has_plan else "the objective is max"
+        raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
 
 
 def fastest_prepared(
@@ -324,7 +332,7 @@ class _Job:
         least_bytes = self.pricing.peak_bytes(self.pricing.least(unit), unit)
         return NothingFitsError(
             f"{text} with any plan that was found; the least is about {format_bytes(least_bytes)}",
-            hint="Give more --memory or smaller inputs, or raise --level.",
+            hint="Give more --memory or smaller inputs, or a higher --level.",
         )
 
     def _accumulation(self, batch: int) -> Accumulation | None:

@@ -56,6 +56,7 @@ class Pricing:
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""
+        self.progress.update(self.priced, None, f"batch {batch}")
         found = self._planner(batch).within(self.options.level, budget_bytes)
         return None if found is None else found.plan
 
@@ -88,7 +89,7 @@ class Pricing:
             probes = Probes(
                 count=lambda plan: self._counted(plan, batch),
                 chunking=self._chunking,
-                report=lambda text: self.progress.update(0, None, f"batch {batch}: {text}"),
+                report=lambda text: None,  # its sums are quick, and what it asks it asks once for all batches
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
             )
