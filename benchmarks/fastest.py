@@ -7,9 +7,8 @@ takes with so many ``--samples``.  The sweep: the original, ``checkpoint`` on ev
 optimize --frontier`` at four times the original's largest batch, each with the largest batch that it takes, three
 quarters, half and a quarter of it.  The answer is run once more among them, for times drift.
 
-Wanted: the answer trains at least 97 % of the samples a second of the best of the sweep, from at most eight runs, and no
-fewer than the best batch of the original and of ``checkpoint`` on every block.  Times want a machine that does nothing
-else.
+Wanted: the answer trains at least 97 % of the samples a second of the best of the sweep, the original's best batch and
+that of ``checkpoint`` on every block among it, from at most eight runs.  Times want a machine that does nothing else.
 """
 
 from __future__ import annotations
