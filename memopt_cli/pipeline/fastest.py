@@ -172,7 +172,7 @@ class _Job:
         if largest:
             self.progress.stage("finding the fastest batch")
             best, *smaller = dict.fromkeys(filter(None, map(self._of_use, (largest, largest // 2, largest // 4))))
-            search.run_more(case, lambda search: search.also_run([best]))
+            search.run_more(case, lambda found: found.also_run([best]))
             search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
         return case
 

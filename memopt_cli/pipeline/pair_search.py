@@ -17,6 +17,8 @@ _MOST_BATCHES = 12
 _DOUBT = 0.1
 """A pair that by the sums is slower by so much than the best that ran is not run; before one was, the sums may be off
 by that."""
+_WORTH_ANOTHER_RUN = 1.1
+"""A batch that ran is followed by one that is so many times as large, if by its run that fits."""
 _CLOSE = 0.03
 """The same once one was run, which corrects the sums."""
 
@@ -108,13 +110,14 @@ class PairSearch:
                 return
 
     def _run(self, candidate: Candidate) -> list[Candidate]:
-        """What of it is left to be run: a smaller batch, if it did not fit."""
+        """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
         found = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
+        others = self._sized(candidate.plan, candidate.model)
         if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
             self.ran.append(found)
             self.bias = self.samples_per_s(found.batch, found.step_s) / candidate.samples_per_s
-            return []
-        return [again for again in self._sized(candidate.plan, candidate.model) if again.batch < candidate.batch]
+            return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
+        return [other for other in others if other.batch < candidate.batch]
 
     def _model(self, plan: Plan, batch: int) -> PeakModel:
         return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)

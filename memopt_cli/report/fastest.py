@@ -29,8 +29,9 @@ def _gain(found: FastestTraining) -> str:
         return f"{rate(speed)} samples/s; without a plan no batch fits"
     original = found.runs[found.original]
     if found.original == found.chosen:
-        others = any(run.usable and not run.plan.is_empty for run in found.runs)
-        return f"{rate(speed)} samples/s; {'no plan that was run' if others else 'by the sums no plan'} is faster"
+        others = any(not run.plan.is_empty for run in found.runs)
+        verdict = "no plan that was run is faster" if others else "by the sums no plan is faster"
+        return f"{rate(speed)} samples/s; {verdict if found.priced else 'no plan was tried'}"
     ratio = speed / (original.samples_per_s or speed)
     return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
 

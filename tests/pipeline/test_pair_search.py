@@ -120,6 +120,15 @@ def test_a_run_beyond_the_limit_is_followed_by_a_smaller_batch() -> None:
     assert all(run.allocated_peak_bytes <= 1100 for run in search.ran)
 
 
+def test_a_run_far_below_the_limit_is_followed_by_a_larger_batch() -> None:
+    machine = Machine(more_bytes=-300)
+    search = sought(machine)
+    (first, small), (second, large), *_ = machine.asked
+    assert first == second
+    assert large > 1.2 * small
+    assert max(run.allocated_peak_bytes for run in search.ran) > 1000
+
+
 def test_a_run_out_of_memory_is_too() -> None:
     machine = Machine(fails=lambda batch: batch > 300)
     search = sought(machine)
