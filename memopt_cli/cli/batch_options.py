@@ -92,12 +92,12 @@ def check_search(request: BatchRequest, objective: ObjectiveName | None) -> None
     ``objective``: that of the command line, if it was given.
     """
     others = {
+        "--strategy": ("trains through time", bool(request.strategies)),
         "--plan": ("looks for the plan", request.plan_path is not None),
         "--objective max": ("looks for most samples a second", objective == "max"),
         "--dim with a range": ("finds one answer", request.dim_range is not None),
         "--replicas": ("trains one model", request.replicas is not None),
         "--lengths": ("finds one size of batch", request.lengths_path is not None),
-        "--strategy": ("trains through time", bool(request.strategies)),
     }
     for flag, (why, is_given) in others.items():
         if is_given:

@@ -140,8 +140,13 @@ class _Job:
         """Run the original at its best batches, then the plans that may train faster."""
         case = self._original(session)
         step = None if self._is_over() else self._recorded_step()
-        if step is None:
-            return
+        if step is not None:
+            self._price_and_run(step, case, session)
+        if self._is_over():
+            self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
+
+    def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
+        """The plans that may train faster."""
         self.progress.stage("pricing plans at larger batches")
         self.pricing = Pricing(
             step=step,
@@ -286,8 +291,6 @@ class _Job:
         accumulation = self._accumulation(pairs[chosen].batch)
         if self.interrupted:
             self.notes.append("Interrupted: what was still to be run may have given a better answer.")
-        elif self._is_over():
-            self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
