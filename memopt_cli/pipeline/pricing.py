@@ -12,7 +12,7 @@ from memopt_cli.plan.cost_model import CostModel
 from memopt_cli.plan.grounds import heads_of
 from memopt_cli.plan.interface import CountedPlan, NotTried, Probes
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.scaled import ScaledStep, is_timed, per_step_s, scaled
+from memopt_cli.plan.scaled import ScaledStep, is_timed, scaled, share_once
 from memopt_cli.progress import Progress
 from memopt_cli.records import (
     BatchProbe,
@@ -26,6 +26,7 @@ from memopt_cli.records import (
     StepTrace,
     break_down,
 )
+from memopt_cli.units import counted, format_bytes, format_seconds
 
 Heads = tuple[SegmentPlan, ...]
 """Of a plan, those that run through their losses: with them another step is recorded."""
@@ -52,13 +53,19 @@ class Pricing:
     @property
     def per_step_s(self) -> float:
         """Seconds of the optimizer in a step, as far as they are known."""
-        return per_step_s(self.step.timed) if is_timed(self.step.timed) else 0.0
+        runs, timed = self.runs(), self.step.timed
+        return share_once(timed) * _seconds(runs, timed.batch) if runs else 0.0
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """The fastest plan at a batch that takes no more by the sums; ``None`` if none does."""
-        self.progress.update(self.priced, None, f"batch {batch}")
         found = self._planner(batch).within(self.options.level, budget_bytes)
-        return None if found is None else found.plan
+        if found is None:
+            self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
+            return None
+        step = f"a step of about {format_seconds(self.step_s(found.plan, batch))}"
+        plan = counted(len(found.plan.segments), "segment")
+        self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(found.peak_bytes)}, {step}")
+        return found.plan
 
     def least(self, batch: int) -> Plan:
         """The plan of the lowest peak."""
@@ -130,18 +137,20 @@ class Pricing:
         if (heads, batch) not in self._models:
             step = self._step(heads)
             if isinstance(step, ScaledStep):
-                self._models[heads, batch] = CostModel(step.at(batch, self._pace(batch)))
+                self._models[heads, batch] = CostModel(self._scaled(step, batch))
             else:
                 self._models[heads, batch] = step
         return self._models[heads, batch]
 
-    def _pace(self, batch: int) -> float:
-        """By how much the operators of a step take longer than in the record that was timed."""
+    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
+        """Its operators take together what the step takes: what Python does between them counts as theirs."""
         runs, timed = self.runs(), self.step.timed
         if not runs or not is_timed(timed):
-            return batch / timed.batch
-        once_s = self.per_step_s
-        return max(_seconds(runs, batch) - once_s, 0.0) / max(_seconds(runs, timed.batch) - once_s, 1e-9)
+            return step.at(batch, pace=batch / timed.batch, once_pace=1.0)
+        measured_s, once_s = _seconds(runs, timed.batch), self.per_step_s
+        pace = measured_s / sum(op.seconds for op in timed.ops)
+        growth = max(_seconds(runs, batch) - once_s, 0.0) / max(measured_s - once_s, 1e-9)
+        return step.at(batch, pace=pace * growth, once_pace=pace)
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
         """The step with these heads through their losses."""

@@ -25,15 +25,18 @@ class ScaledStep:
         """The larger of those whose operators were timed; the larger one if none was."""
         return next((step for step in (self.large, self.small) if is_timed(step)), self.large)
 
-    def at(self, batch: int, pace: float) -> StepTrace:
+    def at(self, batch: int, *, pace: float, once_pace: float) -> StepTrace:
         """The step at a batch size.
 
         Bytes, flops and shapes lie on the line through the two records.  Operators take ``pace`` times as long as in
-        :attr:`timed`, those that run once whatever the batch as long as there.
+        :attr:`timed`, and ``once_pace`` times those that take as long whatever the batch.
         """
         share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
         step: StepTrace = _on_the_line(self.small, self.large, share)
-        ops = tuple(_paced(op, timed, pace) for op, timed in zip(step.ops, self.timed.ops, strict=True))
+        ops = tuple(
+            _paced(op, timed, once_pace if timed.phase in _PER_STEP else pace)
+            for op, timed in zip(step.ops, self.timed.ops, strict=True)
+        )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
         storages = tuple(_packed_alike(*storage) for storage in pairs)
         step = replace(step, batch=batch, ops=ops, storages=storages)
@@ -45,9 +48,11 @@ def is_timed(step: StepTrace) -> bool:
     return any(op.seconds for op in step.ops)
 
 
-def per_step_s(step: StepTrace) -> float:
-    """Seconds of what runs once in a step of the optimizer, however many batches it accumulates."""
-    return sum(op.seconds for op in step.ops if op.phase in _PER_STEP)
+def share_once(step: StepTrace) -> float:
+    """Of the seconds of its operators, the share of what runs once in a step of the optimizer, however many batches it
+    accumulates; 0 where they are not known."""
+    once_s = sum(op.seconds for op in step.ops if op.phase in _PER_STEP)
+    return once_s / (sum(op.seconds for op in step.ops) or 1.0)
 
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
@@ -89,8 +94,6 @@ def _on_the_line(small: Any, large: Any, share: float) -> Any:
 
 
 def _paced(op: OpTrace, timed: OpTrace, pace: float) -> OpTrace:
-    if timed.phase in _PER_STEP:
-        pace = 1.0
     again_s = None if timed.recompute_s is None else pace * timed.recompute_s
     return replace(op, seconds=pace * timed.seconds, recompute_s=again_s)
 
