@@ -277,9 +277,8 @@ class _Job:
         return self.prepared.subject.settings.micro_batches if wanted is None else -(-wanted // batch)
 
     def _samples_per_s(self, batch: int, step_s: float) -> float:
-        """Each run is of one pass and of a step of the optimizer, of which there is one for several passes."""
-        steps, once_s = self._steps(batch), 0.0 if self.pricing is None else self.pricing.per_step_s
-        return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
+        once_s = 0.0 if self.pricing is None else self.pricing.per_step_s
+        return samples_per_s(batch, step_s, self._steps(batch), once_s)
 
     # ------------------------------------------------------------------------------------------ the answer
 
@@ -345,6 +344,14 @@ class _Job:
         found = Accumulation(global_batch=wanted, batch=batch, steps=self._steps(batch))
         self.notes += accumulation_notes(found, has_batch_norms=bool(self.prepared.facts.batch_norms))
         return found
+
+
+def samples_per_s(batch: int, step_s: float, steps: int, once_s: float) -> float:
+    """Of ``steps`` passes of a batch and one step of the optimizer, which takes ``once_s``.
+
+    Each run is of a pass and of a step of the optimizer, and takes ``step_s``.
+    """
+    return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
 
 
 def ranked(pairs: list[PairRun]) -> Iterator[int]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.recommendation import rate, training_settings
-from memopt_cli.units import format_bytes, format_seconds
+from memopt_cli.units import counted, format_bytes, format_seconds
 
 
 def headline(found: FastestTraining) -> Iterator[str]:
@@ -89,7 +89,8 @@ def remarks(found: FastestTraining) -> Iterator[str]:
     if found.verification is not None:
         yield verification(found.verification)
     yield (
-        f"{len(found.runs)} pairs run, {found.dry_runs} dry runs, {found.priced} plans priced; "
+        f"{counted(len(found.runs), 'pair')} run, {counted(found.dry_runs, 'dry run')}, "
+        f"{counted(found.priced, 'plan')} priced by sums; "
         f"total time {format_seconds(found.spent_s)}"
     )
     yield from found.notes

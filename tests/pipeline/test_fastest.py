@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt_cli.pipeline.fastest import ranked
+from memopt_cli.pipeline.fastest import ranked, samples_per_s
 from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
 
 ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
@@ -31,3 +31,16 @@ FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), sa
 )
 def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
     assert list(ranked(pairs)) == order
+
+
+@pytest.mark.parametrize(
+    ("steps", "once_s", "rate"),
+    [
+        (1, 0.2, 8.0),
+        (4, 0.0, 8.0),
+        (4, 0.2, 32 / 3.4),  # four passes of 0.8 s, and one step of the optimizer
+        (2, 9.0, 16 / 1.1),  # which is no more than most of what was measured
+    ],
+)
+def test_the_optimizer_takes_one_step_for_all_passes(steps: int, once_s: float, rate: float) -> None:
+    assert samples_per_s(8, 1.0, steps, once_s) == pytest.approx(rate)
