@@ -80,7 +80,7 @@ def settings(found: FastestTraining) -> Iterator[str]:
     answer = found.answer
     plan = next((file for file in found.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
-        yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before the optimizer"
+        yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before it trains"
     yield from training_settings(answer.batch, answer.steps)
 
 
