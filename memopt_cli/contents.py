@@ -14,6 +14,8 @@ from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
     BatchAdvice,
+    BatchProbe,
+    FastestTraining,
     FileHeader,
     Measurement,
     MemOptSummary,
@@ -164,6 +166,27 @@ def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
         "probes": _short(advice.probes),
     }
+
+
+def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
+    """The fastest pair as it stands below ``recommended``; ``plan`` is the file that has its plan."""
+    answer = found.answer
+    assert isinstance(answer.outcome, BatchProbe), "it was run"
+    data = {
+        "batch_size": answer.batch,
+        "verified": True,  # by a run
+        "plan": plan,
+        "samples_per_s": answer.samples_per_s,
+        "step_s": answer.outcome.step_s,
+        "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,
+        "budget_bytes": found.budget_bytes,
+    }
+    if found.accumulation is not None:
+        data["accumulation"] = to_data(found.accumulation)
+    if found.original is not None:
+        original = found.runs[found.original]
+        data["original"] = {"batch_size": original.batch, "samples_per_s": original.samples_per_s}
+    return data
 
 
 def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:

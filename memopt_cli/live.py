@@ -38,6 +38,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
+from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
 from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
@@ -198,7 +199,12 @@ def recommend_batch(
     plan: Plan | str | os.PathLike[str] | None = None,
     global_batch: int | None = None,
     multiple_of: int = 1,
-    objective: Objective = "max",
+    objective: Objective | None = None,
+    search: bool = False,
+    level: int | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
     longest_step: float = 60.0,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
@@ -212,26 +218,38 @@ def recommend_batch(
     """How large a batch fits, as ``memopt recommend-batch``; the model stays as it is.
 
     Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
-    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  Other arguments and
-    errors are those of :func:`optimize`.
+    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
+    if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
+    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  Other arguments and errors are those of
+    :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
-    spec = _description(inputs, dims)
+    spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
+    resolved = resolve(plans)
+    if search:
+        check_search(resolved)
+        check_search_alone(plan is not None, objective)
+    elif plans != search_of(None, None, (), False) or search_time is not None:
+        raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
     asked = BatchRequest(
         source=_source(model),
         spec=spec,
         settings=accumulating(step.settings, of_step),
         memory=amount("memory", memory),
-        objective=one_of("objective", objective, get_args(Objective)),
+        objective="max" if objective is None else one_of("objective", objective, get_args(Objective)),
         global_batch=of_step,
         multiple_of=whole("multiple_of", multiple_of, 1),
+        search=plans if search else None,
+        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
         timeout_s=_TIMEOUT_S,
         longest_step_s=seconds("longest_step", longest_step, 0.001),
     )
     chosen = None if plan is None else plan_given(plan)
     with _prepared(model, spec, replace(step, settings=asked.settings), verbose) as (prepared, progress):
         request = replace(asked, source=prepared.subject.source)
+        if search:
+            return Recommended(fastest_prepared(request, resolved, prepared, progress))
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
 
 
@@ -307,6 +325,7 @@ def check(
         return Checked(check_prepared(request, before, carrying, progress))
 
 
+_SEARCH = "Add search=True."
 _TIMEOUT_S = 600.0
 """Of each answer of a profiling subprocess, as for ``--timeout``."""
 

@@ -258,6 +258,8 @@ class MeasureJob(StepJob[Measured]):
     """Timed steps, at least."""
     warm_up: bool = True
     """Take a step before the timed ones; without it, the first of them pays for what is used for the first time."""
+    limit_bytes: int | None = None
+    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

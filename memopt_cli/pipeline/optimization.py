@@ -218,7 +218,7 @@ class _Job:
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
         first = CountedPlan(plan=Plan(), counted=start)
-        probes = SearchProbes(sessions, first, limit_s=self._search_limit_s(original))
+        probes = SearchProbes(sessions, limit_s=self._search_limit_s(original))
         asked = planner_probes(
             probes, first, self.progress, fake=traced.has_dry_runs, allow_inexact=self.options.allow_inexact
         )
@@ -246,7 +246,7 @@ class _Job:
 
         Raises :class:`KeyboardInterrupt` if it had found nothing.
         """
-        if not search.probes.improved:
+        if not search.probes.improved(search.first):
             raise KeyboardInterrupt
         self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
         search.probes.end("the search was interrupted")

@@ -57,6 +57,7 @@ from memopt_cli.records.explanation import (
     SnapshotFacts,
     Suggestion,
 )
+from memopt_cli.records.fastest import FastestTraining, PairRun
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec, TensorSpec
 from memopt_cli.records.inspection import GlobalVerdict, Inspection, StoredModule, StoredTensor, TensorKind
@@ -145,6 +146,7 @@ __all__ = [
     "ExplainRequest",
     "Explanation",
     "Failure",
+    "FastestTraining",
     "FileHeader",
     "Fingerprint",
     "FingerprintCheck",
@@ -181,6 +183,7 @@ __all__ = [
     "OutOfMemory",
     "OutOfMemoryText",
     "Outlook",
+    "PairRun",
     "ParetoPoint",
     "PeakPlace",
     "Phase",

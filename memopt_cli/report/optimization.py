@@ -74,7 +74,7 @@ def table(summary: MemOptSummary) -> Table:
         cells = _numbers(row, original if isinstance(original, Measurement) else None)
         applied = row.level == summary.applied_level
         table.add_row(
-            f"{row.level}{' *' if applied else ''}", _what(row.plan), *cells, style="bold" if applied else None
+            f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
         )
     return table
 
@@ -127,7 +127,7 @@ def frontier(summary: MemOptSummary) -> Table:
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         predicted = format_bytes(point.predicted_allocated_peak_bytes)
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, _what(point.plan), plot)
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, in_words(point.plan), plot)
     return table
 
 
@@ -145,7 +145,7 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
     ]
 
 
-def _what(plan: Plan) -> str:
+def in_words(plan: Plan) -> str:
     """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
     count = len(plan.segments)
     parts = {

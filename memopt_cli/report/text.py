@@ -17,6 +17,7 @@ from memopt_cli.records import (
     Comparison,
     Equivalence,
     Explanation,
+    FastestTraining,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -27,6 +28,7 @@ from memopt_cli.report import (
     comparison,
     equivalence,
     explanation,
+    fastest,
     inspection,
     optimization,
     profiling,
@@ -129,6 +131,18 @@ class TextReport:
                 _print(console, line)
         for file in found.files:
             _print(console, f"wrote {file}")
+
+    def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(fastest.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        _print(console)
+        console.print(fastest.run_table(found), markup=False)
+        for lines in (fastest.settings(found), fastest.remarks(found)):
+            _print(console)
+            for line in lines:
+                _print(console, line)
+        _written(console, found.files)
 
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         console = _console(stream)

@@ -42,6 +42,11 @@ _LONG_S = 1.0
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
     """Every segment is seen to run in the first step."""
+    with device_of(job.limit_bytes, bench.settings.device):
+        return _measure(bench, job)
+
+
+def _measure(bench: Bench, job: MeasureJob) -> Measured:
     started = time.monotonic()
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
