@@ -21,6 +21,7 @@ from memopt_cli.arguments import (
     Optimizer,
     amount,
     budget_of,
+    card_given,
     checked_model,
     functions_given,
     given_inputs,
@@ -53,6 +54,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRequest,
     CheckRequest,
+    DeviceProfile,
     InputSpec,
     ModelSource,
     Objective,
@@ -168,6 +170,7 @@ def profile(
     dims: Mapping[str, int] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     fake: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -179,14 +182,19 @@ def profile(
 ) -> Profiled:
     """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
 
-    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.  A plan
-    that the model carries is left out.  Other arguments and errors are those of :func:`optimize`.
+    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
+    ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
+    ``DeviceProfile``.  A plan that the model carries is left out.
+
+    Other arguments and errors are those of :func:`optimize`.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    data: Data = "small batch" if fake else "full size"
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    data: Data = "small batch" if fake or card else "full size"
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
-        return Profiled(profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress))
+        found = profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card)
+        return Profiled(found)
 
 
 def recommend_batch(
