@@ -41,6 +41,7 @@ from memopt_cli.records.batch import (
 from memopt_cli.records.device import (
     RATES,
     AllocatorRules,
+    Confirmation,
     DeviceEstimate,
     DeviceProfile,
     PredictedStep,
@@ -146,6 +147,7 @@ __all__ = [
     "Comparison",
     "CompressorName",
     "Conditions",
+    "Confirmation",
     "Counted",
     "Crashed",
     "DeviceEstimate",

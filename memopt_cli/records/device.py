@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from memopt_cli.errors import UsageError
+from memopt_cli.records.measurement import Measurement
 from memopt_cli.records.settings import StepSettings
 
 Rate = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -106,10 +107,32 @@ class DeviceEstimate:
     step_s: float
     """By a roofline: no operator takes less, and most take more."""
 
+    def __post_init__(self) -> None:
+        check_amounts(self, least=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
     """What a plan file says of the plan on a device, and how the step was run of which it says that."""
 
     estimate: DeviceEstimate
-    settings: StepSettings = field(default_factory=StepSettings)
+    settings: StepSettings
+    """A loss and an optimizer in it may be functions: code, which the command line alone may name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """The step under a plan, measured, and how far off its plan's prediction was."""
+
+    device: str
+    """Where it was measured."""
+    measurement: Measurement
+    predicted: DeviceEstimate | None
+    """``None``: the plan's file predicts nothing."""
+    unlike: tuple[str, ...] = ()
+    """What of the step is not as it was when that was predicted."""
+    allocated_off: float | None = None
+    """Predicted less measured, over measured; as the two that follow, ``None`` where nothing was predicted."""
+    reserved_off: float | None = None
+    """The CPU reserves nothing: ``None`` there, too."""
+    step_off: float | None = None

@@ -69,7 +69,7 @@ class OpTrace:
     """It draws from a generator."""
     flops: int = 0
     dtype: str = ""
-    """``bfloat16``: of its first floating-point tensor; empty if there is none."""
+    """``bfloat16``: of its first floating-point argument; empty if there is none."""
     moved_bytes: int = 0
     """Bytes of its arguments and results, of a view only what it shows: at most so many are read and written."""
     seconds: float = 0.0
