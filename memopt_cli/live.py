@@ -83,6 +83,7 @@ def optimize(
     allow_inexact: bool = False,
     search_time: float | None = None,
     recommend_batch: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -111,6 +112,9 @@ def optimize(
         Seconds after which the best so far is taken.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+    for_device:
+        A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
         Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
     optimizer:
@@ -127,10 +131,12 @@ def optimize(
     replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
     goal = SearchGoal(budget=budget_of(budget))
-    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, recommend_batch, verbose)
+    given, wants_batch = given_inputs(inputs, dims), recommend_batch and card is None
+    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card)
 
 
 def frontier(
@@ -352,6 +358,7 @@ def _searched(
     search_time: float | None,
     recommend_batch: bool,
     verbose: bool,
+    card: DeviceProfile | None = None,
 ) -> Optimized:
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
@@ -365,6 +372,7 @@ def _searched(
             goal=goal,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
+            card=card,
         )
         found = found_and_proven(request, resolved, prepared, progress)
         advice = _advice(request, prepared, found, progress) if recommend_batch and goal.applies else None

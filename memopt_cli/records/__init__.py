@@ -44,6 +44,7 @@ from memopt_cli.records.device import (
     Confirmation,
     DeviceEstimate,
     DeviceProfile,
+    PlanEstimates,
     PredictedStep,
     Rate,
 )
@@ -201,6 +202,7 @@ __all__ = [
     "PhasePeak",
     "Plan",
     "PlanChange",
+    "PlanEstimates",
     "Precision",
     "PredictedStep",
     "Prediction",

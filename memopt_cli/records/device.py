@@ -112,6 +112,14 @@ class DeviceEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEstimates:
+    """A step on a device that is not here, as it is and under the plan that is applied."""
+
+    original: DeviceEstimate
+    planned: DeviceEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
     """What a plan file says of the plan on a device, and how the step was run of which it says that."""
 

@@ -106,6 +106,8 @@ def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
 def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
     outcomes = {row.level: row.outcome for row in summary.levels}
     before, after = outcomes.get(0), outcomes.get(summary.applied_level)
+    if summary.estimates is not None:
+        yield from _estimate_tiles(summary.estimates.planned)
     if isinstance(after, Measurement):
         base = before if isinstance(before, Measurement) else None
         peaks = (base.allocated_peak_bytes if base else None, after.allocated_peak_bytes)
