@@ -1,6 +1,6 @@
 """Well-known GPUs as device profiles, and such profiles read from YAML: what ``--for`` takes.
 
-Figures are those of the vendors' data sheets, dense and at boost clock, so a roofline through them is a lower bound.
+Figures are those of the vendors' data sheets, dense and at boost clock, which kernels do not reach.
 Memory is what a process can allocate: what PyTorch shows as the device's total, less half a GiB for the context.
 """
 

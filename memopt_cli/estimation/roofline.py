@@ -1,4 +1,4 @@
-"""How long an operator takes at least: by its products, or by the bytes that it reads and writes.
+"""How long an operator takes on a device that is not here: by its products, or by the bytes of its tensors.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model" (2009), operator by operator.
 """

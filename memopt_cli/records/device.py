@@ -105,7 +105,7 @@ class DeviceEstimate:
     fits: bool
     """The allocator finds room for every block, giving unused segments back where it has to."""
     step_s: float
-    """By a roofline: no operator takes less, and most take more."""
+    """By a roofline through the figures of the profile, which kernels do not reach: most steps take longer."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)

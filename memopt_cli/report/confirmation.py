@@ -23,7 +23,7 @@ def lines(found: Confirmation) -> Iterator[str]:
     yield _line("allocated peak", format_bytes(estimate.allocated_peak_bytes), allocated, found.allocated_off)
     if found.reserved_off is not None:
         yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, found.reserved_off)
-    yield _line("step", f"at least {format_seconds(estimate.step_s)}", step, found.step_off)
+    yield _line("step", format_seconds(estimate.step_s), step, found.step_off)
     if found.device == "cpu":
         yield f"this is no {estimate.device}: its estimate is not confirmed; run this there, with --device cuda:0"
     if found.unlike:

@@ -58,11 +58,11 @@ def headline(summary: MemOptSummary) -> str:
 
 
 def _estimated(found: PlanEstimates) -> str:
-    """``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step at least 3.7 ms → 4.4 ms; it fits``."""
+    """``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step 3.7 ms → 4.4 ms; …``."""
     before, after = found.original, found.planned
     peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
     smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-    step = f"step at least {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
+    step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
     room = f"{format_bytes(after.reserved_peak_bytes)} reserved of {format_bytes(after.memory_bytes)}"
     fits = "it fits" if after.fits else "it does not fit"
     return f"estimated for {after.device}: {peak} ({smaller}), {step}; {fits}: {room}"

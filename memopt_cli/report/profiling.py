@@ -37,7 +37,7 @@ def estimated(found: DeviceEstimate) -> str:
     allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
     room = f"{format_bytes(found.reserved_peak_bytes)} of {format_bytes(found.memory_bytes)}"
     fits = "it fits" if found.fits else "it does not fit"
-    step = f"step at least {format_seconds(found.step_s)}"
+    step = f"step {format_seconds(found.step_s)}"
     return f"estimated for {found.device}: {allocated}, reserved peak {room}, {step}; {fits}"
 
 

@@ -100,7 +100,7 @@ def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
     yield "allocated peak", format_bytes(found.allocated_peak_bytes), where
     room = "fits" if found.fits else "does not fit"
     yield "reserved peak", format_bytes(found.reserved_peak_bytes), f"{room} in {format_bytes(found.memory_bytes)}"
-    yield "step, at least", format_seconds(found.step_s), where
+    yield "step", format_seconds(found.step_s), where
 
 
 def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
