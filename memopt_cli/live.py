@@ -21,6 +21,7 @@ from memopt_cli.arguments import (
     Optimizer,
     amount,
     budget_of,
+    card_given,
     checked_model,
     functions_given,
     given_inputs,
@@ -54,6 +55,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRequest,
     CheckRequest,
+    DeviceProfile,
     InputSpec,
     ModelSource,
     Objective,
@@ -82,6 +84,7 @@ def optimize(
     allow_inexact: bool = False,
     search_time: float | None = None,
     recommend_batch: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -110,6 +113,9 @@ def optimize(
         Seconds after which the best so far is taken.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+    for_device:
+        A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
         Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
     optimizer:
@@ -126,10 +132,12 @@ def optimize(
     replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
     goal = SearchGoal(budget=budget_of(budget))
-    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, recommend_batch, verbose)
+    given, wants_batch = given_inputs(inputs, dims), recommend_batch and card is None
+    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card)
 
 
 def frontier(
@@ -169,6 +177,7 @@ def profile(
     dims: Mapping[str, int] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     fake: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -180,14 +189,19 @@ def profile(
 ) -> Profiled:
     """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
 
-    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.  A plan
-    that the model carries is left out.  Other arguments and errors are those of :func:`optimize`.
+    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
+    ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
+    ``DeviceProfile``.  A plan that the model carries is left out.
+
+    Other arguments and errors are those of :func:`optimize`.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    data: Data = "small batch" if fake else "full size"
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    data: Data = "small batch" if fake or card else "full size"
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
-        return Profiled(profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress))
+        found = profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card)
+        return Profiled(found)
 
 
 def recommend_batch(
@@ -363,6 +377,7 @@ def _searched(
     search_time: float | None,
     recommend_batch: bool,
     verbose: bool,
+    card: DeviceProfile | None = None,
 ) -> Optimized:
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
@@ -376,6 +391,7 @@ def _searched(
             goal=goal,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
+            card=card,
         )
         found = found_and_proven(request, resolved, prepared, progress)
         advice = _advice(request, prepared, found, progress) if recommend_batch and goal.applies else None

@@ -15,6 +15,7 @@ from memopt_cli.records import (
     ChunkRule,
     Conditions,
     Counted,
+    DeviceProfile,
     Fingerprint,
     Followed,
     InputSpec,
@@ -53,6 +54,8 @@ class Subject:
     spec: InputSpec = _NO_INPUTS
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
+    card: DeviceProfile | None = None
+    """A device that is not here, whose allocator and times steps on tensors without data are to have."""
     layer_runs: bool = False
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
 

@@ -26,6 +26,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report import (
     comparison,
+    confirmation,
     equivalence,
     explanation,
     fastest,
@@ -158,6 +159,8 @@ class TextReport:
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         console = _console(stream)
+        for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
+            _print(console, line)
         if result.verification is not None:
             _print(console, optimization.verification(result.verification))
         _written(console, result.files)
