@@ -71,7 +71,7 @@ def find_for_card(
         first = CountedPlan(plan=ORIGINAL, counted=counted)
         rows = [_original_row(first, started)]
         if options.level:
-            probes = SearchProbes(sessions, first, limit_s=request.search_limit_s)
+            probes = SearchProbes(sessions, limit_s=request.search_limit_s)
             asked = planner_probes(probes, first, progress, fake=True, allow_inexact=options.allow_inexact)
             planner = Planner(traced.trace, first, asked, options)
             progress.stage(f"searching for {card.name}", probes.left())
