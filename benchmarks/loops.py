@@ -494,7 +494,7 @@ def planned(name: str, level: int) -> tuple[Plan, str]:
         torch.save(loop.inputs(), Path(folder, "inputs.pt"))
         asked = [f"loops:{loop.model.__name__}", "--code-path", str(Path(__file__).parent), "--level", str(level)]
         asked += ["--input-data", f"{folder}/inputs.pt", "--plan-only", "--no-recommend-batch", "-o", f"{folder}/m.pt"]
-        asked += ["--max-slowdown", "none", "--search-time", "60"]  # a busy machine's clock rules out no plan
+        asked += ["--max-slowdown", "none", "--search-time", "20"]  # a busy machine's clock rules out no plan
         run = subprocess.run(
             [sys.executable, "-m", "memopt_cli", "optimize", *asked], capture_output=True, text=True, check=False
         )
