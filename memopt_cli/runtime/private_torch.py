@@ -623,16 +623,16 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Within, these see every function, and no others do."""
-    present = [_pop_mode() for _ in function_modes()][::-1]
+    present = [_pop_mode() for _ in function_modes()][::-1]  # type: ignore[no-untyped-call]
     for mode in modes:
-        _push_mode(mode)
+        _push_mode(mode)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for _ in modes:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         for mode in present:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
