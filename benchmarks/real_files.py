@@ -415,21 +415,74 @@ def geometric(name: str) -> Any:
     return getattr(library("torch_geometric.nn"), name)(4, 8, num_layers=2, out_channels=2)
 
 
+def vision(name: str, **settings: Any) -> Any:
+    """A model of torchvision's."""
+    return library("torchvision.models").get_model(name, weights=None, **settings)
+
+
+def detector(name: str) -> Any:
+    """The same with a backbone, which would be fetched."""
+    return vision(name, weights_backbone=None)
+
+
+def small_vgg() -> Any:
+    """With a head that is trained anew."""
+    model = vision("vgg11_bn")
+    model.classifier = nn.Linear(25088, 2)
+    return model
+
+
+def features() -> Any:
+    """torchvision's layers, one by one."""
+    backbone = library("torchvision.models._utils").IntermediateLayerGetter(vision("resnet18"), {"layer1": "low"})
+    pyramid = library("torchvision.ops").FeaturePyramidNetwork([64], 8)
+    return nn.ModuleList([library("torchvision.transforms").Normalize([0.5], [0.5]), backbone, pyramid])
+
+
+TIMM: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {"depth": 2},
+    "deit_tiny_distilled_patch16_224": {"depth": 2},
+    "swin_tiny_patch4_window7_224": {"depths": (1, 1), "num_heads": (1, 2)},
+    "swinv2_cr_tiny_224": {"embed_dim": 24, "depths": (1, 1), "num_heads": (1, 2)},
+    "beit_base_patch16_224": {"embed_dim": 48, "depth": 2, "num_heads": 2},
+    "eva02_tiny_patch14_224": {"depth": 2},
+    "xcit_nano_12_p16_224": {"depth": 2},
+    "maxvit_rmlp_pico_rw_256": {},
+    "hiera_tiny_224": {"stages": (1, 1, 1, 1)},
+    "mixer_s32_224": {},
+    "convnext_atto": {},
+    "mobilenetv3_small_050": {},
+    "efficientnet_b0": {},
+    "regnetx_002": {},
+    "densenet121": {},
+    "resnet18": {},
+    "resnetv2_50d_gn": {},
+    "resnet10t, features_only": {"features_only": True},
+}
+VISION: dict[str, Build] = {
+    **{
+        name: functools.partial(vision, name)
+        for name in (
+            *("resnet18", "densenet121", "squeezenet1_1", "mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5"),
+            *("googlenet", "regnet_y_400mf", "efficientnet_b0", "convnext_tiny", "swin_t", "swin_v2_t"),
+            *("quantized_mobilenet_v2", "raft_small", "r3d_18"),
+        )
+    },
+    "vgg11_bn, with a head of one's own": small_vgg,
+    "VisionTransformer": lambda: library("torchvision.models").VisionTransformer(32, 8, 2, 2, 16, 32),
+    **{
+        name: functools.partial(detector, name)
+        for name in (
+            *("fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn", "fcos_resnet50_fpn"),
+            *("ssdlite320_mobilenet_v3_large", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn"),
+            *("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "fcn_resnet50"),
+        )
+    },
+    "Normalize, IntermediateLayerGetter, FeaturePyramidNetwork": features,
+}
 OTHERS: dict[str, dict[str, Build]] = {
-    "timm": {
-        "vit_tiny_patch16_224": lambda: timm("vit_tiny_patch16_224", depth=2),
-        "deit_tiny_distilled_patch16_224": lambda: timm("deit_tiny_distilled_patch16_224", depth=2),
-        "swin_tiny_patch4_window7_224": lambda: timm("swin_tiny_patch4_window7_224", depths=(1, 1), num_heads=(1, 2)),
-        "beit_base_patch16_224": lambda: timm("beit_base_patch16_224", embed_dim=48, depth=2, num_heads=2),
-        "mixer_s32_224": lambda: timm("mixer_s32_224"),
-        "convnext_atto": lambda: timm("convnext_atto"),
-        "efficientnet_b0": lambda: timm("efficientnet_b0"),
-        "resnet18": lambda: timm("resnet18"),
-    },
-    "torchvision": {
-        "resnet18": lambda: library("torchvision.models").resnet18(),
-        "mobilenet_v3_small": lambda: library("torchvision.models").mobilenet_v3_small(),
-    },
+    "timm": {name: functools.partial(timm, name.partition(",")[0], **settings) for name, settings in TIMM.items()},
+    "torchvision": VISION,
     "snntorch": {"Leaky, Synaptic": leaky, "the same after a step": lambda: run(leaky(), 3, 4)},
     "spikingjelly": {
         "LIFNode, ParametricLIFNode": spikingjelly,

@@ -35,7 +35,9 @@ def this_command() -> str:
     return shlex.join(["python", script.as_posix(), *sys.argv[1:]])
 
 
-def machine(packages: tuple[str, ...] = ("torch", "spikingjelly", "snntorch", "transformers")) -> str:
+def machine(
+    packages: tuple[str, ...] = ("torch", "torchvision", "timm", "spikingjelly", "snntorch", "transformers"),
+) -> str:
     """Day, versions of Python and of ``packages`` as far as they are installed, and the machine."""
     found = [f"Python {platform.python_version()}", *(v for v in map(_version, packages) if v)]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -35,6 +35,7 @@ _PUBLIC = {
     "remove_plan": "memopt_cli.apply",
     "GCContainer": "memopt_cli.runtime",
     "MemOptSummary": "memopt_cli.records",
+    "DeviceProfile": "memopt_cli.records",
     "Plan": "memopt_cli.records",
     "SegmentPlan": "memopt_cli.records",
     "Trust": "memopt_cli.records",

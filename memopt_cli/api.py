@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import apply_plan, taken_off
+from memopt_cli.apply import apply_plan, taken_off, unwrapped
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
@@ -26,6 +26,7 @@ from memopt_cli.pipeline.live_model import (
     difference_error,
     found_and_proven,
     inputs_of,
+    left_out_note,
     listed_modules,
     logged,
     observed_modules,
@@ -141,7 +142,7 @@ def memory_optimization(
     :class:`VerificationError` if the optimized model differs from the original; other errors of
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
-    started = time.monotonic()
+    started, given, net = time.monotonic(), net, unwrapped(net)
     if example_forward is not None:
         if dummy_input is not None:
             raise OptionError(
@@ -176,8 +177,8 @@ def memory_optimization(
             found = _on_instances(net, resolved, settings, progress)
         else:
             found = _measured(net, _arguments(dummy_input), request, resolved, settings, progress)
-    found.notes.extend(_nothing_wrapped(net, instance, found))
-    return (net, summarize(found, spent_s=time.monotonic() - started)) if return_summary else net
+    found.notes.extend([*left_out_note(given), *_nothing_wrapped(net, instance, found)])
+    return (given, summarize(found, spent_s=time.monotonic() - started)) if return_summary else given
 
 
 def apply_gc(
@@ -200,7 +201,7 @@ def apply_gc(
     and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    started = time.monotonic()
+    started, given, net = time.monotonic(), net, unwrapped(net)
     request = SearchOverrides(
         level=1,
         modules=_instances(net, instance),
@@ -220,7 +221,7 @@ def apply_gc(
         apply_plan(net, found.plan)
     found.notes[:0] = taken_off_note(carried)
     found.notes.extend(_nothing_wrapped(net, instance, found))
-    return (net, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else net
+    return (given, to_data(summarize(found, spent_s=time.monotonic() - started))) if return_summary else given
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
+from memopt_cli.runtime.private_torch import original_of
 
 _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """What an entry of a plan and the segment that it becomes both say, by the same names."""
@@ -36,7 +38,8 @@ _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place; returns the model.
 
-    ``optimizer``: the one that a plan with ``in_backward`` runs there.
+    ``optimizer``: the one that a plan with ``in_backward`` runs there.  In a wrapper the model within is meant, as
+    everywhere here: see :func:`unwrapped`.
 
     All or nothing: raises :class:`PlanError` that names the first module which is missing or cannot be a segment, or
     says why the optimizer cannot run in backward, and leaves the model as it was.
@@ -46,6 +49,21 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
             "the plan runs the optimizer in backward, and there is none",
             hint="Give it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
         )
+    _install_all(unwrapped(model), plan, optimizer)
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within wrappers that only run it: ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``.
+
+    FSDP2 wraps nothing: it changes the model itself.
+    """
+    runs = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    within: Any = model.module if runs else original_of(model)
+    return model if within is model else unwrapped(within)
+
+
+def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
     installed: dict[nn.Module, str] = {}
     runs: list[Run] = []
     try:
@@ -62,11 +80,11 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
             remove_segment(module)
         remove_runs(model, runs)
         raise
-    return model
 
 
 def plan_of(model: nn.Module) -> Plan:
     """The plan that is installed on ``model``."""
+    model = unwrapped(model)
     installed = {path: config for path, module in named_parts(model) if (config := segment_of(module))}
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
@@ -80,7 +98,7 @@ def plan_of(model: nn.Module) -> Plan:
 def remove_plan(model: nn.Module) -> nn.Module:
     """Make all of ``model`` plain again, in place, and its optimizer, too; returns the model."""
     remove_segments(model)
-    remove_runs(model)
+    remove_runs(unwrapped(model))
     return model
 
 
@@ -104,6 +122,7 @@ def taken_off(model: nn.Module) -> Iterator[Plan]:
 
 def remove_segments(model: nn.Module) -> None:
     """As :func:`remove_plan`; runs of layers stay, as the modules that they are."""
+    model = unwrapped(model)
     remove_in_backward(model)
     for _, module in list(named_parts(model)):
         if segment_of(module) is not None:

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.api import resolve_device
+from memopt_cli.cards import device_profile
 from memopt_cli.contents import read_plan
 from memopt_cli.devices import resolve_device as device_named
 from memopt_cli.errors import OptionError, shortened
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.reach import UserFunction, user_function
-from memopt_cli.records import PRECISIONS, Budget, InputSpec, Plan, Precision, SearchOverrides, StepSettings
+from memopt_cli.records import (
+    PRECISIONS,
+    Budget,
+    DeviceProfile,
+    InputSpec,
+    Plan,
+    Precision,
+    SearchOverrides,
+    StepSettings,
+)
 from memopt_cli.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.units import parse_amount
 from memopt_cli.user_step import Step
@@ -77,6 +87,21 @@ def settings_of(
         clip_norm=None if clip_norm is None else number("clip_norm", clip_norm, least=math.ulp(0.0)),
         seed=whole("seed", seed, 0),
     )
+
+
+def card_given(
+    for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
+) -> DeviceProfile | None:
+    """A device that is not here.  Raises :class:`OptionError` and :class:`UsageError`, also for another beside it."""
+    if for_device is None or isinstance(for_device, DeviceProfile):
+        card = for_device
+    elif isinstance(for_device, str | os.PathLike):
+        card = device_profile(os.fspath(for_device))
+    else:
+        raise OptionError(f"for_device is {_told(for_device)}, no name of a card", hint='Give for example "a100-40gb".')
+    if card is not None and device is not None and str(device) not in ("cpu", "auto"):
+        raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
+    return card
 
 
 def search_of(

@@ -14,10 +14,13 @@ from memopt_cli.records import (
     SCHEMA_VERSION,
     Baseline,
     BatchAdvice,
+    BatchProbe,
+    FastestTraining,
     FileHeader,
     Measurement,
     MemOptSummary,
     Plan,
+    PredictedStep,
     ReplicaAdvice,
     StepMemory,
     from_data,
@@ -32,10 +35,14 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     return json_text({**to_data(header), "summary": to_data(summary)}).encode()
 
 
-def plan_yaml(header: FileHeader, plan: Plan, level: int) -> bytes:
-    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan."""
+def plan_yaml(header: FileHeader, plan: Plan, level: int, predicted: PredictedStep | None = None) -> bytes:
+    """The content of ``*.plan.yaml``: the header's keys, the ``level`` that the plan was made at, and the plan.
+
+    ``predicted``: what is estimated for a device elsewhere, below ``predicted``.
+    """
     segments = [{"path": segment.path, **_short(segment)} for segment in plan.segments]
-    return yaml_text({**_header(header), "level": level, **_short(plan), "segments": segments}).encode()
+    more = {} if predicted is None else {_PREDICTED: to_data(predicted)}
+    return yaml_text({**_header(header), "level": level, **_short(plan), "segments": segments, **more}).encode()
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
@@ -44,6 +51,19 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises :class:`UsageError` for a file that cannot be read, is no plan, has an unknown or missing key or a value of
     the wrong type, or was written by a later memopt.
     """
+    data = _plan_data(path)
+    of_plan = [f.name for f in fields(Plan)]
+    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
+    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+
+
+def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
+    """What a plan's file predicts for a device elsewhere, if anything.  Raises :class:`UsageError`."""
+    data = _plan_data(path).get(_PREDICTED)
+    return None if data is None else from_data(PredictedStep, data, where=f"{path}.{_PREDICTED}")
+
+
+def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     data = read_mapping(Path(path), _PLAN)
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -52,12 +72,11 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    of_plan = [f.name for f in fields(Plan)]
-    refuse_unknown(data, [*_HEADER_KEYS, "level", *of_plan], str(path))
-    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
-    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+    refuse_unknown(data, [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED], str(path))
+    return data
 
 
+_PREDICTED = "predicted"
 _PLAN = "Give a *.plan.yaml that memopt optimize wrote; its header belongs to it."
 
 
@@ -164,6 +183,27 @@ def recommended_data(advice: BatchAdvice) -> dict[str, Any]:
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
         "probes": _short(advice.probes),
     }
+
+
+def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
+    """The fastest pair as it stands below ``recommended``; ``plan`` is the file that has its plan."""
+    answer = found.answer
+    assert isinstance(answer.outcome, BatchProbe), "it was run"
+    data = {
+        "batch_size": answer.batch,
+        "verified": True,  # by a run
+        "plan": plan,
+        "samples_per_s": answer.samples_per_s,
+        "step_s": answer.outcome.step_s,
+        "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,
+        "budget_bytes": found.budget_bytes,
+    }
+    if found.accumulation is not None:
+        data["accumulation"] = to_data(found.accumulation)
+    if found.original is not None:
+        original = found.runs[found.original]
+        data["original"] = {"batch_size": original.batch, "samples_per_s": original.samples_per_s}
+    return data
 
 
 def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from memopt_cli.arguments import (
     Optimizer,
     amount,
     budget_of,
+    card_given,
     checked_model,
     functions_given,
     given_inputs,
@@ -38,6 +39,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batch_advice import advise
+from memopt_cli.pipeline.fastest import check_search, check_search_alone, fastest_prepared
 from memopt_cli.pipeline.live_model import described, found_and_proven, logged, prepared_model, taken_off_note
 from memopt_cli.pipeline.optimization import check_goal
 from memopt_cli.pipeline.prepare import Prepared, file_header
@@ -53,6 +55,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRequest,
     CheckRequest,
+    DeviceProfile,
     InputSpec,
     ModelSource,
     Objective,
@@ -81,6 +84,7 @@ def optimize(
     allow_inexact: bool = False,
     search_time: float | None = None,
     recommend_batch: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -109,6 +113,9 @@ def optimize(
         Seconds after which the best so far is taken.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+    for_device:
+        A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
         Of the model's output; of what the model returns, or a seeded random gradient, if there is none.
     optimizer:
@@ -125,10 +132,12 @@ def optimize(
     replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
     meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     search = search_of(level, max_slowdown, target, allow_inexact)
     goal = SearchGoal(budget=budget_of(budget))
-    return _searched(model, given_inputs(inputs, dims), step, search, goal, search_time, recommend_batch, verbose)
+    given, wants_batch = given_inputs(inputs, dims), recommend_batch and card is None
+    return _searched(model, given, step, search, goal, search_time, wants_batch, verbose, card)
 
 
 def frontier(
@@ -168,6 +177,7 @@ def profile(
     dims: Mapping[str, int] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     fake: bool = False,
+    for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -179,14 +189,19 @@ def profile(
 ) -> Profiled:
     """Where the memory of a training step goes, as ``memopt profile``; the model stays as it is.
 
-    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.  A plan
-    that the model carries is left out.  Other arguments and errors are those of :func:`optimize`.
+    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
+    ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
+    ``DeviceProfile``.  A plan that the model carries is left out.
+
+    Other arguments and errors are those of :func:`optimize`.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    data: Data = "small batch" if fake else "full size"
+    card = card_given(for_device, device)
+    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    data: Data = "small batch" if fake or card else "full size"
     chosen = plan_given(plan)
     with _prepared(model, given_inputs(inputs, dims), step, verbose) as (prepared, progress):
-        return Profiled(profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress))
+        found = profile_prepared(prepared, chosen, data=data, timeout_s=_TIMEOUT_S, progress=progress, card=card)
+        return Profiled(found)
 
 
 def recommend_batch(
@@ -198,7 +213,12 @@ def recommend_batch(
     plan: Plan | str | os.PathLike[str] | None = None,
     global_batch: int | None = None,
     multiple_of: int = 1,
-    objective: Objective = "max",
+    objective: Objective | None = None,
+    search: bool = False,
+    level: int | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
+    search_time: float | None = None,
     longest_step: float = 60.0,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
@@ -212,26 +232,38 @@ def recommend_batch(
     """How large a batch fits, as ``memopt recommend-batch``; the model stays as it is.
 
     Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
-    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  Other arguments and
-    errors are those of :func:`optimize`.
+    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
+    if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
+    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  Other arguments and errors are those of
+    :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     of_step = None if global_batch is None else whole("global_batch", global_batch, 1)
-    spec = _description(inputs, dims)
+    spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
+    resolved = resolve(plans)
+    if search:
+        check_search(resolved)
+        check_search_alone(plan is not None, objective)
+    elif plans != search_of(None, None, (), False) or search_time is not None:
+        raise OptionError("level, target, allow_inexact and search_time say how plans are looked for", hint=_SEARCH)
     asked = BatchRequest(
         source=_source(model),
         spec=spec,
         settings=accumulating(step.settings, of_step),
         memory=amount("memory", memory),
-        objective=one_of("objective", objective, get_args(Objective)),
+        objective="max" if objective is None else one_of("objective", objective, get_args(Objective)),
         global_batch=of_step,
         multiple_of=whole("multiple_of", multiple_of, 1),
+        search=plans if search else None,
+        search_limit_s=None if search_time is None else seconds("search_time", search_time, 0),
         timeout_s=_TIMEOUT_S,
         longest_step_s=seconds("longest_step", longest_step, 0.001),
     )
     chosen = None if plan is None else plan_given(plan)
     with _prepared(model, spec, replace(step, settings=asked.settings), verbose) as (prepared, progress):
         request = replace(asked, source=prepared.subject.source)
+        if search:
+            return Recommended(fastest_prepared(request, resolved, prepared, progress))
         return Recommended(recommend_prepared(request, prepared, chosen, (), progress))
 
 
@@ -307,6 +339,7 @@ def check(
         return Checked(check_prepared(request, before, carrying, progress))
 
 
+_SEARCH = "Add search=True."
 _TIMEOUT_S = 600.0
 """Of each answer of a profiling subprocess, as for ``--timeout``."""
 
@@ -344,6 +377,7 @@ def _searched(
     search_time: float | None,
     recommend_batch: bool,
     verbose: bool,
+    card: DeviceProfile | None = None,
 ) -> Optimized:
     started, resolved = time.monotonic(), resolve(search)
     check_goal(goal, resolved)
@@ -357,6 +391,7 @@ def _searched(
             goal=goal,
             search_limit_s=limit_s,
             recommend_batch=recommend_batch,
+            card=card,
         )
         found = found_and_proven(request, resolved, prepared, progress)
         advice = _advice(request, prepared, found, progress) if recommend_batch and goal.applies else None

@@ -23,6 +23,8 @@ _ALLOCATED: Final = (
 )
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
+_MOST_BYTES: Final = 2**63
+"""No device has as many."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
 _FRAME_LINES: Final = 8
 """At most, of a frame of a traceback: its code and its carets among them."""
@@ -56,9 +58,10 @@ def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int:
 
 def _bytes(found: re.Match[str]) -> int:
     try:
-        return int(float(found[1]) * _UNITS[found[2]])
-    except (ValueError, OverflowError):  # 1.2.3, or of a thousand digits
+        amount = float(found[1]) * _UNITS[found[2]]
+    except ValueError:  # 1.2.3
         return 0
+    return int(amount) if amount < _MOST_BYTES else 0
 
 
 def _innermost(text: str) -> str:

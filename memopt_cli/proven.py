@@ -80,6 +80,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
+    model = apply.unwrapped(model)
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]

@@ -11,6 +11,7 @@ from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
     Comparison,
+    FastestTraining,
     MemOptSummary,
     OptimizeResult,
     Plan,
@@ -66,17 +67,25 @@ class Profiled(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recommended(Shown):
-    """How large a batch fits, as ``memopt recommend-batch`` shows it."""
+    """How large a batch fits, or which trains fastest with which plan, as ``memopt recommend-batch`` shows it."""
 
-    result: BatchRecommendation
+    result: BatchRecommendation | FastestTraining
 
     @property
     def batch(self) -> int:
         """The batch that is recommended."""
-        return self.result.batch
+        return self.result.answer.batch if isinstance(self.result, FastestTraining) else self.result.batch
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was found for it; without a search there is none to find."""
+        return self.result.answer.plan if isinstance(self.result, FastestTraining) else Plan()
 
     def _write(self, stream: TextIO) -> None:
-        TextReport().recommended(self.result, stream)
+        if isinstance(self.result, FastestTraining):
+            TextReport().fastest_found(self.result, stream)
+        else:
+            TextReport().recommended(self.result, stream)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

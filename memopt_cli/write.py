@@ -57,6 +57,18 @@ class OutputPaths:
         return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
 
 
+def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
+    """Where a batch and the plan that goes with it are written: ``fast.batch.yaml`` and ``fast.plan.yaml``.
+
+    ``output``: that of the batch; ``None``: as :func:`output_paths`, beside the model.
+    """
+    if output is None:
+        paths = output_paths(location, None)
+        return paths.batch, paths.plan
+    batch = Path(output)
+    return batch, batch.with_name(f"{batch.name.removesuffix(batch.suffix).removesuffix('.batch')}.plan.yaml")
+
+
 def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
     """``model.pt`` -> ``model.memopt.pt`` beside it; ``package.module:callable`` -> ``module.memopt.pt`` here.
 

@@ -21,7 +21,7 @@ BELOW_STAGES = (
 )
 STAGES = {
     *("loading", "trace", "chunking", "measure", "plan", "apply", "verification", "write", "contents"),
-    *("batch_size", "model_batching", "online", "regression"),
+    *("batch_size", "estimation", "model_batching", "online", "regression"),
 }
 PARTS: dict[str, set[str]] = {
     "errors": set(),
@@ -34,6 +34,7 @@ PARTS: dict[str, set[str]] = {
     "spec_text": {"errors", "optimizer_text", "records", "units"},
     "batch_axis": {"errors", "records", "spec_text"},
     "devices": {"errors"},
+    "cards": {"errors", "records", "documents", "units"},
     "oom_text": {"records"},
     "fingerprints": {"records"},
     "runtime": set(),
@@ -62,7 +63,7 @@ PARTS: dict[str, set[str]] = {
     | {"measure.local", "measure.model_file", "online.jobs", "devices", "fingerprints", "oom_text"},
     "proven": BELOW_STAGES | {"apply", "contents", "verification"},
     "api": BELOW_STAGES | STAGES | {"measure.local", "measure.processes", "pipeline"},
-    "arguments": BELOW_STAGES | {"api", "contents", "devices", "model_batching", "pipeline"},
+    "arguments": BELOW_STAGES | {"api", "cards", "contents", "devices", "model_batching", "pipeline"},
     "optimized_step": BELOW_STAGES | STAGES | {"api", "arguments", "measure.processes", "pipeline"},
     "selftest": set(),
     "plain": set(),
@@ -74,12 +75,15 @@ PARTS: dict[str, set[str]] = {
     "verified": BELOW_STAGES | {"arguments", "apply", "measure.processes", "pipeline", "report", "shown"},
     "pytest_plugin": BELOW_STAGES | {"measure.local", "trace"},
     "report": BASE,
-    "cli": BASE | {"progress", "pipeline", "report", "write", "measure.processes"},
+    "cli": BASE | {"cards", "progress", "pipeline", "report", "write", "measure.processes"},
     "__main__": {"cli"},
 }
 """Each part of the package (a module or a folder) -> the other parts it may import."""
 
-TORCH_FREE = {*BASE, "progress", "plan", "report", "cli", "regression", "pytest_plugin", "__main__"}
+TORCH_FREE = {
+    *BASE,
+    *("cards", "estimation", "progress", "plan", "report", "cli", "regression", "pytest_plugin", "__main__"),
+}
 """Parts that import torch for the type checker only."""
 
 

@@ -114,6 +114,33 @@ def test_a_batch_is_recommended_that_fits(inputs: str, x: Tensor) -> None:
     assert f"batch {found.batch}" in repr(found)
 
 
+def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> None:
+    model = made()
+    found = memopt_cli.recommend_batch(model, x, memory="2MiB", search=True, level=1, search_time=60)
+    answer = found.result.answer
+    assert (found.batch, found.plan) == (answer.batch, answer.plan)
+    assert answer.outcome.allocated_peak_bytes <= 2 << 20
+    assert len(found.result.runs) <= 8
+    assert f"recommended: batch {found.batch} " in repr(found)
+    assert memopt_cli.plan_of(model).is_empty
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"level": 2}, "how plans are looked for"),
+        ({"search_time": 5}, "how plans are looked for"),
+        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "a plan is given"),
+        ({"search": True, "objective": "max"}, "the objective is max"),
+        ({"search": True, "level": 0}, "level 0 has none"),
+        ({"search": True, "level": 9}, "level"),
+    ],
+)
+def test_what_does_not_go_with_a_search(asked: dict[str, Any], said: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match=said):
+        memopt_cli.recommend_batch(made(), x, memory="2MiB", **asked)
+
+
 def test_a_global_batch_counts_the_gradients_of_earlier_micro_batches(x: Tensor) -> None:
     one, many = (
         memopt_cli.recommend_batch(made(), x, memory="3MiB", longest_step=5, global_batch=asked)

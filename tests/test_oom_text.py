@@ -83,4 +83,11 @@ def test_other_texts_hold_none() -> None:
 @given(st.text(), st.text(alphabet="0123456789. ", max_size=400))
 def test_any_text_is_read(before: str, number: str) -> None:
     found = read_oom(f"{before} Tried to allocate {number} GiB. of which {number} MiB is free")
-    assert found is None or found.asked_bytes >= 0
+    assert found is None or 0 <= found.asked_bytes < 2**63
+    assert found is None or 0 <= found.free_bytes < 2**63
+
+
+def test_more_bytes_than_any_device_has_are_none() -> None:
+    found = read_oom(f"Tried to allocate {'9' * 300} GiB. of which 8 B is free")
+    assert found is not None
+    assert (found.asked_bytes, found.free_bytes) == (0, 8)

@@ -33,7 +33,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.spec_text import DTYPES
-from memopt_cli.write import check_targets, output_paths, write_all
+from memopt_cli.write import check_targets, output_paths, pair_paths, write_all
 
 HEADER = FileHeader(
     schema_version=2,
@@ -535,3 +535,16 @@ def test_names_of_temporary_files_are_never_the_same(tmp_path: Path) -> None:
     for _ in range(3):
         write_all({tmp_path / "a": look}, force=True)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "batch", "plan"),
+    [
+        (None, "a/net.memopt.batch.yaml", "a/net.memopt.plan.yaml"),
+        ("b/fast.batch.yaml", "b/fast.batch.yaml", "b/fast.plan.yaml"),
+        ("fast.yaml", "fast.yaml", "fast.plan.yaml"),
+        ("fast", "fast", "fast.plan.yaml"),
+    ],
+)
+def test_a_plan_is_written_beside_its_batch(output: str | None, batch: str, plan: str) -> None:
+    assert pair_paths("a/net.pt", output) == (Path(batch), Path(plan))

@@ -67,8 +67,10 @@ class PeakModel:
         return batch if self.predict is None else self.predict(batch)
 
     def largest_within(self, budget_bytes: int) -> int:
-        """The largest multiple that fits by the model, to 1 %; 0 if none does."""
-        unit = self.runs.limits.multiple_of
+        """The largest multiple of use that fits by the model, to 1 %; 0 if none does."""
+        unit, most = self.runs.limits.multiple_of, self.runs.limits.most_samples
+        if most is not None and self.peak_bytes(self.runs.rounded(most)) <= budget_bytes:
+            return self.runs.rounded(most)
         return unit * largest_root(
             lambda units: self.peak_bytes(units * unit), budget_bytes, start=max(1, self.batch // unit)
         )

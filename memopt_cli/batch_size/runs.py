@@ -30,6 +30,8 @@ class Limits:
     """The budget, for people: ``80 % of the machine's memory``."""
     longest_step_s: float
     multiple_of: int = 1
+    most_samples: int | None = None
+    """No larger batch is of use; ``None``: any is."""
     probes: int = MOST_PROBES
 
 

@@ -9,11 +9,11 @@ import typer
 
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.cli.values import check_file
 from memopt_cli.measure import processes
-from memopt_cli.records import ApplyRequest, StepSettings
+from memopt_cli.records import ApplyRequest
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
@@ -31,14 +31,17 @@ def apply(
     verify: Annotated[
         bool, typer.Option("--verify", help="First compare a step, and the ones after it, with the original.")
     ] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm", help="First run the step with the plan, and say how far off the plan's prediction is."
+        ),
+    ] = False,
     inputs: options.Inputs,
     dims: options.Dims,
     input_data: options.InputData = None,
     input_script: options.InputScript = None,
-    device: options.Device = "auto",
-    precision: options.PrecisionChoice = "stored",
-    loss: options.Loss = None,
-    seed: options.Seed = 0,
+    step: StepOptions,
     timeout: options.Timeout = 600.0,
     loading: LoadingOptions,
     config: options.Config = None,  # its callback has done the work
@@ -50,14 +53,15 @@ def apply(
 ) -> None:
     """Put a saved plan on a model and write the result.
 
-    Nothing is searched or measured.
+    Nothing is searched, and without --confirm nothing is measured.
     """
     request = ApplyRequest(
         source=loading.source(context, model),
         plan_path=plan,
         spec=input_spec(context, inputs, input_data, input_script, dims),
-        settings=StepSettings(device=device, precision=precision, loss=loss, seed=seed),
+        settings=step.settings(),
         verify=verify,
+        confirm=confirm,
         output=output,
         force=force,
         timeout_s=timeout,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memopt_cli.cli.help import ANSWER, INPUTS, OUTPUT
-from memopt_cli.cli.values import memory, whole
+from memopt_cli.cli.help import ANSWER, INPUTS, OUTPUT, SEARCH
+from memopt_cli.cli.values import memory, seconds, whole
 from memopt_cli.errors import UsageError
 from memopt_cli.records import STRATEGIES, BatchRequest, DimRange, StrategyName
 from memopt_cli.records import Objective as ObjectiveName
@@ -84,6 +84,24 @@ def check_strategies(request: BatchRequest, objective: ObjectiveName | None) -> 
             f"--strategy {','.join(request.strategies)} has no use for --plan",
             hint="Add plan to --strategy, or leave --plan out.",
         )
+
+
+def check_search(request: BatchRequest, objective: ObjectiveName | None) -> None:
+    """Raise :class:`UsageError` for what cannot be asked together with ``--search``.
+
+    ``objective``: that of the command line, if it was given.
+    """
+    others = {
+        "--strategy": ("trains through time", bool(request.strategies)),
+        "--plan": ("looks for the plan", request.plan_path is not None),
+        "--objective max": ("looks for most samples a second", objective == "max"),
+        "--dim with a range": ("finds one answer", request.dim_range is not None),
+        "--replicas": ("trains one model", request.replicas is not None),
+        "--lengths": ("finds one size of batch", request.lengths_path is not None),
+    }
+    for flag, (why, is_given) in others.items():
+        if is_given:
+            raise UsageError(f"--search {why}: {flag} does not go with it", hint="Leave one of them out.")
 
 
 Dims = Annotated[
@@ -167,6 +185,34 @@ Strategies = Annotated[
         "and online learning.",
     ),
 ]
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        rich_help_panel=SEARCH,
+        help="Find the batch and the plan that train most samples a second together.",
+    ),
+]
+Level = Annotated[
+    int | None,
+    typer.Option(
+        metavar="0..4",
+        parser=whole(0, 4),
+        show_default="3",
+        rich_help_panel=SEARCH,
+        help="What a plan may do, with --search, as for memopt optimize.",
+    ),
+]
+SearchTime = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        parser=seconds(0),
+        rich_help_panel=SEARCH,
+        show_default="no limit",
+        help="End --search after this time and take the best so far, as Ctrl-C does.",
+    ),
+]
 Output = Annotated[
     str | None,
     typer.Option(
@@ -175,6 +221,6 @@ Output = Annotated[
         metavar="FILE",
         rich_help_panel=OUTPUT,
         show_default=False,
-        help="Also write the recommendation as YAML.",
+        help="Also write the recommendation as YAML; with --search, its plan beside it.",
     ),
 ]

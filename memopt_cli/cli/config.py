@@ -21,11 +21,15 @@ _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 """Keys that vouch for code.  A file must be named to set them: one may lie in a downloaded folder."""
 
 _SAYS_NO_CODE = {
-    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "CLASS|PATH", "FILE", "LOW:HIGH", "METRIC:LIMIT"),
-    *("N", "NAME", "NAME,...", "NAME=SIZE", "NORM", "RATIO", "SECONDS", "SPEC", None),
+    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "CARD|FILE", "CLASS|PATH", "FILE", "LOW:HIGH"),
+    *("METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NORM", "RATIO", "SECONDS", "SPEC", None),
 }
 """What ``--help`` calls the values of flags that name no code: a found file sets no others.  A model may be code, too:
 ``package.module:callable``.  Where files are is looked at besides."""
+
+
+_NAMES_FILE = {"FILE", "CARD|FILE"}
+"""Of those, what names a file that is read, or may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ def _commands(context: typer.Context) -> list[Any]:
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
     for key, parameter in _flags(context.command).items():
-        if key in data and parameter.metavar == "FILE" and not kept_below(str(data[key]), file.parent):
+        if key in data and parameter.metavar in _NAMES_FILE and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
                 hint=f"If the file is yours, say --config {file}.",

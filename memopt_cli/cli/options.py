@@ -10,6 +10,7 @@ import typer
 from memopt_cli.cli.config import read_config
 from memopt_cli.cli.help import ANSWER, INPUTS, LOADING, OUTPUT, STEP
 from memopt_cli.cli.values import (
+    card,
     check_code,
     check_device,
     check_file,
@@ -20,7 +21,7 @@ from memopt_cli.cli.values import (
     seconds,
     whole,
 )
-from memopt_cli.records import Precision
+from memopt_cli.records import DeviceProfile, Precision
 
 _LOG = logging.getLogger("memopt_cli")
 
@@ -112,6 +113,17 @@ PRECISION = typer.Option(
     help="stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
 )
 Device = Annotated[str, DEVICE]
+Card = Annotated[
+    DeviceProfile | None,
+    typer.Option(
+        "--for",
+        metavar="CARD|FILE",
+        parser=card,
+        rich_help_panel=STEP,
+        show_default=False,
+        help="Estimate for a GPU that is not here: a100-40gb, h100-80gb, rtx4090 … or a YAML file.",
+    ),
+]
 PrecisionChoice = Annotated[Precision, PRECISION]
 Loss = Annotated[
     str | None,

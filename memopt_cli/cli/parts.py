@@ -11,9 +11,10 @@ from typing import Any
 
 import typer
 
-from memopt_cli.cli import options
+from memopt_cli.cli import batch_options, options, search_options
 from memopt_cli.cli.config import Config
-from memopt_cli.records import ModelSource, StepSettings, Trust
+from memopt_cli.errors import UsageError
+from memopt_cli.records import ModelSource, SearchOverrides, StepSettings, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,30 @@ class StepOptions:
             clip_norm=self.clip_norm,
             seed=self.seed,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSearchOptions:
+    """Whether plans are looked for beside a batch, and which."""
+
+    search: batch_options.Search = False
+    level: batch_options.Level = None
+    target: search_options.Target
+    allow_inexact: search_options.AllowInexact = False
+    search_time: batch_options.SearchTime = None
+
+    def overrides(self, context: typer.Context) -> SearchOverrides | None:
+        """What plans may do; ``None``: none are looked for.
+
+        Raises :class:`UsageError` for a flag of the command line that says it of none.
+        """
+        if self.search:
+            return SearchOverrides(level=self.level, targets=tuple(self.target), allow_inexact=self.allow_inexact)
+        names = [f.name for f in fields(self)]
+        sources = {name: context.get_parameter_source(name) for name in names}
+        if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
+            raise UsageError(f"--{given[0].replace('_', '-')} says how plans are looked for", hint="Add --search.")
+        return None
 
 
 def with_parts(command: Callable[..., None]) -> Callable[..., None]:

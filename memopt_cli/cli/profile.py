@@ -48,6 +48,7 @@ def profile(
             "--fake", rich_help_panel=STEP, help="Estimate on tensors without data, for a step that does not fit here."
         ),
     ] = False,
+    card: options.Card = None,
     step: StepOptions,
     timeout: options.Timeout = 600.0,
     loading: LoadingOptions,
@@ -69,6 +70,7 @@ def profile(
         settings=step.settings(),
         plan_path=plan,
         fake=fake,
+        card=card,
         timeout_s=timeout,
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)

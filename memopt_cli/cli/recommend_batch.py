@@ -9,7 +9,7 @@ import typer
 from memopt_cli.cli import batch_options as batch
 from memopt_cli.cli import options
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.parts import LoadingOptions, StepOptions, with_parts
+from memopt_cli.cli.parts import LoadingOptions, PairSearchOptions, StepOptions, with_parts
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.errors import Interrupted
 from memopt_cli.measure import processes
@@ -36,6 +36,7 @@ def recommend_batch(
     plan: batch.Plan = None,
     lengths: batch.Lengths = None,
     strategy: batch.Strategies = None,
+    search: PairSearchOptions,
     step: StepOptions,
     timeout: options.Timeout = 600.0,
     longest_step: options.LongestStep = 60.0,
@@ -49,7 +50,7 @@ def recommend_batch(
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
-    Each is proven by a run.
+    Each is proven by a run. With --search, the plan that trains fastest is found, too.
     """
     sizes, dim_range = batch.split_dims(dims)
     request = BatchRequest(
@@ -65,12 +66,16 @@ def recommend_batch(
         plan_path=plan,
         lengths_path=lengths,
         strategies=batch.parse_strategies(strategy),
+        search=search.overrides(context),
+        search_limit_s=search.search_time,
         output=output,
         force=force,
         timeout_s=timeout,
         longest_step_s=longest_step,
     )
-    if request.strategies:
+    if request.search is not None:
+        batch.check_search(request, objective)
+    elif request.strategies:
         batch.check_strategies(request, objective)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
@@ -83,7 +88,13 @@ def recommend_batch(
             compared = compare_strategies(request, progress=progress, ask=ask)
             report.strategies_compared(compared, sys.stdout)
             return
-        found = pipeline.recommend_batch(request, progress=progress, ask=ask)
-    report.recommended(found, sys.stdout)
-    if found.interrupted:
+        if request.search is not None:
+            fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
+        else:
+            found = pipeline.recommend_batch(request, progress=progress, ask=ask)
+    if request.search is not None:
+        report.fastest_found(fastest, sys.stdout)
+    else:
+        report.recommended(found, sys.stdout)
+    if (found if request.search is None else fastest).interrupted:
         raise Interrupted("interrupted; what is recommended is the best of what had been run")

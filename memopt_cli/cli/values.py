@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import typer
 
+from memopt_cli.cards import device_profile
 from memopt_cli.errors import UsageError
 from memopt_cli.optimizer_text import MadeOptimizer, is_function, parse_optimizer
+from memopt_cli.records import DeviceProfile
 from memopt_cli.spec_text import MODEL_SETTINGS, is_pretrained, parse_device, parse_factory
 from memopt_cli.units import parse_amount
 
@@ -66,6 +68,14 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise typer.BadParameter(f"it is {value:g}; it must be above 0 and finite")
     return value
+
+
+def card(text: str) -> DeviceProfile:
+    """The name of a card, or a YAML file that describes one."""
+    try:
+        return device_profile(text)
+    except UsageError as err:
+        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
 
 
 def check_model(location: str) -> str:

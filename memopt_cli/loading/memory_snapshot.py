@@ -66,27 +66,66 @@ def _plain(data: bytes, path: str) -> tuple[Any, int]:
 def _check(data: bytes, path: str) -> int:
     """How many opcodes there are.
 
-    Raises :class:`UnsafeFileError` for one that is not plain, or a memo that is made to be huge, and
-    :class:`FileFormatError` for too many.
+    Raises :class:`UnsafeFileError` for one that is not plain, for a memo that is made to be huge and for keys that are
+    no texts, and :class:`FileFormatError` for too many.
     """
-    memoized = opcodes = 0
+    opcodes, stack = 0, _Texts()
     for opcodes, (opcode, argument, _) in enumerate(pickletools.genops(data), start=1):
-        if opcode.name not in _PLAIN:
-            raise UnsafeFileError(
-                f"{path} is no snapshot: a pickle of plain containers does without {opcode.name}", hint=_HINT
-            )
-        if "PUT" in opcode.name or opcode.name == "MEMOIZE":
-            if argument is not None and int(argument) > memoized:
-                raise UnsafeFileError(
-                    f"{path} is no snapshot: it numbers its objects out of turn", hint="Write it again."
-                )
-            memoized += 1
+        refused = f"a pickle of plain containers does without {opcode.name}" if opcode.name not in _PLAIN else ""
+        refused = refused or stack.take(opcode, argument)
+        if refused:
+            raise UnsafeFileError(f"{path} is no snapshot: {refused}", hint=_HINT)
         if opcodes > _MOST_OPCODES:
             raise FileFormatError(
                 f"{path} holds more than {_MOST_OPCODES} values",
                 hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
             )
     return opcodes
+
+
+class _Texts:
+    """Which values on the unpickler's stack are texts: a dict can be made to look at other keys forever.
+
+    Hashing a tuple walks all that is in it, as often as it is met; numbers can be found that have one hash.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[bool] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, bool] = {}
+
+    def take(self, opcode: pickletools.OpcodeInfo, argument: Any) -> str:
+        """Follow an opcode; what must not be about it, or empty.  Raises :class:`IndexError`, :class:`KeyError`."""
+        name, values = opcode.name, self._values
+        if name == "MARK":
+            self._marks.append(len(values))
+        elif "PUT" in name or name == "MEMOIZE":
+            index = len(self._memo) if argument is None else int(argument)
+            if index > len(self._memo):
+                return "it numbers its objects out of turn"
+            self._memo[index] = values[-1]
+        elif "GET" in name:
+            values.append(self._memo[int(argument)])
+        elif name == "DUP":
+            values.append(values[-1])
+        elif name == "POP" and self._marks[-1:] == [len(values)]:
+            self._marks.pop()
+        else:
+            keys = self._taken(opcode)
+            values.extend("UNICODE" in name or "STRING" in name for _ in opcode.stack_after)
+            return "" if all(keys) else "a key in it is no text"
+        return ""
+
+    def _taken(self, opcode: pickletools.OpcodeInfo) -> list[bool]:
+        """Take away what the opcode does; of what it takes for keys, whether each is a text."""
+        values, before = self._values, opcode.stack_before
+        is_marked = pickletools.markobject in before
+        above = self._marks.pop() if is_marked else len(values) - (opcode.name == "SETITEM") * 2
+        keys = values[above::2] if opcode.name in ("SETITEM", "SETITEMS", "DICT") else []
+        taken = len(values) - above + before.index(pickletools.markobject) if is_marked else len(before)
+        if taken:
+            del values[-taken:]
+        return keys
 
 
 @dataclass(slots=True)

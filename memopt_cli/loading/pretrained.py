@@ -51,8 +51,11 @@ _CODE: Final = {
     "quantization_config": "is of a quantized model, whose kernels memopt does not know",
 }
 """Settings by which a library imports something else, or cannot be trained as it is."""
-_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None)
-"""Ways of attention that are transformers' own: another name is a kernel on a hub."""
+_WAYS: Final = {
+    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm", None),
+}
+"""Ways of attention, and of experts, that are transformers' own: another name is a kernel on a hub."""
 _SHOWN: Final = 3
 
 _IN_CODE: Final = "Build it in code of your own: package.module:callable."
@@ -412,7 +415,7 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
                 f"{path.parent} was not loaded: its {key} {_CODE[key]}",
                 hint=_IN_CODE,
             )
-        if "attn_implementation" in key and value not in _ATTENTION:
+        if any(way in key and value not in own for way, own in _WAYS.items()):
             raise UnsafeFileError(
                 f"{path.parent} was not loaded: its {key[:_LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
                 hint=f"Remove {key[:_LONGEST_NAME]} from {path.name}.",

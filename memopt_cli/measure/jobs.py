@@ -15,6 +15,7 @@ from memopt_cli.records import (
     ChunkRule,
     Conditions,
     Counted,
+    DeviceProfile,
     Fingerprint,
     Followed,
     InputSpec,
@@ -53,6 +54,8 @@ class Subject:
     spec: InputSpec = _NO_INPUTS
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
+    card: DeviceProfile | None = None
+    """A device that is not here, whose allocator and times steps on tensors without data are to have."""
     layer_runs: bool = False
     """Flat Sequentials are divided into runs of layers, each of which can be a segment."""
 
@@ -258,6 +261,8 @@ class MeasureJob(StepJob[Measured]):
     """Timed steps, at least."""
     warm_up: bool = True
     """Take a step before the timed ones; without it, the first of them pays for what is used for the first time."""
+    limit_bytes: int | None = None
+    """CUDA: the most that the allocator may hold, fragmentation included, as on a smaller device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +281,8 @@ class TimeInTurnsJob(StepJob[TimedInTurns]):
     plan: Plan
     pairs: int = 3
     """Pairs of timed steps, at least."""
+    most_slowdown: float | None = None
+    """A plan that is slower by far takes one pair; ``None``: it may be as slow as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

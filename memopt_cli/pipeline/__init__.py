@@ -3,6 +3,7 @@
 from memopt_cli.pipeline.application import apply
 from memopt_cli.pipeline.equivalence import verify
 from memopt_cli.pipeline.explanation import explain
+from memopt_cli.pipeline.fastest import recommend_fastest
 from memopt_cli.pipeline.inspection import inspect
 from memopt_cli.pipeline.optimization import optimize
 from memopt_cli.pipeline.profiling import profile
@@ -19,5 +20,6 @@ __all__ = [
     "optimize",
     "profile",
     "recommend_batch",
+    "recommend_fastest",
     "verify",
 ]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memopt_cli.contents import read_plan
+from memopt_cli.contents import read_plan, read_prediction
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure.jobs import DescribeJob
+from memopt_cli.pipeline.confirmation import as_predicted, confirmed, unlike
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.in_backward import IN_BACKWARD
-from memopt_cli.pipeline.prepare import inputs_of_file, open_model, opening_of, prepare, saved_model
+from memopt_cli.pipeline.prepare import Prepared, inputs_of_file, open_model, opening_of, prepare, saved_model
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.progress import Ask, Progress
-from memopt_cli.records import ApplyRequest, ApplyResult, ModelSource, Plan, Verification
+from memopt_cli.records import ApplyRequest, ApplyResult, FileHeader, ModelSource, Plan, Verification
 from memopt_cli.write import check_targets, output_paths, write_all
 
 
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
-    """Put a plan made elsewhere onto a model and write the optimized model, compared with the original if asked to.
+    """Put a plan made elsewhere onto a model and write the optimized model, after what was asked to be tried with it.
 
     Raises :class:`MemoptError`, a :class:`VerificationError` if the two differ.
     """
@@ -26,24 +27,36 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
         progress.note(IN_BACKWARD)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
-    if request.verify and request.spec is None:  # those of the step that it was made for
-        request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
-    if request.verify:
-        source, verification = _verified(request, plan.of_model, progress, ask)
+    if request.verify or request.confirm:
+        source, tried = _tried(request, header, plan, progress, ask)
     else:
         source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
         for note in facts.notes:
             progress.note(note)
-        verification = None
+        tried = ApplyResult(files=())
     files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
-    return ApplyResult(files=files, verification=verification)
+    return replace(tried, files=files)
 
 
-def _verified(
-    request: ApplyRequest, plan: Plan, progress: Progress, ask: Ask | None
-) -> tuple[ModelSource, Verification]:
-    prepared = prepare(opening_of(request, request.settings, plan=plan), progress=progress, ask=ask)
-    found = verified(prepared, plan, request.timeout_s, progress)
+def _tried(
+    request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
+) -> tuple[ModelSource, ApplyResult]:
+    """With the inputs of the step that the plan was made for, unless others are given."""
+    predicted = read_prediction(request.plan_path) if request.confirm else None
+    if request.spec is None:
+        request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
+    settings = as_predicted(request.settings, predicted)
+    prepared = prepare(opening_of(request, settings, plan=plan.of_model), progress=progress, ask=ask)
+    confirmation = None
+    if request.confirm:
+        differs = unlike(prepared.subject, predicted, header)
+        confirmation = confirmed(prepared, plan, predicted, differs, request.timeout_s, progress)
+    verification = _verified(prepared, plan.of_model, request.timeout_s, progress) if request.verify else None
+    return prepared.subject.source, ApplyResult(files=(), verification=verification, confirmation=confirmation)
+
+
+def _verified(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification:
+    found = verified(prepared, plan, timeout_s, progress)
     if not isinstance(found, Verification):
         raise_failure(found, "verification could not be run: ")
     if not found.passed:
@@ -51,4 +64,4 @@ def _verified(
             f"with the plan {found.difference}, at batch {found.batch}",
             hint="Nothing was written; make a plan for this model and these inputs with memopt optimize.",
         )
-    return prepared.subject.source, found
+    return found

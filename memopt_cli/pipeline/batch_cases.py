@@ -13,7 +13,7 @@ from memopt_cli.pipeline.batch_probes import BatchProbes
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.replicas import ReplicaSearch
 from memopt_cli.progress import Progress
-from memopt_cli.records import BatchProbe, BatchRow, OutOfMemory, Plan, ReplicaAdvice
+from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
 from memopt_cli.units import format_copies
 
 
@@ -83,6 +83,8 @@ class CaseSearch:
     """Why the batch cannot be varied, in words, or nothing."""
     most_runs: int
     """To find what fits."""
+    run: Callable[[int], BatchProbe | Failure] | None = None
+    """As in :class:`BatchProbes`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
     """The cases whose search has begun, the last first."""
@@ -101,6 +103,7 @@ class CaseSearch:
                 progress=self.progress,
                 dims=case.dims,
                 limit_bytes=self.limits.budget_bytes,
+                run=self.run,
             )
             described, unit = self.batch, self.limits.multiple_of
             share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else 2)

@@ -117,7 +117,7 @@ class Climb:
         if row.plan.is_empty or not isinstance(self.original.outcome, Measurement):
             return True
         saved = 1 - self._peak_bytes(row) / self.original_bytes
-        return saved >= _LEAST_SAVING or (row.predicted_slowdown or 1.0) <= _HARDLY_SLOWER
+        return is_worth_it(saved, row.predicted_slowdown or 1.0)
 
     def _peak_bytes(self, row: LevelRow) -> int:
         known = self.planner.dry_runs.known(row.plan)
@@ -169,6 +169,11 @@ class Climb:
 def _peak(row: LevelRow) -> str:
     assert isinstance(row.outcome, Measurement)
     return format_bytes(row.outcome.allocated_peak_bytes)
+
+
+def is_worth_it(saved: float, slowdown: float) -> bool:
+    """Whether a plan that saves that share of the peak is applied for a step that takes so many times as long."""
+    return saved >= _LEAST_SAVING or slowdown <= _HARDLY_SLOWER
 
 
 def found_row(level: int, found: Priced, tried: int, started: float, *, dry_run: bool) -> LevelRow:

@@ -22,6 +22,7 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeRequest,
     OptimizeResult,
+    PredictedStep,
     RecordedSteps,
     to_data,
 )
@@ -81,10 +82,12 @@ class Kept:
         if writes:
             self._keep_plan()
             self._keep_model()
-        if passed and self.request.recommend_batch and not self.found.interrupted:
+        is_run = self.found.estimates is None
+        if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
             self.advice = self._advice()
         if writes:
-            self._keep(self.paths.batch, content(self._batch_yaml()))
+            if is_run:
+                self._keep(self.paths.batch, content(self._batch_yaml()))
             self._keep_summary()
         if self.request.record_steps:
             self.steps = self._recorded_steps()
@@ -107,7 +110,8 @@ class Kept:
             self._step_aside()
         if self.paths.plan_only:
             self.found.notes.append(self._how_to_apply())
-        plan = content(plan_yaml(file_header(self.prepared), self.found.plan, self.found.applied_level))
+        header, found = file_header(self.prepared), self.found
+        plan = content(plan_yaml(header, found.plan, found.applied_level, self._predicted()))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # at this one moment it waits for the plan
@@ -115,6 +119,12 @@ class Kept:
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()
+
+    def _predicted(self) -> PredictedStep | None:
+        """What the plan is estimated to need on a device that is not here."""
+        if self.found.estimates is None:
+            return None
+        return PredictedStep(estimate=self.found.estimates.planned, settings=self.prepared.subject.settings)
 
     def _how_to_apply(self) -> str:
         plan = repr(str(self.paths.plan))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.apply import remove_plan
+from memopt_cli.apply import remove_plan, unwrapped
 from memopt_cli.equality import gradients_kept
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
 from memopt_cli.loading.input_spec import batch_of
@@ -73,8 +73,15 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    with once(), also_prepared_model(model, inputs, settings, functions) as prepared:
-        yield prepared
+    with once(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
+        yield replace(prepared, notes=(*prepared.notes, *left_out_note(model)))
+
+
+def left_out_note(model: nn.Module) -> list[str]:
+    """What is said of a wrapper around the model that is searched."""
+    name = type(model).__name__
+    seen_through = unwrapped(model) is not model
+    return [f"The step is measured without {name}, and what that holds is not counted."] if seen_through else []
 
 
 @contextlib.contextmanager
@@ -161,12 +168,21 @@ def detached_copy(model: nn.Module) -> nn.Module:
     except Exception as err:  # the user's classes may do anything
         raise StepError(
             f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",
-            hint="Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
+            hint=_before_sharding(model)
+            or "Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
         ) from err
     remove_plan(copied)
     copied.zero_grad(set_to_none=True)
     reset_hidden_state(copied)
     return copied
+
+
+def _before_sharding(model: nn.Module) -> str:
+    """What to do with a model that ``fully_shard`` has changed; empty for others."""
+    sharding = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
+    if sharding is None or not any(isinstance(module, sharding.FSDPModule) for module in model.modules()):
+        return ""
+    return "Optimize the model before fully_shard: its plan stays on it."
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from memopt_cli.errors import NothingFitsError, OptionError, Terminated, UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Data, Traced
 from memopt_cli.pipeline.climb import Climb
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.for_card import check_request, find_for_card
 from memopt_cli.pipeline.goal import GoalSearch, budget_bytes, check_pick
 from memopt_cli.pipeline.in_backward import (
     IN_BACKWARD,
@@ -21,6 +22,7 @@ from memopt_cli.pipeline.in_backward import (
     too_slow,
 )
 from memopt_cli.pipeline.kept import Kept
+from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.profiling import record_step
@@ -30,8 +32,8 @@ from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
 from memopt_cli.pipeline.summary import Findings
 from memopt_cli.plan.interface import CountedPlan, ModuleTree, NotTried
 from memopt_cli.plan.planner import Planner
-from memopt_cli.plan.policy import Resolved, Selection, chosen, resolve
-from memopt_cli.plan.targets import asked_for, left_out, outermost, refused
+from memopt_cli.plan.policy import Resolved, Selection, resolve
+from memopt_cli.plan.targets import left_out, selected
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
     STEP,
@@ -66,11 +68,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     started = time.monotonic()
     resolved = resolve(request.search)
     check_goal(request.goal, resolved)
+    check_request(request)
     paths = output_paths(request.source.location, request.output, plan_only=request.plan_only)
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
+        settings = recorded_here(request.settings, request.card)
+        data: Data = "full size" if request.card is None else "small batch"
+        prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
         found = find_plan(request, resolved, prepared, progress)
     except KeyboardInterrupt as err:
         why = f": {err}" if str(err) else ""
@@ -97,6 +102,8 @@ def find_plan(request: OptimizeRequest, resolved: Resolved, prepared: Prepared, 
     notes = [*resolved.notes, *prepared.notes]
     if not resolved.options.targets and resolved.options.modules is None:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    if request.card is not None:
+        return find_for_card(request, request.card, resolved, prepared, progress)
     job = _job(request, resolved, prepared, progress, notes)
     rows = job.search()
     best, verification = job.prove(rows) if request.goal.applies else (rows[0], None)
@@ -218,7 +225,7 @@ class _Job:
                 f"{format_bytes(start.allocated_peak_bytes)} is predicted on tensors without data."
             )
         first = CountedPlan(plan=Plan(), counted=start)
-        probes = SearchProbes(sessions, first, limit_s=self._search_limit_s(original))
+        probes = SearchProbes(sessions, limit_s=self._search_limit_s(original))
         asked = planner_probes(
             probes, first, self.progress, fake=traced.has_dry_runs, allow_inexact=self.options.allow_inexact
         )
@@ -246,7 +253,7 @@ class _Job:
 
         Raises :class:`KeyboardInterrupt` if it had found nothing.
         """
-        if not search.probes.improved:
+        if not search.probes.improved(search.first):
             raise KeyboardInterrupt
         self.progress.note("The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop.")
         search.probes.end("the search was interrupted")
@@ -376,12 +383,7 @@ class _Job:
 
     def _choose(self, search: _Search, plan: Plan, *, by_goal: bool = False) -> None:
         """Say which of the candidates are segments, and why modules that were asked for are none."""
-        tree = ModuleTree(search.traced.trace)
-        asked = asked_for(tree, self.options)
-        candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
-        segments = outermost([tree[segment.path] for segment in plan.segments])
-        found = chosen(candidates, segments, self.options, by_goal=by_goal)
-        self.selection = replace(found, asked=tuple(asked or ()), refused=refused(tree, self.options))
+        self.selection = selected(ModuleTree(search.traced.trace), plan, self.options, by_goal=by_goal)
         self.notes += left_out(self.selection.refused)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:

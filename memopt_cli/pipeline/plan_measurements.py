@@ -48,13 +48,13 @@ class PlanMeasurements:
         original = self._found.get(ORIGINAL)
         if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
             self.progress.stage("timing the plan again, in turns with the original")
-            self._time_in_turns(row.plan)
+            self._time_in_turns(row.plan, None if math.isinf(most_slowdown) else most_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row
 
-    def _time_in_turns(self, plan: Plan) -> None:
+    def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
         with self.session() as session:
-            found = session.ask(TimeInTurnsJob(plan=plan))
+            found = session.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
         if isinstance(found, TimedInTurns):
             self._retimed(ORIGINAL, found.original_times_s)
             self._retimed(plan, found.planned_times_s)

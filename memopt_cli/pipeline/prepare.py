@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import BinaryIO, Protocol
 
-from memopt_cli.batch_axis import BATCH
+from memopt_cli.batch_axis import BATCH, with_batch
 from memopt_cli.devices import resolve_device
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import ORIGINAL, Data, DescribeJob, Saved, SaveJob, Subject
@@ -51,6 +51,12 @@ class Prepared:
     def session(self, timeout_s: float, data: Data = "full size") -> Session:
         """A fresh profiling subprocess; ``timeout_s`` bounds each of its answers, ``data`` what it may run."""
         return (self.open_session or Session)(replace(self.subject, data=data), timeout_s)
+
+    def at(self, batch: int) -> Prepared:
+        """The same with inputs of another batch size.  Raises :class:`UsageError` where they have one alone."""
+        spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
+        facts = replace(self.facts, batch=batch, spec=spec)
+        return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt_cli.contents import read_plan
+from memopt_cli.estimation import estimate, timed
 from memopt_cli.measure.jobs import ORIGINAL, Data, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.on_card import recorded_here
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.progress import Ask, Progress
 from memopt_cli.records import (
+    DeviceProfile,
     Failure,
     Instant,
     Measurement,
@@ -40,17 +43,27 @@ _TRUSTED_ERROR = 0.01
 def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:
     """Where the memory of one training step goes, by measurement and from a record of every operator.
 
-    Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``.
+    Raises :class:`MemoptError`; a step that does not fit is estimated, as with ``fake``, and so is one for a card.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
-    without_parameters = request.fake and is_factory(request.source.location)
-    data: Data = "none" if without_parameters else "small batch" if request.fake else "full size"
-    prepared = prepare(opening_of(request, request.settings, data=data), progress=progress, ask=ask)
-    return profile_prepared(prepared, plan, data=data, timeout_s=request.timeout_s, progress=progress)
+    fake = request.fake or request.card is not None
+    without_parameters = fake and is_factory(request.source.location)
+    data: Data = "none" if without_parameters else "small batch" if fake else "full size"
+    settings = recorded_here(request.settings, request.card)
+    prepared = prepare(opening_of(request, settings, data=data), progress=progress, ask=ask)
+    return profile_prepared(
+        prepared, plan, data=data, timeout_s=request.timeout_s, progress=progress, card=request.card
+    )
 
 
 def profile_prepared(
-    prepared: Prepared, plan: Plan, *, data: Data, timeout_s: float, progress: Progress
+    prepared: Prepared,
+    plan: Plan,
+    *,
+    data: Data,
+    timeout_s: float,
+    progress: Progress,
+    card: DeviceProfile | None = None,
 ) -> StepProfile:
     """The same of a model that is ready; ``data``: what of it may be run, at ``full size`` if it is to be measured."""
     notes = list(prepared.notes)
@@ -72,7 +85,10 @@ def profile_prepared(
             notes,
             smaller=smaller if isinstance(measured, Measurement) else None,
         )
-    return _profile(prepared, plan, measured, traced, notes)
+    if card is not None:
+        traced = replace(traced, trace=timed(traced.trace, card))
+    found = _profile(prepared, plan, measured, traced, notes)
+    return found if card is None else replace(found, estimate=estimate(traced.trace, card))
 
 
 def _measure(session: Session, plan: Plan, progress: Progress) -> Measurement | OutOfMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -274,19 +274,24 @@ class _Job:
         return outcome.fastest_batch if self.request.objective == "throughput" else outcome.recommended_batch
 
     def _note_accumulation(self, found: Accumulation, main: Case) -> None:
-        self.notes.append("Every step was run with the gradients of earlier ones in memory, as accumulation does.")
-        if found.batch * found.steps != found.global_batch:
-            self.notes.append(
-                f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
-                f"{found.steps} × {found.batch} are {found.batch * found.steps}."
-            )
         if main.search.runs.fitting and found.batch not in main.search.runs:
             self.notes.append(f"Batch {found.batch} was not run itself; a larger one was.")
-        if found.steps > 1 and self.prepared.facts.batch_norms:
-            self.notes.append(
-                f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
-                f"{found.global_batch}, so accumulation is not the same training step as one large batch."
-            )
+        self.notes += accumulation_notes(found, has_batch_norms=bool(self.prepared.facts.batch_norms))
+
+
+def accumulation_notes(found: Accumulation, *, has_batch_norms: bool) -> Iterator[str]:
+    """How training by accumulation differs from what was run, or from one large batch."""
+    yield "Every step was run with the gradients of earlier ones in memory, as accumulation does."
+    if found.batch * found.steps != found.global_batch:
+        yield (
+            f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
+            f"{found.steps} × {found.batch} are {found.batch * found.steps}."
+        )
+    if found.steps > 1 and has_batch_norms:
+        yield (
+            f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
+            f"{found.global_batch}, so accumulation is not the same training step as one large batch."
+        )
 
 
 def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:

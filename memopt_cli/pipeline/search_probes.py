@@ -20,9 +20,8 @@ Answer = TypeVar("Answer")
 class SearchProbes:
     """Jobs for a search; what was asked before is answered from memory."""
 
-    def __init__(self, session: Callable[[], Session], original: CountedPlan, *, limit_s: float | None) -> None:
+    def __init__(self, session: Callable[[], Session], *, limit_s: float | None) -> None:
         self._session = session
-        self._original = original
         self._limit_s = limit_s
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self._over = ""
@@ -62,11 +61,10 @@ class SearchProbes:
         answer: Answer | Failure = self._answers[job]  # type: ignore[assignment]
         return answer
 
-    @property
-    def improved(self) -> bool:
+    def improved(self, original: CountedPlan) -> bool:
         """Whether a plan was tried that lowers the peak."""
         counted = (found for found in self._answers.values() if isinstance(found, Counted))
-        return any(found.allocated_peak_bytes < self._original.peak_bytes for found in counted)
+        return any(found.allocated_peak_bytes < original.peak_bytes for found in counted)
 
     @property
     def refusals(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from memopt_cli.records import (
     Outlook,
     ParetoPoint,
     Plan,
+    PlanEstimates,
     Verification,
     to_data,
 )
@@ -51,6 +52,8 @@ class Findings:
     interrupted: bool = False
     faster: Outlook | None = None
     smaller: Outlook | None = None
+    estimates: PlanEstimates | None = None
+    """For a device that is not here; then nothing was measured."""
 
     @property
     def measured(self) -> Measurement | None:
@@ -114,6 +117,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | None = N
         interrupted=found.interrupted,
         faster=found.faster,
         smaller=found.smaller,
+        estimates=found.estimates,
     )
 
 
@@ -179,7 +183,7 @@ def _recommendation(found: Findings) -> str:
         found.resolved.options,
         found.selection,
         measured=_measured_sentence(found),
-        generic="" if found.by_goal else _generic(found),
+        generic="" if found.by_goal or found.estimates is not None else _generic(found),
     )
 
 

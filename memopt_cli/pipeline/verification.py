@@ -23,6 +23,8 @@ _STEPS = 3
 """Of the plain model and with the plan together, to compare the recorded step of an exact plan ..."""
 _QUICK_S = 1.0
 """... which is taken at the size that was asked for if they take no longer, else of fewer samples."""
+_FEW = 2
+"""Samples of a step that is compared where a full one is not to be run."""
 
 
 def verified(
@@ -39,6 +41,19 @@ def verified(
         if size == 1 or not isinstance(found, OutOfMemory):
             return found
         size = max(1, size // 2)
+
+
+def verified_small(prepared: Prepared, plan: Plan, timeout_s: float, progress: Progress) -> Verification | Failure:
+    """At two samples, or the least sizes at which all chunks run, where a full step is not to be run here."""
+    progress.stage("verifying a few samples")
+    sizes: Sizes | Failure = Sizes(batch=min(_FEW, prepared.batch))
+    if any(segment.chunks > 1 for segment in plan.segments):
+        with prepared.session(timeout_s) as session:
+            sizes = session.ask(SizesJob(plan=plan))
+    found = _verified_at(prepared, plan, sizes, timeout_s) if isinstance(sizes, Sizes) else None
+    if found is None or isinstance(found, OutOfMemory):
+        return verified(prepared, plan, timeout_s, progress, fits=False)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

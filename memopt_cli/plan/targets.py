@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from memopt_cli.errors import PlanError
 from memopt_cli.plan.interface import ModuleTree, is_within
-from memopt_cli.plan.policy import Selection
+from memopt_cli.plan.policy import Selection, chosen
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.units import format_some
 
@@ -35,6 +36,15 @@ def asked_for(tree: ModuleTree, options: SearchOptions) -> list[ModuleTrace] | N
     if options.modules is not None:
         return outermost([m for m in tree if m.path in options.modules and not m.refusal])
     return None
+
+
+def selected(tree: ModuleTree, plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
+    """Which of the candidates are segments of a plan, and why modules that were asked for are none."""
+    asked = asked_for(tree, options)
+    candidates = len(asked) if asked is not None else sum(not module.refusal for module in tree)
+    segments = outermost([tree[segment.path] for segment in plan.segments])
+    found = chosen(candidates, segments, options, by_goal=by_goal)
+    return replace(found, asked=tuple(asked or ()), refused=refused(tree, options))
 
 
 def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:

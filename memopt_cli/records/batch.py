@@ -9,6 +9,7 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.model import ModelSource
+from memopt_cli.records.search import SearchOverrides
 from memopt_cli.records.settings import StepSettings
 
 
@@ -178,8 +179,12 @@ class BatchRequest:
     """A file of sequence lengths."""
     strategies: tuple[StrategyName, ...] = ()
     """Ways to learn sequences, to be compared over ``dim_range`` instead."""
+    search: SearchOverrides | None = None
+    """Look for the batch and the plan that train fastest together, with these limits of plans."""
+    search_limit_s: float | None = None
+    """No pair is tried any more when that search has taken this long: the best so far is taken."""
     output: str | None = None
-    """Path of the batch configuration; ``None``: none is written."""
+    """Path of the batch configuration; ``None``: none is written, or with a ``search`` one beside the model."""
     force: bool = False
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""

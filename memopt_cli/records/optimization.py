@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
+from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.model import ModelSource
@@ -29,6 +30,8 @@ class OptimizeRequest:
     """Path of the optimized model; ``None``: beside the original."""
     dry_run: bool = False
     """Search and report, write nothing."""
+    card: DeviceProfile | None = None
+    """A device that is not here, for which the plan is searched; nothing is measured."""
     plan_only: bool = False
     """Write no model: the plan is applied where it trains."""
     force: bool = False
@@ -60,6 +63,8 @@ class ApplyRequest:
     settings: StepSettings = StepSettings()
     verify: bool = False
     """Compare with the original first; nothing is written if they differ."""
+    confirm: bool = False
+    """Run the step under the plan first, and hold what the plan's file predicts against it."""
     output: str | None = None
     force: bool = False
     timeout_s: float = 600.0
@@ -72,6 +77,8 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
+    """``None`` unless asked for."""
+    confirmation: Confirmation | None = None
     """``None`` unless asked for."""
 
 

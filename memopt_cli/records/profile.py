@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memopt_cli.records.device import DeviceEstimate, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory, PhasePeak
@@ -25,6 +26,8 @@ class ProfileRequest:
     """A plan to run the step under; ``None``: the model as it is."""
     fake: bool = False
     """Estimate on tensors without data; run no step at full size."""
+    card: DeviceProfile | None = None
+    """A device that is not here, for which the step is estimated without being run."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
 
@@ -104,3 +107,5 @@ class StepProfile:
     flops: int
     notes: tuple[str, ...]
     trace: StepTrace
+    estimate: DeviceEstimate | None = None
+    """On a device that is not here, whose times the recorded operators then have; ``None``: none was asked for."""

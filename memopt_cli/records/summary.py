@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memopt_cli.records.batch import BatchAdvice
+from memopt_cli.records.device import PlanEstimates
 from memopt_cli.records.measurement import Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
@@ -118,3 +119,5 @@ class MemOptSummary:
     """The next plan on the frontier with a shorter step than the applied one, of those that were dry-run."""
     smaller: Outlook | None = None
     """The next with a lower peak."""
+    estimates: PlanEstimates | None = None
+    """For a device that is not here; then nothing was measured."""

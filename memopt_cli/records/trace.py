@@ -68,8 +68,12 @@ class OpTrace:
     random: bool = False
     """It draws from a generator."""
     flops: int = 0
+    dtype: str = ""
+    """``bfloat16``: of its first floating-point argument; empty if there is none."""
+    moved_bytes: int = 0
+    """Bytes of its arguments and results, of a view only what it shows: at most so many are read and written."""
     seconds: float = 0.0
-    """Measured time; 0 where only tensors without data ran."""
+    """Measured time, or estimated for another device; 0 where only tensors without data ran."""
     recompute_s: float | None = None
     """Measured time of it in a recomputation; ``None``: as long as the first time."""
     workspace_bytes: int = 0

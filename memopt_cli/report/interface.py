@@ -12,6 +12,7 @@ from memopt_cli.records import (
     Comparison,
     Equivalence,
     Explanation,
+    FastestTraining,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -37,6 +38,9 @@ class Report(Protocol):
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
         """``memopt recommend-batch`` is done."""
+
+    def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
+        """``memopt recommend-batch --search`` is done."""
 
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         """``memopt recommend-batch --strategy`` is done."""

@@ -13,6 +13,7 @@ from memopt_cli.records import (
     Comparison,
     Equivalence,
     Explanation,
+    FastestTraining,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -46,6 +47,9 @@ class JsonReport:
         stream.write(json_text(to_data(data)))
 
     def recommended(self, found: BatchRecommendation, stream: TextIO) -> None:
+        stream.write(json_text(to_data(found)))
+
+    def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
         stream.write(json_text(to_data(found)))
 
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:

@@ -14,6 +14,7 @@ from memopt_cli.records import (
     MemOptSummary,
     ParetoPoint,
     Plan,
+    PlanEstimates,
     Verification,
     describe,
 )
@@ -34,6 +35,8 @@ _ROUGH = 0.15
 
 def headline(summary: MemOptSummary) -> str:
     """``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×)``."""
+    if summary.estimates is not None:
+        return _estimated(summary.estimates)
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not _changes(summary) and summary.requested_level:
@@ -52,6 +55,17 @@ def headline(summary: MemOptSummary) -> str:
             return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
+
+
+def _estimated(found: PlanEstimates) -> str:
+    """``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step 3.7 ms → 4.4 ms; …``."""
+    before, after = found.original, found.planned
+    peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+    smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
+    step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
+    room = f"{format_bytes(after.reserved_peak_bytes)} reserved of {format_bytes(after.memory_bytes)}"
+    fits = "it fits" if after.fits else "it does not fit"
+    return f"estimated for {after.device}: {peak} ({smaller}), {step}; {fits}: {room}"
 
 
 def _changes(summary: MemOptSummary) -> bool:
@@ -74,7 +88,7 @@ def table(summary: MemOptSummary) -> Table:
         cells = _numbers(row, original if isinstance(original, Measurement) else None)
         applied = row.level == summary.applied_level
         table.add_row(
-            f"{row.level}{' *' if applied else ''}", _what(row.plan), *cells, style="bold" if applied else None
+            f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
         )
     return table
 
@@ -127,7 +141,7 @@ def frontier(summary: MemOptSummary) -> Table:
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         predicted = format_bytes(point.predicted_allocated_peak_bytes)
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, _what(point.plan), plot)
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, in_words(point.plan), plot)
     return table
 
 
@@ -145,7 +159,7 @@ def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
     ]
 
 
-def _what(plan: Plan) -> str:
+def in_words(plan: Plan) -> str:
     """``8 segments, 3 in chunks, 1 through its loss, saved packed, optimizer in backward``."""
     count = len(plan.segments)
     parts = {
@@ -183,7 +197,9 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
             yield f"level {row.level}: {describe(row.outcome)}"
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
-    if any(row.outcome is None for row in summary.levels):
+    if summary.estimates is not None:
+        yield f"estimated, not measured; memopt apply --confirm measures the plan on {summary.estimates.planned.device}"
+    elif any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; --measure-levels measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from memopt_cli.records import Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
+from memopt_cli.records import DeviceEstimate, Measurement, ModuleUse, Phase, SavedTensor, StepProfile, to_data
 from memopt_cli.units import format_bytes, format_seconds
 
 _ROWS = 6
@@ -20,6 +20,8 @@ _SAVED = 10
 def headline(found: StepProfile) -> Iterator[str]:
     """The peaks, the time of a step, and what runs when memory peaks."""
     match found.measurement:
+        case _ if found.estimate is not None:
+            yield estimated(found.estimate)
         case Measurement() as measured:
             allocated = f"allocated peak {format_bytes(measured.allocated_peak_bytes)}"
             tensor = f"tensor peak {format_bytes(measured.tensor_peak_bytes)}"
@@ -28,6 +30,15 @@ def headline(found: StepProfile) -> Iterator[str]:
             allocated = f"allocated peak {format_bytes(found.peak.allocated_bytes)}"
             yield f"{allocated}, tensor peak {format_bytes(found.tensor_peak_bytes)}: estimated, the step was not run"
     yield f"the peak is reached {_when(found)}"
+
+
+def estimated(found: DeviceEstimate) -> str:
+    """``estimated for a100-40gb: allocated peak 1.2 GiB, reserved peak 1.4 GiB of 38.9 GiB, …``."""
+    allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
+    room = f"{format_bytes(found.reserved_peak_bytes)} of {format_bytes(found.memory_bytes)}"
+    fits = "it fits" if found.fits else "it does not fit"
+    step = f"step {format_seconds(found.step_s)}"
+    return f"estimated for {found.device}: {allocated}, reserved peak {room}, {step}; {fits}"
 
 
 def _when(found: StepProfile) -> str:
@@ -101,7 +112,7 @@ def phase_table(found: StepProfile) -> Table:
 def module_table(found: StepProfile) -> Table:
     """The module tree, opened where most is held."""
     timed = any(use.seconds for use in found.modules)
-    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *(("time",) if timed else ()))
+    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((_time(found),) if timed else ()))
     table = _table(*headings)
     for use in _opened(found.modules):
         name = use.path.rpartition(".")[2] or "(model)"
@@ -115,6 +126,10 @@ def module_table(found: StepProfile) -> Table:
         calls = f" ×{use.calls}" if use.calls > 1 else ""
         table.add_row(indent + name, use.class_name + calls, *cells, *seconds)
     return table
+
+
+def _time(found: StepProfile) -> str:
+    return "time" if found.estimate is None else "estimated\ntime"
 
 
 def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
@@ -179,7 +194,15 @@ def remarks(found: StepProfile) -> Iterator[str]:
         yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
     if isinstance(found.measurement, Measurement):
         yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, " + _recorded_on(found)
+    if found.estimate is not None:
+        yield _ESTIMATE
     yield from found.notes
+
+
+_ESTIMATE = (
+    "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
+    "with what its matrix library keeps and without other kernel workspace; times by a roofline"
+)
 
 
 def _recorded_on(found: StepProfile) -> str:

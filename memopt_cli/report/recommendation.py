@@ -62,7 +62,7 @@ def replica_table(row: BatchRow) -> Table:
     table = _table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route")
     for run in row.replicas.probes if row.replicas is not None else ():
         peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
-        each = _number(run.samples_per_s / run.replicas)
+        each = rate(run.samples_per_s / run.replicas)
         table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, run.route or "the model itself")
     return table
 
@@ -152,6 +152,11 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
         if steps > 1:
             yield from _loop("loss_function(model(inputs), targets)", steps)
         return
+    yield from training_settings(batch, steps)
+
+
+def training_settings(batch: int, steps: int) -> Iterator[str]:
+    """For a model that trains with this batch, and so many passes for each step of the optimizer."""
     yield "# Lightning"
     yield f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
     yield f"trainer = Trainer(accumulate_grad_batches={steps})"
@@ -223,11 +228,12 @@ def _case(row: BatchRow) -> str:
 
 
 def _rate(run: BatchProbe) -> str:
-    return _number(run.samples_per_s)
+    return rate(run.samples_per_s)
 
 
-def _number(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
+def rate(samples_per_s: float) -> str:
+    """Samples a second."""
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.2g}"
 
 
 def _table(*headings: str) -> Table:

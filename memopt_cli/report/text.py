@@ -17,6 +17,7 @@ from memopt_cli.records import (
     Comparison,
     Equivalence,
     Explanation,
+    FastestTraining,
     Inspection,
     OptimizeResult,
     SelftestReport,
@@ -25,8 +26,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.report import (
     comparison,
+    confirmation,
     equivalence,
     explanation,
+    fastest,
     inspection,
     optimization,
     profiling,
@@ -130,6 +133,18 @@ class TextReport:
         for file in found.files:
             _print(console, f"wrote {file}")
 
+    def fastest_found(self, found: FastestTraining, stream: TextIO) -> None:
+        console = _console(stream)
+        for number, line in enumerate(fastest.headline(found)):
+            _print(console, line, style=None if number else "bold")
+        _print(console)
+        console.print(fastest.run_table(found), markup=False)
+        for lines in (fastest.settings(found), fastest.remarks(found)):
+            _print(console)
+            for line in lines:
+                _print(console, line)
+        _written(console, found.files)
+
     def strategies_compared(self, found: StrategyComparison, stream: TextIO) -> None:
         console = _console(stream)
         for number, line in enumerate(strategies.headline(found)):
@@ -144,6 +159,8 @@ class TextReport:
 
     def applied(self, result: ApplyResult, stream: TextIO) -> None:
         console = _console(stream)
+        for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
+            _print(console, line)
         if result.verification is not None:
             _print(console, optimization.verification(result.verification))
         _written(console, result.files)

@@ -85,6 +85,7 @@ def _call_now(
     if uninitialized(module):  # there is no state yet to start from again
         return forward(*args, **kwargs)
     start = StartingState(module, tensors, others_in(skeleton))
+    kept = [(t, t.grad) for t in tensors if t.retains_grad]
     call = functools.partial(_call_as_written, forward, skeleton)
     # The caller's own lists and dicts are for the first run: what that leaves in them stays.
     first = functools.partial(_as_written, forward, args, kwargs)
@@ -117,6 +118,8 @@ def _call_now(
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
     start.enter(lent)
+    for given, gradient in kept:  # one that forward computes within is added to it
+        given.grad = gradient
     return forward(*args, **kwargs)
 
 

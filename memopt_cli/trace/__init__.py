@@ -2,7 +2,7 @@
 
 from memopt_cli.trace.clock import Clock, OperatorTime, packing_bytes_per_s, time_operators, with_seconds
 from memopt_cli.trace.contents import with_contents
-from memopt_cli.trace.counting import codecs_of, count
+from memopt_cli.trace.counting import AllocatedPeak, Life, codecs_of, count
 from memopt_cli.trace.fake import FakeStep, fake_mode, place_fake
 from memopt_cli.trace.inputs import record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
@@ -10,9 +10,11 @@ from memopt_cli.trace.modules import asked_compressor, codec_paths
 from memopt_cli.trace.recording import record
 
 __all__ = [
+    "AllocatedPeak",
     "Clock",
     "Codecs",
     "FakeStep",
+    "Life",
     "OperatorTime",
     "StorageLog",
     "asked_compressor",

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
 from memopt_cli.step import Step, reset_gradients
 from memopt_cli.trace.log import Codecs, Storage, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.workspace import Workspaces
 
+Life = tuple[int, int, int | None]
+"""Of a storage: its bytes, the operator that made it (-1: it was there) and the first that ran without it."""
+AllocatedPeak = Callable[[Iterable[Life]], int]
+"""Lives of storages, in the order of birth -> most bytes that an allocator hands out for them."""
 
-def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
+
+def count(
+    step: Step,
+    workspaces: Workspaces | None = None,
+    codecs: Codecs | None = None,
+    allocated: AllocatedPeak | None = None,
+) -> Counted:
     """Run one step under the counter, from the gradients that it is to find; afterwards they are ``None``.
 
-    ``codecs``: what tensors without data are packed in.
+    ``codecs``: what tensors without data are packed in.  ``allocated``: the allocator of another device.
     """
     reset_gradients(step)
     with module_stack(step.model) as running:
@@ -25,12 +35,18 @@ def count(step: Step, workspaces: Workspaces | None = None, codecs: Codecs | Non
     step.model.zero_grad(set_to_none=True)
     return Counted(
         tensor_peak_bytes=log.peaks.tensor_bytes,
-        allocated_peak_bytes=log.peaks.allocated_bytes,
+        allocated_peak_bytes=allocated(_lives(log)) if allocated else log.peaks.allocated_bytes,
         resident_bytes=resident,
         breakdown=break_down((s.kind, s.nbytes) for s in log.alive_at(log.peaks.tensor_tick)),
         holders=_holders(log.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
     )
+
+
+def _lives(log: StorageLog) -> list[Life]:
+    """Of storages that have bytes and outlive an operator."""
+    there = (s for s in log.storages if s.nbytes and (s.died is None or s.died >= s.born))
+    return [(s.nbytes, s.born - 1, s.died) for s in there]
 
 
 def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:

@@ -15,7 +15,7 @@ from memopt_cli.runtime.private_torch import FakeCopyMode, FakeTensorMode, buffe
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.step import Step, dtype_in, input_dtype
-from memopt_cli.trace.counting import count
+from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.user_step import StepModels
@@ -77,11 +77,16 @@ class FakeStep:
         if self.step.optimizer is not None:
             self.count()  # makes the optimizer's state, which a first step does not have yet
 
-    def count(self, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> Counted:
+    def count(
+        self,
+        workspaces: Workspaces | None = None,
+        codecs: Codecs | None = None,
+        allocated: AllocatedPeak | None = None,
+    ) -> Counted:
         """As :func:`~memopt_cli.trace.count`."""
         self._start.enter()
         with self._mode:
-            return count(self.step, workspaces, codecs)
+            return count(self.step, workspaces, codecs, allocated)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """As :func:`~memopt_cli.trace.record`, without contents and times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     """
     formula = _FLOPS.get(getattr(func, "overloadpacket", None))
     return int(formula(*args, **kwargs, out_val=output)) if formula else 0
+
+
+def dtype_of(leaves: Iterable[Any]) -> str:
+    """``bfloat16``: of the first floating-point or complex tensor; empty if there is none."""
+    dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
+    found = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return next((str(dtype).removeprefix("torch.") for dtype in found), "")
 
 
 _STATISTICS = ("running_mean", "running_var")

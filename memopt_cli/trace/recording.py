@@ -177,6 +177,8 @@ class _Records:
                 mutates=op.mutates,
                 random=op.random,
                 flops=op.flops,
+                dtype=op.dtype,
+                moved_bytes=op.moved_bytes,
                 workspace_bytes=op.workspace_bytes,
                 fixed_workspace_bytes=op.fixed_workspace_bytes,
                 line=op.line,

@@ -21,7 +21,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import Storage, StorageLog, shapes_of
-from memopt_cli.trace.operators import draws, flops_of, modified, name_of
+from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name_of
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.workspace import Workspaces
 
@@ -55,6 +55,8 @@ class RanOp:
     mutates: tuple[int, ...]
     random: bool
     flops: int
+    dtype: str
+    moved_bytes: int
     workspace_bytes: int
     fixed_workspace_bytes: int
     line: str
@@ -87,16 +89,19 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
         # Of a step without data alone: to find out runs the layer, which a measurement would see.
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
+        given = tree_leaves((args, kwargs))
         self.ops.append(
             RanOp(
                 name=name_of(func),
                 phase=phase,
                 module=module,
                 call=call,
-                reads=self._indices(tree_leaves((args, kwargs))),
+                reads=self._indices(given),
                 mutates=self._indices(modified(func, args, kwargs)),
                 random=draws(func, args, kwargs),
                 flops=flops_of(func, args, kwargs, output),
+                dtype=dtype_of(given),
+                moved_bytes=self._bytes_of([*given, *tree_leaves(output)]),
                 workspace_bytes=workspace_bytes,
                 fixed_workspace_bytes=self._fixed_bytes(func, args) if workspace_bytes else 0,
                 line=line_of_the_model() if self.phase == "forward" else "",
@@ -174,6 +179,10 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]
                     )
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias
+
+    def _bytes_of(self, leaves: list[Any]) -> int:
+        tensors = ((leaf, self.known(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+        return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
         seen = (self.known(leaf) for leaf in leaves if isinstance(leaf, Tensor))

@@ -646,3 +646,13 @@ def test_a_batch_that_alone_can_be_predicted() -> None:
     advice = Machine(peak=line, predict=lambda batch: line(1) if batch == 1 else math.inf).advise(1)
     assert advice.recommended_batch == 1
     assert (advice.intercept_bytes, advice.slope_bytes) == (0, line(1))
+
+
+@pytest.mark.parametrize(("most", "largest"), [(50, 50), (52, 50), (800, 790)])
+def test_no_larger_batch_is_run_than_is_of_use(most: int, largest: int) -> None:
+    machine = Machine(peak=lambda batch: 10 * batch, predict=lambda batch: 10 * batch)
+    search = machine.search(8, most_samples=most, multiple_of=10 if most < 800 else 1)
+    search.find()
+    assert max(machine.asked) == search.runs.best
+    assert search.runs.best == pytest.approx(largest, rel=0.02)
+    assert search.runs.best <= most

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from memopt_cli.cards import CARDS
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
 from memopt_cli.records import InputSpec, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
@@ -137,3 +138,55 @@ def test_a_file_that_is_no_model(memopt: Callable[..., Any]) -> None:
     Path("empty.pt").write_bytes(b"")
     assert memopt("profile", "empty.pt", "-i", "1x3").code == 3
     assert memopt("profile", "nowhere.pt", "-i", "1x3").code == 2
+
+
+def test_a_card_arrives(requests: list[ProfileRequest]) -> None:
+    assert main(["profile", "model.pt", "--for", "A100-40GB"]) == 3
+    assert [request.card for request in requests] == [CARDS["a100-40gb"]]
+
+
+@pytest.mark.parametrize("card", ["a101", "mine.yaml", "", "../mine.yml"])
+def test_a_card_that_is_none(card: str, requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "model.pt", "--for", card]) == 2
+    assert "error: Invalid value for '--for'" in capsys.readouterr().err
+    assert requests == []
+
+
+def test_a_found_file_names_cards_and_files_beside_it(
+    requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("memopt.yaml").write_text("for: rtx4090\n")
+    assert main(["profile", "model.pt"]) == 3
+    assert [request.card for request in requests] == [CARDS["rtx4090"]]
+    Path("memopt.yaml").write_text("for: ../mine.yaml\n")
+    assert main(["profile", "model.pt"]) == 4
+    assert "not in this folder" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_estimate_for_a_card(memopt: Callable[..., Any], net: str) -> None:
+    Path("tiny.yaml").write_text(
+        "memory_bytes: 1MiB\nbandwidth_bytes_per_s: 1.0e+9\nflops_per_s: {fp32: 1.0e+9}\nlaunch_s: 0.5\n"
+    )
+    done = memopt("profile", net, "-i", "512x64", "--for", "tiny.yaml", "--json")
+    found = json.loads(done.out)
+    estimate = found["estimate"]
+    assert found["measurement"] is None
+    assert (estimate["device"], estimate["memory_bytes"], estimate["fits"]) == ("tiny", 2**20, False)
+    assert estimate["reserved_peak_bytes"] >= estimate["allocated_peak_bytes"] >= found["tensor_peak_bytes"]
+    assert found["tensor_peak_bytes"] > 512 * 64 * 4
+    timed = [op["seconds"] for op in found["trace"]["ops"]]
+    assert set(timed) == {0.0, 0.5}  # views, and what takes no longer than its launch
+    assert estimate["step_s"] == sum(timed)
+    products = [op for op in found["trace"]["ops"] if op["flops"]]
+    assert {op["dtype"] for op in products} == {"float32"}
+    assert all(op["moved_bytes"] >= 512 * 64 * 4 for op in products)
+    first = memopt("profile", net, "-i", "512x64", "--for", "tiny.yaml").out.splitlines()[0]
+    assert first.startswith("estimated for tiny: allocated peak ")
+    assert first.endswith("it does not fit")
+
+
+def test_a_card_and_a_device_exclude_each_other(memopt: Callable[..., Any], net: str) -> None:
+    done = memopt("profile", net, "-i", "512x64", "--for", "t4-16gb", "--device", "cuda:0")
+    assert done.code == 2
+    assert "--device cuda:0 runs the step, and --for t4-16gb" in done.err

@@ -13,7 +13,16 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
-from memopt_cli.records import BatchRequest, DimRange, InputSpec, ModelSource, StepSettings, TensorSpec, Trust
+from memopt_cli.records import (
+    BatchRequest,
+    DimRange,
+    InputSpec,
+    ModelSource,
+    SearchOverrides,
+    StepSettings,
+    TensorSpec,
+    Trust,
+)
 
 
 @pytest.fixture
@@ -63,6 +72,58 @@ def test_every_flag_arrives(requests: list[BatchRequest]) -> None:
             longest_step_s=3.0,
         )
     ]
+
+
+@pytest.fixture
+def searches(requests: list[BatchRequest], monkeypatch: pytest.MonkeyPatch) -> list[BatchRequest]:
+    """The same of a search."""
+    pipeline = sys.modules["memopt_cli.pipeline"]
+    monkeypatch.setattr(pipeline, "recommend_fastest", pipeline.recommend_batch, raising=False)
+    return requests
+
+
+def test_the_flags_of_a_search_arrive(searches: list[BatchRequest]) -> None:
+    flags = "--search --level 2 --target Linear --target a.b --allow-inexact --search-time 60 --global-batch 512"
+    assert main(["recommend-batch", "model.pt", *flags.split()]) == 3
+    overrides = SearchOverrides(level=2, targets=("Linear", "a.b"), allow_inexact=True)
+    assert (searches[0].search, searches[0].search_limit_s, searches[0].global_batch) == (overrides, 60.0, 512)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--plan", "p.plan.yaml"],
+        ["--objective", "max"],
+        ["--dim", "S=128:4096", "-i", "BxS", "--dim", "B=8"],
+        ["--replicas", "1:4"],
+        ["--lengths", "l.txt"],
+        ["--strategy", "bptt", "--dim", "T=1:4"],
+    ],
+)
+def test_what_does_not_go_with_a_search(
+    other: list[str], searches: list[BatchRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend-batch", "model.pt", "--search", *other]) == 2
+    assert other[0] in capsys.readouterr().err
+    assert searches == []
+
+
+@pytest.mark.parametrize("flag", [["--level", "2"], ["--target", "x"], ["--allow-inexact"], ["--search-time", "5"]])
+def test_what_goes_with_a_search_alone(
+    flag: list[str], searches: list[BatchRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend-batch", "model.pt", *flag]) == 2
+    said = capsys.readouterr().err
+    assert flag[0] in said
+    assert "Add --search." in said
+    assert searches == []
+
+
+def test_a_config_file_may_set_the_level_of_other_commands(searches: list[BatchRequest]) -> None:
+    Path("memopt.yaml").write_text("level: 4\n")
+    assert main(["recommend-batch", "model.pt"]) == 3
+    assert main(["recommend-batch", "model.pt", "--search"]) == 3
+    assert [asked.search and asked.search["level"] for asked in searches] == [None, 4]
 
 
 @pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024", 1024)])
@@ -226,9 +287,70 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], net: str) -> None:
+    import torch
+    from torch import nn
+
+    from memopt_cli.contents import read_plan
+
+    blocks = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6))
+    torch.save(nn.Sequential(*blocks), net)
+    flags = ("-i", "2x1024x16", "--memory", "1700KiB", "--search")
+    done = memopt("recommend-batch", net, *flags, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    answer = found["runs"][found["chosen"]]
+    assert found["original"] is None
+    assert answer["plan"]["segments"]
+    assert answer["outcome"]["allocated_peak_bytes"] <= 1700 << 10
+    assert found["verification"]["passed"]
+    assert len(found["runs"]) <= 8
+    assert done.changed == {"net.memopt.batch.yaml", "net.memopt.plan.yaml"}
+    assert "plan: net.memopt.plan.yaml" in Path("net.memopt.batch.yaml").read_text()
+    header, plan = read_plan("net.memopt.plan.yaml")
+    assert [segment.path for segment in plan.segments] == [s["path"] for s in answer["plan"]["segments"]]
+    assert header.spec.tensors[0].shape[0] == answer["batch"]
+    again = memopt("recommend-batch", net, *flags)
+    assert again.code == 2
+    assert "net.memopt.batch.yaml exists" in again.err
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
+    flags = ("-i", "64x64", "--memory", "1MiB", "--global-batch", "4096", "--search", "--level", "1", "-o", "b.yaml")
+    done = memopt("recommend-batch", net, *flags)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("recommended: batch ")
+    steps, batch = (int(word) for word in lines[2].removeprefix("global batch 4096: ").split(" × batch "))
+    assert steps * batch == 4096
+    (answer,) = (line for line in lines if line.rstrip().endswith("recommended"))
+    assert answer.split()[0] == str(batch)
+    assert lines[-2:] == ["wrote b.yaml", "wrote b.plan.yaml"]
+    assert done.changed == {"b.yaml", "b.plan.yaml"}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_where_nothing_fits_at_all(memopt: Callable[..., Any], net: str) -> None:
+    import torch
+    from torch import nn
+
+    torch.save(nn.Linear(64, 64), net)
+    done = memopt("recommend-batch", net, "-i", "8x64", "--memory", "16KiB", "--search")
+    assert done.code == 6
+    assert "error: not even batch 1 fits into 16.0 KiB" in done.err
+    assert not done.changed
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
+        (["-i", "8x63", "--search"], 3, "rejected its input"),
+        (["--input-data", "x.pt", "--search"], 2, "cannot be resized"),
+        (["-i", "8x64", "--search", "--level", "0"], 2, "level 0 has none"),
+        (["-i", "8x64", "--search", "--target", "Nothing"], 3, "Nothing"),
+        (["-i", "8x64", "--search", "-o", "no/such/folder.yaml"], 3, "there is no folder"),
         (["-i", "8x63"], 3, "rejected its input"),
         (["-i", "8x64", "--dim", "S=2:4"], 2, "no input has a dimension S"),
         (["-i", "Bx64", "--dim", "B=2:4"], 2, "B cannot have a range"),

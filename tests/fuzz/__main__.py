@@ -1,5 +1,6 @@
 """Random inputs for what memopt takes.
 
+export OMP_NUM_THREADS=1
 python -m tests.fuzz training --count 1000          # models, plans and trainings: the plan changes nothing
 python -m tests.fuzz training --seed 7 --first 500  # others; a failure is made as small as it gets, and printed
 python -m tests.fuzz training --case '{"blocks":[{"kind":"lstm"}],"packed":true}'
@@ -9,6 +10,7 @@ python -m tests.fuzz files zip.pt plan.yaml         # broken files of every form
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +36,8 @@ def main() -> None:
         _add_arguments(kinds.add_parser(name), judge)
     files.add_arguments(kinds.add_parser("files"))
     given = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        parser.error("threads of a case would sum in another order than the main one: set OMP_NUM_THREADS=1")
     sys.exit(min(given.run(given), 1))
 
 

@@ -60,6 +60,8 @@ ONCE_FAILED = {
     '{"kind":"rrelu"}],"segments":[{"path":"blocks.1-2"}],"steps":1}',
     "a gradient within by an input whose gradient is kept": '{"blocks":[{"kind":"force"}],"segments":[{"path":""}],'
     '"scenario":{"inputs":"computed"},"steps":1}',
+    "a gradient within by an input whose gradient is kept, and what cannot be repeated": '{"blocks":[{"kind":"force"},'
+    '{"kind":"pullback"}],"segments":[{"path":""}],"scenario":{"inputs":"computed"},"steps":1}',
     "noise behind a norm in chunks": '{"blocks":[{"kind":"batch norm","segments":[{"path":"","chunks":2,'
     '"batch_statistics":true}]},{"kind":"alpha dropout"}],"scenario":{"dtype":"float64"},"steps":1}',
     "a norm behind a norm in chunks": '{"blocks":[{"kind":"batch norm","segments":[{"path":"","chunks":3,'
@@ -130,6 +132,12 @@ def test_an_error_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_plain_model_cannot_do_says_nothing_of_the_plan() -> None:
     scenario = Scenario(between=("change the inputs",), inputs="trained")
     assert outcome(Case(blocks=(Block(kind="linear"),), segments=ROOT, scenario=scenario)).kind == "plain fails"
+
+
+def test_where_the_plain_model_recomputes_in_another_mode_its_gradients_say_nothing() -> None:
+    blocks = (Block(kind="instance norm with statistics"), Block(kind="gru cell", segments=ROOT))
+    case = Case(blocks=blocks, scenario=Scenario(call="in a checkpoint", between=("eval",)), steps=1)
+    assert outcome(case).kind == "noisy"
 
 
 def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import logging
 import operator
 import os
 import pickle
+import pickletools
 import runpy
 import struct
 import subprocess
@@ -254,6 +255,12 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "settings as something to call", _of(_linear(act=BertConfig), "kept as something to call")
     composed = functools.partial(round, ndigits=nn.functional.gelu)
     yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
+    for made in (Call(dict, {"ndigits": nn.functional.gelu}), collections.OrderedDict(ndigits=nn.functional.gelu)):
+        state = (round, (), made, {})
+        handed = Call(functools.partial, round, state=state)
+        yield f"a partial that is handed a function in a {type(made).__name__}", _of(_linear(act=handed), "partial")
+    names = _linear(_non_persistent_buffers_set=Call(set, ("a.b",)))
+    yield "names that are none, in a tuple", _of(names, "_non_persistent_buffers_set that are none")
     asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
     yield "a defaultdict of an object", _of(_linear(extra=asked), "defaultdict")
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
@@ -314,6 +321,21 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     _, (program, attributes) = loaded.module.__reduce_ex__(2)  # type: ignore[misc]
     lifted = Call(restore_lifted, program, attributes)
     yield "a lifted module whose state is changed", _of(_linear(late=attributes, first=lifted), "shares")
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), buffer)
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
+    yield (
+        "a lifted module whose child is taken away later",
+        _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is no module"),
+    )
+    for key, value in {"num_layers": b"K\x01", "_all_weights": b"N"}.items():
+        layer = nn.LSTM(3, 8)
+        layer.num_layers, layer._all_weights = 2**40, [[1]]  # type: ignore[list-item]
+        change = b"X" + struct.pack("<I", len(key)) + key.encode() + value
+        yield (
+            f"an LSTM whose {key} is another later",
+            _changed_later(layer, "", change, NO_MODEL, "behind its back"),
+        )
 
     url = "http://127.0.0.1:9/model"
     for name, made in {
@@ -327,6 +349,17 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         "settings created of arguments",
         _of(_linear(extra=Created(BertConfig, url)), "created with arguments", NO_MODEL),
     )
+
+
+def _changed_later(module: nn.Module, register: str, change: bytes, code: int, says: str) -> Hostile:
+    """``change`` sets an entry in the dict of that name, or in the module's attributes, when the module is made."""
+    records = _saved(module)
+    opcodes = list(pickletools.genops(records["data.pkl"]))
+    start = next(i for i, (_, argument, _) in enumerate(opcodes) if argument == register or not register)
+    made = next(i for i in range(start, len(opcodes)) if opcodes[i][0].name == "EMPTY_DICT")
+    again = b"j" + struct.pack("<I", opcodes[made + 1][1])
+    records["data.pkl"] = records["data.pkl"][:-1] + again + change + b"s0."
+    return Hostile(archive(records), code, says)
 
 
 def _linear(**attributes: Any) -> nn.Module:
@@ -393,6 +426,23 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         "names of many modules of a library": _names(b"transformers.models.m%d\nNet\n", 200),
         "very many names": _names(b"torch.nn.functional\nf%d\n", 5000),
         "many regular expressions": b"]" + b"".join(map(_pattern, range(100))),
+        "a number of layers that is modules in modules": b"ctorch.nn.modules.rnn\nLSTM\n)\x81}"
+        + b"X\x0a\x00\x00\x00num_layers"
+        + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
+        + b"sb",
+        "heads that are modules in modules": b"ctorch.nn.modules.activation\nMultiheadAttention\n)\x81}"
+        + b"X\x09\x00\x00\x00num_heads"
+        + _doubled(b"X\x01\x00\x00\x00a", b"X\x01\x00\x00\x00b")
+        + b"sX\x09\x00\x00\x00embed_dimK\x01s"
+        + b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS)
+        + b"b",
+        "modules in modules, each twice": b"N"
+        + (
+            b"q\xfe0ctorch.nn.modules.linear\nIdentity\n)\x81}"
+            + b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS[:2])
+            + b"X\x08\x00\x00\x00_modules}X\x01\x00\x00\x00ah\xfesX\x01\x00\x00\x00bh\xfessb"
+        )
+        * 40,
         "attributes of attributes": (
             b"cbuiltins\ngetattr\n" * deep + b"ctorch.nn.modules.linear\nLinear\n" + (attribute + b"\x86R") * deep
         ),
@@ -410,10 +460,21 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
     code = b"crandom\nRandom\n)R(K\x02(" + 3 * (b"X" + struct.pack("<I", len(text)) + text) + b"tNtb"
     yield "a random generator of an older version", Hostile(holding(code), NO_MODEL, "random generator")
     for name, code in nested.items():
-        refused = REFUSED if name == "calls of many names of one module" else NO_MODEL
+        judged = name in ("calls of many names of one module", "a number of layers that is modules in modules")
+        refused = REFUSED if judged else NO_MODEL
         yield name, Hostile(holding(code), refused, "model.pt")
     code = b"\x80\x02cbuiltins\ntuple\ncbuiltins\nrange\nJ\x80\xc3\xc9\x01\x85R\x85\x81."
     yield "a tuple created of a range", Hostile(archive({"data.pkl": code}), REFUSED, "builtins.tuple")
+
+
+_REGISTERS = (b"_parameters", b"_buffers", b"_modules")
+
+
+def _doubled(*names: bytes) -> bytes:
+    """A module that has another one under each of the names, which has another one …: few that are met very often."""
+    registers = b"".join(b"X" + struct.pack("<I", len(name)) + name + b"}s" for name in _REGISTERS)
+    held = b"".join(name + b"h\xfes" for name in names)
+    return b"K\x01" + (b"q\xfe0ctorch.nn.modules.linear\nIdentity\n)\x81}" + held + registers + b"b") * 40
 
 
 def _names(one: bytes, count: int = 1900) -> bytes:

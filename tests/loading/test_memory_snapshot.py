@@ -77,6 +77,9 @@ class Runs:
         pytest.param(b"\x80\x04\x8c\x02os\x8c\x06system\x93.", id="a name from the stack"),
         pytest.param(b"\x80\x02}r\xff\xff\xff\x7f.", id="a memo that is huge"),
         pytest.param(b"\x80\x02Vx\nQ.", id="a persistent object"),
+        pytest.param(b"\x80\x02}K\x01" + b"2\x86" * 60 + b"Ns.", id="a key that is pairs of pairs"),
+        pytest.param(b"\x80\x02}(X\x01\x00\x00\x00aNK\x01q\x000h\x00Nu.", id="a number for a key, from the memo"),
+        pytest.param(b"\x80\x02(K\x01Nd.", id="a number for a key, in a dict made at once"),
     ],
 )
 def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.CaptureFixture[str]) -> None:

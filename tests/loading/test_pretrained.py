@@ -109,6 +109,7 @@ REFUSED = {
     "code of its own": ({"auto_map": {"AutoModel": "model.Net"}}, "auto_map names code"),
     "code deep within": ({"text_config": {"auto_map": {"AutoModel": "model.Net"}}}, "auto_map names code"),
     "a kernel of a hub": ({"_attn_implementation": "someone/kernel"}, "names a kernel of a hub"),
+    "a kernel for experts": ({"experts_implementation": "sonicmoe"}, "names a kernel of a hub"),
     "a quantized model": ({"quantization_config": {"load_in_4bit": True}}, "quantization_config"),
     "settings of another library": ({"model_args": {"checkpoint_path": "w.bin"}}, "model_args"),
     "weights of a hub": ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),

@@ -377,3 +377,31 @@ WORDS = "unable to open file </x> in read-write mode: Permission denied (13)"
 )
 def test_only_a_refusal_is_taken_for_one(error: BaseException, is_the_wall: bool) -> None:
     assert sandbox.is_refusal(error) is is_the_wall
+
+
+COMPILES = """
+import os, sys, tempfile
+from memopt_cli.measure import sandbox
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+sandbox.confine(sys.argv[1], gpu=False)
+for path in (cache_dir(), triton_cache_dir(0), tempfile.gettempdir()):
+    os.makedirs(path, exist_ok=True)
+    open(os.path.join(path, "compiled"), "w").close()
+    print(path)
+"""
+
+
+@pytest.mark.usefixtures("confined")
+def test_caches_of_compilers_are_in_the_folder_and_the_users_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, users = tmp_path / "own", tmp_path / "users"
+    folder.mkdir()
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        (users / name).mkdir(parents=True)
+        monkeypatch.setenv(name, str(users / name))
+    places = python("-c", COMPILES, str(folder)).split()
+    assert len(places) == 3
+    assert all(Path(place).is_relative_to(folder) for place in places)
+    assert not [path for path in users.rglob("*") if path.is_file()]

@@ -323,6 +323,15 @@ def test_a_plan_is_timed_in_turns_with_the_original(
     assert len(runs) == 4 * (1 + 2), "a segment runs twice"
 
 
+@pytest.mark.parametrize(("most_slowdown", "pairs"), [(1e-9, 1), (1e9, 3)])
+def test_a_plan_that_is_slower_than_it_may_be_by_far_is_timed_once(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, most_slowdown: float, pairs: int
+) -> None:
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    found = worker().do(TimeInTurnsJob(plan=plan("2"), pairs=3, most_slowdown=most_slowdown))
+    assert len(found.original_times_s) == len(found.planned_times_s) == pairs
+
+
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:
     one = worker()
     probe = ProbeJob(plan=plan("1"), batch=8)

@@ -23,7 +23,8 @@ _DEEPEST: Final = 400
 """The same of objects, each of which counts with the dicts and tuples between them: Python's copies take two calls
 for each."""
 _MOST_ITEMS: Final = 4_000_000
-"""Items of a container, each counted wherever it can be reached: whoever prints or copies it meets them all."""
+"""Items of a container, or modules in one, each counted wherever it can be reached: whoever prints or copies it, or
+asks for its state dict, meets them all."""
 
 
 def uses_in(root: Any) -> list[Use]:
@@ -116,7 +117,7 @@ class Audit:
         """Why walking what can be reached would never end, or go too deep; empty if it would not."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
-        modules = Walk(self._children_of_module, _MOST_MODULES, 2**63)
+        modules = Walk(self._children_of_module, _MOST_MODULES, _MOST_ITEMS)
         containers = Walk(self._items, _MOST_CONTAINERS, _MOST_ITEMS)
         for value in self._nodes:
             if reason := modules.endless(value):

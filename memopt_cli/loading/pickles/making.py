@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of, tensor_bytes
 from memopt_cli.loading.pickles.names import called_name, within_class
-from memopt_cli.loading.pickles.nodes import Built, Global, Step, Tuple
+from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
 """Calls its first argument."""
@@ -34,6 +34,7 @@ _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("builtins", "object"),
 )
 _PATTERN, _SPARSE = Global("re", "_compile"), Global("torch._utils", "_rebuild_sparse_tensor")
+_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """How the protocols before 2 create an empty object."""
 
@@ -46,6 +47,8 @@ class Maker:
         self._scan = scan
         self._hashes: Counter[tuple[int, int]] = Counter()
         """How many keys of a container have one hash."""
+        self._states: set[int] = set()
+        """The dicts that objects were given their attributes in: what classes have made of them is seen no more."""
 
     def make(self, node: Built) -> Built:
         self.steps.append(Step("make", node))
@@ -109,6 +112,7 @@ class Maker:
     # ------------------------------------------------------------------------------------------ filling
 
     def extend(self, node: Built, items: list[Any]) -> None:
+        self._check_open(node)
         node.items.extend(items)
         self.steps.append(Step("extend", node, tuple(items)))
 
@@ -119,6 +123,7 @@ class Maker:
 
     def set_entries(self, node: Built, items: list[Any]) -> None:
         """``items``: keys and values in turn."""
+        self._check_open(node)
         keys, values = items[::2], items[1::2]
         self.charge_keys(node, keys)
         node.entries.extend(zip(keys, values, strict=True))
@@ -126,14 +131,20 @@ class Maker:
 
     def fill(self, node: Built, state: Any) -> None:
         """Give an object its state, once."""
+        self._check_open(node)
         if node.has_state:
             raise ValueError("it gives an object two states")
         node.state, node.has_state = state, True
         parts = state.items if isinstance(state, Tuple) else (state,)
+        self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)
         self._scan.spend(sum(amount_of(part) for part in parts if isinstance(part, Built | Tuple)))
         self._scan.take(sum(map(size_of, parts)))
         node.weight += sum(hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
         self.steps.append(Step("fill", node))
+
+    def _check_open(self, node: Built) -> None:
+        if id(node) in self._states:
+            raise ValueError("it changes the attributes of an object behind its back")
 
     def charge_keys(self, node: Built, keys: list[Any]) -> None:
         """For what a dict or set does with its keys: it compares those of one hash, each with all before it."""

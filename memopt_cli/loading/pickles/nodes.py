@@ -39,7 +39,7 @@ SET: Final = Global("builtins", "set")
 FROZENSET: Final = Global("builtins", "frozenset")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tuple:
     """Stands for a tuple."""
 
@@ -49,8 +49,11 @@ class Tuple:
     weight: int
     """Items of it and of what lies in it, each counted wherever it occurs: what hashing it visits."""
 
+    def __repr__(self) -> str:
+        return f"a tuple of {len(self.items)}"
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class Built:
     """Stands for an object: what makes it, of what, and what it is then filled with."""
 
@@ -71,6 +74,10 @@ class Built:
     """Work that making it anew takes, in items."""
     size: int = 0
     """Bytes and characters that it is made of."""
+
+    def __repr__(self) -> str:
+        """In a message: not what it is made of, which a file can make endless."""
+        return f"a {self.name}"
 
     @property
     def name(self) -> Global:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from memopt_cli import trace
 from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.estimation import Lifetime, estimate, library_blocks, replayed, timed
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
-from memopt_cli.records import Counted, Plan, StepTrace
+from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
 from memopt_cli.step import is_out_of_memory, run_checked
 from memopt_cli.workspace import Workspaces
 
@@ -23,8 +24,18 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     """A step under a plan, with the seconds of its operators where it may be run at full size.
 
     Where its operators depend on the data, or on how many samples there are, only a full step on data tells all of it.
-    One is recorded if it may be; should that fail, the answer is what is known without.
+    One is recorded if it may be; should that fail, the answer is what is known without.  For a device that is not here
+    its allocated peak and times are those of that device.
     """
+    traced, card = _traced(bench, job), bench.subject.card
+    if card is None:
+        return traced
+    there = timed(traced.trace, card)
+    there = replace(there, allocated_peak_bytes=estimate(there, card).allocated_peak_bytes)
+    return replace(traced, trace=there)
+
+
+def _traced(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
         return _timed(bench, job.plan, record_on_data(bench, job.plan))
     traced = _timed(bench, job.plan, _recorded(bench, job.plan))
@@ -50,11 +61,24 @@ def count(bench: Bench, job: CountJob) -> Counted:
 
 def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     described = job.batch is None and not job.dims
-    workspaces = workspaces_for(bench, job.plan) if described else Workspaces()
+    card = bench.subject.card
+    workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
+    allocated = None if card is None else _allocator_of(bench, card)
     fake = bench.known(_described) if described else _fake(bench, job.batch, job.dims)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
     with bench.planned(job.plan, fake.step):
-        return fake.count(workspaces, codecs)
+        return fake.count(workspaces, codecs, allocated)
+
+
+def _allocator_of(bench: Bench, card: DeviceProfile) -> trace.AllocatedPeak:
+    """What a device's allocator would hand out at most, with what its library keeps for the original's products."""
+    library = library_blocks(bench.known(_original).trace.ops, card)
+
+    def allocated(lives: Iterable[trace.Life]) -> int:
+        held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
+        return replayed([*held, *library], card).allocated_peak_bytes
+
+    return allocated
 
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:

@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import (
+    DeviceEstimate,
     FileHeader,
     Measurement,
     MemOptSummary,
@@ -79,6 +80,9 @@ Tile = tuple[str, str, str]
 
 
 def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
+    if found.estimate is not None:
+        yield from _estimate_tiles(found.estimate)
+        return
     measured = found.measurement if isinstance(found.measurement, Measurement) else None
     allocated = measured.allocated_peak_bytes if measured else found.peak.allocated_bytes
     tensor = measured.tensor_peak_bytes if measured else found.tensor_peak_bytes
@@ -91,9 +95,19 @@ def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
         yield "peaks in", found.peak.phase, f"{found.peak.name} in {found.peak.module or 'the model'}"
 
 
+def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
+    where = f"estimated for {found.device}"
+    yield "allocated peak", format_bytes(found.allocated_peak_bytes), where
+    room = "fits" if found.fits else "does not fit"
+    yield "reserved peak", format_bytes(found.reserved_peak_bytes), f"{room} in {format_bytes(found.memory_bytes)}"
+    yield "step", format_seconds(found.step_s), where
+
+
 def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
     outcomes = {row.level: row.outcome for row in summary.levels}
     before, after = outcomes.get(0), outcomes.get(summary.applied_level)
+    if summary.estimates is not None:
+        yield from _estimate_tiles(summary.estimates.planned)
     if isinstance(after, Measurement):
         base = before if isinstance(before, Measurement) else None
         peaks = (base.allocated_peak_bytes if base else None, after.allocated_peak_bytes)

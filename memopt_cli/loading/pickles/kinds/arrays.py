@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import items_in
-from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use
+from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quoted
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes whose items are numbers, text or objects of the file, and no structures of them."""
@@ -92,7 +92,7 @@ def _check(data: Any, dtype: Any, shape: Any) -> None:
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise Broken("an array is made of something else")
     if len(data) != _items(shape) * dtype.itemsize:
-        raise Broken(f"an array of the shape {shape} has {len(data)} bytes")
+        raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} bytes")
 
 
 def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
@@ -101,17 +101,17 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
         raise Broken("an array is made of something else")
     if len(data) != _items(shape):
-        raise Broken(f"an array of the shape {shape} has {len(data)} items")
+        raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} items")
 
 
 def _items(shape: tuple[Any, ...]) -> int:
     """How many items an array of that shape has; no size is far larger than what is there, an empty one's neither."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MOST_SIZES:
-            raise Broken(f"an array has the shape {shape}")
+            raise Broken(f"an array has the shape {quoted(shape)}")
         return items_in(shape)
     except (TypeError, ValueError) as err:
-        raise Broken(f"an array has the shape {shape}") from err
+        raise Broken(f"an array has the shape {quoted(shape)}") from err
 
 
 def _held(name: str) -> Any:

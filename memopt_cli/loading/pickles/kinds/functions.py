@@ -26,6 +26,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Use,
     is_dunder,
     is_surrogate,
+    quoted,
     resolve,
     within,
 )
@@ -137,7 +138,7 @@ def _check_attribute(node: Built | None, graph: Graph) -> str:
             allowed, of = kind is not None and asked(kind, name, graph), kind.__name__ if kind else "something"
         case _:
             return "is asked for something without a name"
-    return "" if allowed else f"asks for the attribute {name!r} of {of}"
+    return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
 
 
 def _of_class(kind: type, name: str, graph: Graph) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 
-from memopt_cli.errors import first_line
+from memopt_cli.errors import first_line, shortened
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
@@ -148,6 +148,15 @@ def is_surrogate(found: Any) -> bool:
     return is_function and within(found.__module__, "snntorch")
 
 
+def quoted(value: Any) -> str:
+    """A part of a file's object, or of its stand-in, in a message; what holds others may take forever to print."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
+    if is_plain or isinstance(value, Built | Tuple):
+        return shortened(value)
+    return f"a {type(value).__name__}"
+
+
 def is_dunder(name: str) -> bool:
     """A name such as ``__setstate__``, by which Python finds what to run."""
     return name[:2] == "__" and name[-2:] == "__"
@@ -181,7 +190,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"a {type(target).__name__} has no slot {name!r}")  # a property would run
+            raise Broken(f"a {type(target).__name__} has no slot {quoted(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 
@@ -192,7 +201,7 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
     """
     for name, value in entries:
         if not isinstance(name, str) or not name.isprintable():
-            return f"has an attribute named {name!r}"
+            return f"has an attribute named {quoted(name)}"
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"

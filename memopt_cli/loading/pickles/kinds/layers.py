@@ -10,7 +10,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries
+from memopt_cli.loading.pickles.kinds.interface import Broken, plain_entries, quoted
 from memopt_cli.loading.pickles.nodes import Built, entries_of
 from memopt_cli.runtime.lifted.argument_checks import fits_weight_norm
 from memopt_cli.runtime.private_torch import ParametrizedWeightNorm, WrappedHook, names_of_weights, weights_in_use
@@ -29,7 +29,7 @@ def check_layers_asked(kind: type, node: Built) -> str:
     entries = dict(plain_entries(node.state) or ())
     layers, parameters = entries.get("num_layers"), entries_of(entries.get("_parameters"))
     known = type(layers) is int and 0 < layers <= len(parameters)
-    return "" if known else f"has {layers!r} layers and {len(parameters)} parameters"
+    return "" if known else f"has {quoted(layers)} layers and {len(parameters)} parameters"
 
 
 def check_weights(module: nn.Module) -> None:
@@ -72,7 +72,7 @@ _MODES: Final = {nn.LSTM: ("LSTM",), nn.GRU: ("GRU",), nn.RNN: ("RNN_TANH", "RNN
 def _check_heads(module: nn.MultiheadAttention) -> None:
     heads, width = module.num_heads, module.embed_dim
     if type(heads) is not int or type(width) is not int or heads < 1 or width % heads:
-        raise Broken(f"{type(module).__name__} has {heads!r} heads of {width!r} features")
+        raise Broken(f"{type(module).__name__} has {quoted(heads)} heads of {quoted(width)} features")
 
 
 def _check_norm(v: Any, g: Any, dim: Any, module: nn.Module) -> None:

@@ -27,13 +27,14 @@ from memopt_cli.loading.pickles.kinds.interface import (
     is_callable,
     is_surrogate,
     plain_entries,
+    quoted,
     resolve,
     set_attributes,
     shadowing,
     within,
 )
 from memopt_cli.loading.pickles.kinds.layers import HOOKS, check_layers_asked, check_weights
-from memopt_cli.loading.pickles.nodes import Built
+from memopt_cli.loading.pickles.nodes import Built, Tuple
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.runs import Run
@@ -303,9 +304,9 @@ def _register(holds: Callable[[Any, Any, Graph], bool], what: str) -> Callable[[
             return str(reason)
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
-            return f"has {what} named {misnamed!r}, which stands for more than a name where code is made of it"
+            return f"has {what} named {quoted(misnamed)}, which stands for more than a name where code is made of it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
-        return f"has {what} {wrong[0]!r} that is not one" if wrong else ""
+        return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
     return check
 
@@ -356,10 +357,11 @@ def _is_vouched(value: Any, graph: Graph) -> bool:
 
 
 def _check_names(name: str, value: Any, graph: Graph) -> str:
-    items = value.items if isinstance(value, Built) else ()
     given = value.given() if isinstance(value, Built) else ()
-    listed = [item for part in given if isinstance(part, Built) for item in part.items]
-    return "" if all(map(_is_name, (*items, *listed))) else f"has {name} that are none"
+    parts = [part for part in (value, *given) if isinstance(part, Built | Tuple)]
+    are_names = all(_is_name(item) for part in parts for item in part.items)
+    are_seen = not any(isinstance(part, Built) and part.given() for part in given)
+    return "" if are_names and are_seen else f"has {name} that are none"
 
 
 def _check_flag(name: str, value: Any, graph: Graph) -> str:

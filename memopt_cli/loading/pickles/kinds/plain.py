@@ -28,6 +28,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Role,
     is_dunder,
     plain_entries,
+    quoted,
     set_attributes,
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
@@ -50,7 +51,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Protocol 2 knows no bytes: it encodes a text whose characters they are."""
     if encoding not in ("latin1", "latin-1"):
-        raise Broken(f"bytes are encoded as {encoding!r}")
+        raise Broken(f"bytes are encoded as {quoted(encoding)}")
     return text.encode("latin1")
 
 
@@ -141,8 +142,11 @@ def _check_partial(node: Built | None, graph: Graph) -> str:
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls what is no function that only computes"
     match node.state:
-        case Tuple(items=(function, Tuple(items=arguments), Built(entries=named), attributes)) if function is given[0]:
-            values = (*arguments, *(value for _, value in named))
+        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
+            entries = plain_entries(named)
+            if entries is None:
+                return "is handed arguments of another kind"
+            values = (*arguments, *(value for _, value in entries))
             if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
                 return "hands a function something to call"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
@@ -164,7 +168,7 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph
         entries = plain_entries(node.state) if node is not None and node.has_state else []
         if entries is None:
             return "has a state of another kind"
-        return next((f"has an attribute {name!r}" for name, _ in entries if not allowed(name)), "")
+        return next((f"has an attribute {quoted(name)}" for name, _ in entries if not allowed(name)), "")
 
     return check
 

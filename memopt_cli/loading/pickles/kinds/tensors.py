@@ -17,7 +17,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
 from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, check_view
-from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe, Use, plain_entries, shadowing
+from memopt_cli.loading.pickles.kinds.interface import (
+    Broken,
+    Graph,
+    Listed,
+    Recipe,
+    Use,
+    plain_entries,
+    quoted,
+    shadowing,
+)
 from memopt_cli.loading.pickles.making import TENSOR_SUBCLASS_REBUILD
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
@@ -79,7 +88,7 @@ class Stored:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
-        raise Broken(f"a tensor has the shape, strides or offset {value!r}")
+        raise Broken(f"a tensor has the shape, strides or offset {quoted(value)}")
     return tuple(value)
 
 
@@ -117,7 +126,7 @@ def _tensor(
     made = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
-            raise Broken(f"a tensor has the property {bit!r}")
+            raise Broken(f"a tensor has the property {quoted(bit)}")
     if metadata:
         set_bits(made, dict(metadata))
     return made.requires_grad_(bool(requires_grad))

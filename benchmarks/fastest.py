@@ -1,0 +1,227 @@
+"""``memopt recommend-batch --search`` beside a sweep of plans and batches.
+
+    python benchmarks/fastest.py [--only NAME] [--optimizer adamw] [--samples 2 16]
+
+The sample models are those of ``make samples``; the others are of transformers.  Each is tried within what the original
+takes with so many ``--samples``.  The sweep: the original, ``checkpoint`` on every block, and the plans of ``memopt
+optimize --frontier`` at four times the original's largest batch, each with the largest batch that it takes, three
+quarters, half and a quarter of it.  The answer is run once more among them, for times drift.
+
+Wanted: the answer trains at least 97 % of the samples a second of the best of the sweep, the original's best batch and
+that of ``checkpoint`` on every block among it, from at most eight runs.  Times want a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.batch_size.peak_model import PeakModel
+from memopt_cli.batch_size.runs import Runs
+from memopt_cli.measure import processes
+from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.batch_probes import BatchProbes
+from memopt_cli.pipeline.fastest import fastest_prepared
+from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.optimization import find_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.trials import Trials
+from memopt_cli.plan.policy import resolve
+from memopt_cli.progress import Progress
+from memopt_cli.records import (
+    BatchProbe,
+    BatchRequest,
+    FastestTraining,
+    InputSpec,
+    ModelSource,
+    OptimizeRequest,
+    Plan,
+    SearchGoal,
+    SearchOverrides,
+    SegmentPlan,
+    StepSettings,
+    Trust,
+)
+from memopt_cli.spec_text import parse_tensor
+from memopt_cli.units import format_bytes
+
+TIME_LIMIT_S = 600.0
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the largest batch of a plan, those that are run."""
+WANTED = 0.97
+HEADER = [
+    "limit",
+    "answer",
+    "samples/s",
+    "sweep's best",
+    "original's",
+    "checkpoint's",
+    "of the best",
+    "runs",
+    "as wanted",
+]
+SEARCH = SearchOverrides()
+GPT2 = "benchmarks/out_of_memory.py:gpt2"
+VIT = "benchmarks/out_of_memory.py:vit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, its inputs (``None``: beside its file), and the paths of its blocks."""
+
+    model: str
+    blocks: tuple[str, ...]
+    spec: InputSpec | None = None
+
+
+def _spec(text: str, **dims: int) -> InputSpec:
+    return InputSpec(tensors=(parse_tensor(text),), dims=dims, source="benchmark")
+
+
+CASES = {
+    "gpt": Case(model="sample_models/build/gpt.pt", blocks=tuple(f"blocks.{i}" for i in range(6))),
+    "resnet": Case(model="sample_models/build/resnet.pt", blocks=tuple(f"stages.{i}" for i in range(4))),
+    "char_rnn": Case(model="sample_models/build/char_rnn.pt", blocks=("rnn",)),
+    "Hugging Face gpt2": Case(
+        model=GPT2,
+        blocks=tuple(f"transformer.h.{i}" for i in range(4)),
+        spec=_spec("input_ids:BxS@int64=0..96", B=4, S=64),
+    ),
+    "Hugging Face vit": Case(
+        model=VIT,
+        blocks=tuple(f"vit.layers.{i}" for i in range(4)),
+        spec=_spec("Bx3x64x64", B=4),
+    ),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Sweep:
+    """Every plan at every share of its largest batch, within a limit."""
+
+    prepared: Prepared
+    limit_bytes: int
+    trials: Trials
+
+    def runs(self, plans: list[Plan]) -> dict[Plan, list[BatchProbe]]:
+        """Those that fit, by plan."""
+        found: dict[Plan, list[BatchProbe]] = {}
+        for plan in plans:
+            largest = self.largest(plan)
+            batches = sorted({max(1, int(share * largest)) for share in SHARES}) if largest else []
+            runs = [self.trials.run(plan, batch) for batch in batches]
+            found[plan] = [run for run in runs if isinstance(run, BatchProbe) and self._fits(run)]
+        return found
+
+    def largest(self, plan: Plan) -> int:
+        """By dry runs, corrected by runs until one fits."""
+        limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
+        model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
+        open_session = functools.partial(self.prepared.session, TIME_LIMIT_S)
+        with Sessions(open_session, lambda: None, "small batch") as session:
+            model.predict = BatchProbes(session=session, plan=plan, progress=Progress()).predict
+            while batch := model.largest_within(self.limit_bytes):
+                run = model.runs[batch] = self.trials.run(plan, batch)
+                if isinstance(run, BatchProbe) and self._fits(run):
+                    break
+        return batch
+
+    def _fits(self, run: BatchProbe) -> bool:
+        return run.allocated_peak_bytes <= self.limit_bytes
+
+
+def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan]:
+    """Those of the frontier at a batch."""
+    frontier = OptimizeRequest(
+        source=request.source,
+        spec=None,
+        settings=request.settings,
+        goal=SearchGoal(frontier=True),
+        recommend_batch=False,
+    )
+    found = find_plan(frontier, resolve(SEARCH), prepared.at(batch), Progress())
+    return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
+
+
+def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
+    """One for each limit."""
+    source = ModelSource(location=case.model, trust=Trust(code_paths=(".",)))
+    settings = StepSettings(device="cuda:0" if torch.cuda.is_available() else "cpu", optimizer=optimizer)
+    opening = Opening(source=source, spec=case.spec, settings=settings, timeout_s=TIME_LIMIT_S)
+    prepared = prepare(opening, progress=Progress(), ask=None)
+    prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    for batch in samples:
+        limit_bytes = _trials(prepared, 1 << 60).run_original(batch)
+        assert isinstance(limit_bytes, BatchProbe)
+        yield _row(case, prepared, settings, batch, limit_bytes.allocated_peak_bytes)
+
+
+def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
+    return Trials(prepared=prepared, timeout_s=TIME_LIMIT_S, limit_bytes=limit_bytes, progress=Progress())
+
+
+def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
+    source = prepared.subject.source
+    request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes, search=SEARCH)
+    found = fastest_prepared(request, resolve(SEARCH), prepared, Progress())
+    sweep = Sweep(prepared=prepared, limit_bytes=limit_bytes, trials=_trials(prepared, limit_bytes))
+    blocks = Plan(segments=tuple(SegmentPlan(path=path) for path in case.blocks))
+    runs = sweep.runs([ORIGINAL, blocks, *plans_at(prepared, request, 4 * batch)])
+    again = sweep.trials.run(found.answer.plan, found.answer.batch)
+    assert isinstance(again, BatchProbe)
+    return cells(found, again, limit_bytes, _best(runs[ORIGINAL]), _best(runs[blocks]), max(map(_best, runs.values())))
+
+
+def _best(runs: list[BatchProbe]) -> float:
+    """Samples a second."""
+    return max((run.samples_per_s for run in runs), default=0.0)
+
+
+def cells(
+    found: FastestTraining, again: BatchProbe, limit_bytes: int, original: float, blocks: float, best: float
+) -> list[str]:
+    """Under :data:`HEADER`; rates are samples a second."""
+    rate, answer = again.samples_per_s, found.answer
+    wanted = len(found.runs) <= 8 and rate >= WANTED * max(best, original, blocks)
+    plan = "no plan" if answer.plan.is_empty else f"{len(answer.plan.segments)} segments"
+    return [
+        format_bytes(limit_bytes),
+        f"batch {answer.batch}, {plan}",
+        *(f"{number:.3g}" for number in (rate, best, original, blocks)),
+        f"{rate / max(best, rate):.3f}",
+        str(len(found.runs)),
+        "yes" if wanted else "no",
+    ]
+
+
+def main() -> int:
+    """Every case; 1 if an answer is not as wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--samples", type=int, nargs="+", default=[2, 16], help="of the original, that make a limit")
+    given = parser.parse_args()
+    wanted = True
+    for name, case in CASES.items():
+        if given.only not in name:
+            continue
+        found = []
+        for row in rows(case, given.optimizer, given.samples):
+            print(name, *row, sep=" | ", flush=True)
+            found.append(row)
+        wanted &= all(row[-1] == "yes" for row in found)
+        write_section(f"recommend-batch --search: {name}", this_command(), table(HEADER, found))
+    return int(not wanted)
+
+
+if __name__ == "__main__":
+    with processes.kept(early=True):
+        status = main()
+    sys.exit(status)

@@ -1,0 +1,18 @@
+"""A step on a device that is not here: its allocator simulated, its time by a roofline.  No torch."""
+
+from memopt_cli.estimation.allocator import CachingAllocator, Lifetime, NoRoomError, lifetimes, replay
+from memopt_cli.estimation.roofline import operator_s, timed
+from memopt_cli.estimation.step import estimate, library_blocks, replayed
+
+__all__ = [
+    "CachingAllocator",
+    "Lifetime",
+    "NoRoomError",
+    "estimate",
+    "library_blocks",
+    "lifetimes",
+    "operator_s",
+    "replay",
+    "replayed",
+    "timed",
+]

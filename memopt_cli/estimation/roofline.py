@@ -1,0 +1,42 @@
+"""How long an operator takes on a device that is not here: by its products, or by the bytes of its tensors.
+
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model" (2009), operator by operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from memopt_cli.records import DeviceProfile, OpTrace, Rate, StepTrace
+
+_RATES: Final[dict[str, Rate]] = {"float64": "fp64", "complex128": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+"""Of what is not in single precision."""
+_IN_TF32: Final = ("convolution", "_rnn")
+"""In the names of operators that PyTorch hands to cuDNN, which it lets compute in TF32 unless told not to."""
+_PACKING_PASSES: Final = 10
+"""How often a tensor goes through memory to be packed, checked and unpacked, about."""
+
+
+def operator_s(op: OpTrace, device: DeviceProfile) -> float:
+    """Seconds; none of one that only gives a view, which the host does."""
+    if not op.makes and not op.mutates:
+        return 0.0
+    products_s = op.flops / rate_of(op, device)
+    return max(products_s, op.moved_bytes / device.bandwidth_bytes_per_s, device.launch_s)
+
+
+def rate_of(op: OpTrace, device: DeviceProfile) -> float:
+    """Floating-point operations a second of its products; a rate that the profile lacks is that of fp32."""
+    rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
+    return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
+
+
+def timed(trace: StepTrace, device: DeviceProfile) -> StepTrace:
+    """The step with the seconds of its operators on a device, and without the workspaces of kernels of another."""
+    ops = tuple(
+        replace(op, seconds=operator_s(op, device), recompute_s=None, workspace_bytes=0, fixed_workspace_bytes=0)
+        for op in trace.ops
+    )
+    rate = device.bandwidth_bytes_per_s / _PACKING_PASSES
+    return replace(trace, ops=ops, allocated_peak_bytes=trace.tensor_peak_bytes, packing_bytes_per_s=rate)

@@ -1,0 +1,92 @@
+"""``memopt apply --confirm``: a step under a plan, measured, beside what the plan's file predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
+from memopt_cli.optimizer_text import is_function
+from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.progress import Progress
+from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
+
+_SAID = {
+    "precision": "--precision",
+    "loss": "--loss",
+    "optimizer": "--optimizer",
+    "micro_batches": "--accumulate",
+    "clip_norm": "--clip-norm",
+    "seed": "--seed",
+}
+"""Settings of a step, but for its device -> the flag."""
+
+
+def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSettings:
+    """The settings of the step that was predicted, where the command line says no others.
+
+    Raises :class:`UsageError` for a function among them: a plan names no code.
+    """
+    if predicted is None:
+        return asked
+    plain, settings = StepSettings(), asked
+    for name, flag in _SAID.items():
+        if getattr(asked, name) != getattr(plain, name):
+            continue
+        value = getattr(predicted.settings, name)
+        if name in ("loss", "optimizer") and value and is_function(value):
+            raise UsageError(
+                f"the plan predicts a step with {flag} {value}, which is code and must be named here",
+                hint=f"Add {flag}, with your function.",
+            )
+        settings = replace(settings, **{name: value})
+    return settings
+
+
+def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:
+    """What of a step is not as the plan's file says that it was when its prediction was made."""
+    if predicted is None:
+        return ()
+    differs = [
+        flag.removeprefix("--")
+        for name, flag in _SAID.items()
+        if getattr(subject.settings, name) != getattr(predicted.settings, name)
+    ]
+    spec = header.spec
+    same = (subject.spec.tensors, dict(subject.spec.dims)) == (spec.tensors, dict(spec.dims))
+    return tuple(differs if same else [*differs, "inputs"])
+
+
+def confirmed(
+    prepared: Prepared,
+    plan: Plan,
+    predicted: PredictedStep | None,
+    differs: tuple[str, ...],
+    timeout_s: float,
+    progress: Progress,
+) -> Confirmation:
+    """Run the step here.  Raises :class:`MemoptError` where it does not run."""
+    progress.stage("measuring a step with the plan")
+    with prepared.session(timeout_s) as session:
+        found = session.ask(MeasureJob(plan=plan))
+    if not isinstance(found, Measured):
+        raise_failure(found, "the step could not be run with the plan: ")
+    measured, device = found.measurement, prepared.subject.settings.device
+    confirmation = Confirmation(device=device, measurement=measured, predicted=None, unlike=differs)
+    if predicted is None:
+        return confirmation
+    estimate = predicted.estimate
+    reserved = off(estimate.reserved_peak_bytes, measured.reserved_peak_bytes)
+    return replace(
+        confirmation,
+        predicted=estimate,
+        allocated_off=off(estimate.allocated_peak_bytes, measured.allocated_peak_bytes),
+        reserved_off=None if device == "cpu" else reserved,
+        step_off=off(estimate.step_s, measured.step_s),
+    )
+
+
+def off(predicted: float, measured: float) -> float:
+    """Predicted less measured, over measured."""
+    return (predicted - measured) / measured

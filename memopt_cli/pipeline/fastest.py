@@ -1,0 +1,399 @@
+"""``memopt recommend-batch --search``: the batch and the plan that train most samples a second within the memory.
+
+The original's best batch is found by runs, which record its step at two batches.  From these its step, and what plans
+make of it, is known at any batch by sums: a planner names the fastest plan at larger and larger batches.  Dry runs say
+how large a batch each of the most promising plans takes, and runs decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from memopt_cli.batch_size.accumulation import accumulate
+from memopt_cli.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.batch_size.peak_model import Predict
+from memopt_cli.batch_size.runs import Limits
+from memopt_cli.contents import batch_yaml, fastest_data, plan_yaml
+from memopt_cli.errors import NothingFitsError, OptionError, Terminated, VerificationError
+from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.batch_cases import Case, CaseSearch
+from memopt_cli.pipeline.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.memory_limit import limits_of
+from memopt_cli.pipeline.pair_search import PairSearch
+from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.pricing import Pricing
+from memopt_cli.pipeline.recommendation import accumulating, accumulation_notes, check_inputs
+from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.pipeline.sessions import SESSION_LOST, Sessions
+from memopt_cli.pipeline.trials import Trials
+from memopt_cli.pipeline.verification import verified
+from memopt_cli.plan.policy import Resolved, resolve
+from memopt_cli.plan.scaled import ScaledStep, scaled
+from memopt_cli.progress import Ask, Progress
+from memopt_cli.records import (
+    Accumulation,
+    BatchProbe,
+    BatchRequest,
+    Failure,
+    FastestTraining,
+    Objective,
+    PairRun,
+    Plan,
+    Verification,
+    describe,
+    to_data,
+)
+from memopt_cli.units import format_bytes
+from memopt_cli.write import check_targets, content, pair_paths, write_all
+
+_RUNS = 8
+"""Pairs that are run, those of the original among them."""
+_OF_ORIGINAL = 4
+_TELLING_BATCH = 4
+"""Fewer samples do not show along which axes modules run in chunks."""
+_MOST_ONCE = 0.9
+"""Share of a step that its optimizer may seem to take: one is timed by itself, the other as a whole."""
+_TIE = 0.01
+"""Of pairs that train as many samples a second, to this share, the simpler plan is the answer."""
+
+
+def check_search(resolved: Resolved) -> None:
+    """Raises :class:`OptionError` for a level that has no plans."""
+    if resolved.options.level == 0:
+        raise OptionError("--search looks for plans, and level 0 has none", hint="Raise --level.")
+
+
+def check_search_alone(has_plan: bool, objective: Objective | None) -> None:
+    """Raises :class:`OptionError` for a plan that is given, and for another objective."""
+    if has_plan or objective == "max":
+        what = "a plan is given" if has_plan else "the objective is max"
+        raise OptionError(f"a search finds the plan that trains fastest, and {what}", hint="Leave one of them out.")
+
+
+def fastest_prepared(
+    request: BatchRequest, resolved: Resolved, prepared: Prepared, progress: Progress
+) -> FastestTraining:
+    """The answer for a model that is ready; nothing is written.
+
+    Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
+    """
+    started = time.monotonic()
+    check_inputs(request.dim_range, prepared)
+    check_varied(prepared)
+    if not resolved.options.targets:
+        prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
+    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
+    limits = replace(limits, most_samples=request.global_batch)
+    notes = [*resolved.notes, *prepared.notes, *memory_left_out(prepared)]
+    job = _Job(request=request, resolved=resolved, prepared=prepared, progress=progress, limits=limits, notes=notes)
+    try:
+        with Sessions(job.open_session, lambda: notes.append(SESSION_LOST), "small batch") as session:
+            job.search(session)
+    except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+        if isinstance(err, Terminated) or not any(pair.usable for pair in job.pairs()):
+            raise
+        progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
+        job.interrupted = True
+    return replace(job.answer(), spent_s=time.monotonic() - started)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run of :func:`fastest_prepared`."""
+
+    request: BatchRequest
+    resolved: Resolved
+    prepared: Prepared
+    progress: Progress
+    limits: Limits
+    notes: list[str]
+    interrupted: bool = False
+    trials: Trials = field(init=False)
+    pricing: Pricing | None = None
+    dry_runs: list[BatchProbes] = field(default_factory=list)
+    """Those of each plan."""
+    ends_s: float = math.inf
+    """By the monotonic clock."""
+
+    def __post_init__(self) -> None:
+        self.trials = Trials(
+            prepared=self.prepared,
+            timeout_s=self.request.timeout_s,
+            limit_bytes=self.limits.budget_bytes,
+            progress=self.progress,
+        )
+        if self.request.search_limit_s is not None:
+            self.ends_s = time.monotonic() + self.request.search_limit_s
+
+    def open_session(self, data: Data) -> Session:
+        """For dry runs, and trials of modules in chunks."""
+        return self.prepared.at(max(self.prepared.batch, _TELLING_BATCH)).session(self.request.timeout_s, data)
+
+    # ------------------------------------------------------------------------------------------ the search
+
+    def search(self, session: Callable[[], Session]) -> None:
+        """Run the original at its best batches, then the plans that may train faster."""
+        case = self._original(session)
+        step = None if self._is_over() else self._recorded_step()
+        if step is not None:
+            self._price_and_run(step, case, session)
+        if self._is_over():
+            self.notes.append(f"The search was ended after {self.request.search_limit_s:.3g} s (--search-time).")
+
+    def _price_and_run(self, step: ScaledStep, case: Case, session: Callable[[], Session]) -> None:
+        """The plans that may train faster."""
+        self.progress.stage("pricing plans at larger batches")
+        self.pricing = Pricing(
+            step=step,
+            record=self._record,
+            probes=SearchProbes(session, limit_s=self._left_s()),
+            options=self.resolved.options,
+            progress=self.progress,
+            runs=lambda: list(self.trials.of(ORIGINAL)),
+        )
+        self._plans(case, self.pricing, session)
+
+    def _original(self, session: Callable[[], Session]) -> Case:
+        """The largest batch that it takes, and smaller ones while they are faster."""
+        case = Case(planned=False, plan=ORIGINAL, dims={})
+        search = CaseSearch(
+            batch=self.prepared.batch,
+            replicas=(),
+            progress=self.progress,
+            notes=self.notes,
+            limits=self.limits,
+            why_fixed=functools.partial(why_fixed, prepared=self.prepared),
+            most_runs=_OF_ORIGINAL,
+            run=self.trials.run_original,
+        )
+        search.find([case], session)
+        self.dry_runs.append(case.probes)
+        largest = case.search.runs.best
+        if largest:
+            self.progress.stage("finding the fastest batch")
+            best, *smaller = dict.fromkeys(filter(None, map(self._of_use, (largest, largest // 2, largest // 4))))
+            search.run_more(case, lambda found: found.also_run([best]))
+            search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
+        return case
+
+    def _recorded_step(self) -> ScaledStep | None:
+        """By the records of the smallest and of the largest batch that ran; ``None``, and a note, without two."""
+        records = self.trials.records
+        first = max(records, default=max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of))
+        if len(records) < 2:
+            self.progress.stage("recording a step")
+            self.trials.record_without_data(first)
+            self.trials.record_without_data(2 * first)
+        small, large = min(records, default=first), max(records, default=first)
+        self.notes += self.trials.notes.get(large, [])
+        step = scaled(records[small].trace, records[large].trace) if small < large else None
+        if step is None:
+            why = f"it runs other operators at batch {large} than at batch {small}" if small < large else "see above"
+            self.notes.append(f"No plan was tried: the step is not known at other batches ({why}).")
+        return step
+
+    def _record(self, plan: Plan, batch: int) -> Traced | Failure:
+        is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
+        data: Data = "full size" if is_run else "small batch"
+        with self.prepared.at(batch).session(self.request.timeout_s, data) as session:
+            return session.ask(TraceJob(plan=plan, fake=True))
+
+    def _plans(self, case: Case, pricing: Pricing, session: Callable[[], Session]) -> None:
+        runs = case.search.runs
+        priced_ratio = self._priced_ratio(pricing)
+        search = PairSearch(
+            limits=self.limits,
+            fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
+            predict=lambda plan: self._predict(plan, pricing, session),
+            ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
+            step_s=pricing.step_s,
+            samples_per_s=self._samples_per_s,
+            of_use=self._of_use,
+            run=self.trials.run,
+            runs_left=lambda: _RUNS - len(self.trials.found),
+            over=self._is_over,
+        )
+        pairs = search.priced(self._of_use(runs.best))
+        fastest = [pair.samples_per_s or 0.0 for pair in self.pairs() if pair.usable]
+        if not pairs and not fastest:
+            unit = self.limits.multiple_of
+            plan = pricing.least(unit)
+            pairs = [] if plan.is_empty else [(self._samples_per_s(unit, pricing.step_s(plan, unit)), plan, unit)]
+        self.progress.stage("running the plans that may be faster")
+        search.seek(pairs, max(fastest, default=0.0))
+
+    def _predict(self, plan: Plan, pricing: Pricing, session: Callable[[], Session]) -> Predict:
+        """By dry runs where they are possible."""
+        probes = BatchProbes(session=session, plan=plan, progress=self.progress)
+        self.dry_runs.append(probes)
+        if math.isfinite(self.dry_runs[0].predict(self.prepared.batch)):
+            return probes.predict
+        return functools.partial(pricing.peak_bytes, plan)
+
+    def _priced_ratio(self, pricing: Pricing) -> float:
+        """Measured over priced, of the original's largest batch."""
+        largest = max(self.trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
+        return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)
+
+    def _left_s(self) -> float | None:
+        """Of the time of the search; ``None``: it takes as long as it takes."""
+        return None if math.isinf(self.ends_s) else max(0.0, self.ends_s - time.monotonic())
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self.ends_s
+
+    # ------------------------------------------------------------------------------------------ what was run
+
+    def pairs(self) -> list[PairRun]:
+        """All that was run, as it trains with as many passes for a step of the optimizer as are asked for."""
+        return [
+            PairRun(
+                plan=plan,
+                batch=batch,
+                steps=self._steps(batch),
+                outcome=run,
+                samples_per_s=self._samples_per_s(batch, run.step_s) if isinstance(run, BatchProbe) else None,
+                usable=isinstance(run, BatchProbe)
+                and run.allocated_peak_bytes <= self.limits.budget_bytes
+                and self._of_use(batch) == batch,
+            )
+            for (plan, batch), run in self.trials.found.items()
+        ]
+
+    def _of_use(self, largest: int) -> int:
+        """The largest batch up to this of which a step of the optimizer is made; 0 if there is none."""
+        unit, wanted = self.limits.multiple_of, self.request.global_batch
+        rounded = largest // unit * unit
+        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
+
+    def _steps(self, batch: int) -> int:
+        """Passes for a step of the optimizer."""
+        wanted = self.request.global_batch
+        return self.prepared.subject.settings.micro_batches if wanted is None else -(-wanted // batch)
+
+    def _samples_per_s(self, batch: int, step_s: float) -> float:
+        once_s = 0.0 if self.pricing is None else self.pricing.per_step_s
+        return samples_per_s(batch, step_s, self._steps(batch), once_s)
+
+    # ------------------------------------------------------------------------------------------ the answer
+
+    def answer(self) -> FastestTraining:
+        """The best pair whose plan is verified.  Raises :class:`NothingFitsError` if none was run that fits."""
+        pairs = self.pairs()
+        chosen, verification = self._proven(pairs)
+        originals = [i for i, pair in enumerate(pairs) if pair.usable and pair.plan == ORIGINAL]
+        accumulation = self._accumulation(pairs[chosen].batch)
+        if self.interrupted:
+            self.notes.append("Interrupted: what was still to be run may have given a better answer.")
+        return FastestTraining(
+            header=file_header(self.prepared.at(pairs[chosen].batch)),
+            budget_bytes=self.limits.budget_bytes,
+            limit=f"{format_bytes(self.limits.budget_bytes)} ({self.limits.name})",
+            runs=tuple(pairs),
+            chosen=chosen,
+            original=max(originals, key=lambda i: pairs[i].samples_per_s or 0.0, default=None),
+            level=self.resolved.options.level,
+            accumulation=accumulation,
+            verification=verification,
+            priced=0 if self.pricing is None else self.pricing.priced,
+            dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
+            notes=tuple(dict.fromkeys(self.notes)),
+            files=(),
+            spent_s=0.0,
+            interrupted=self.interrupted,
+        )
+
+    def _proven(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
+        fault = ""
+        for index in ranked(pairs):
+            plan, batch = pairs[index].plan, pairs[index].batch
+            if plan == ORIGINAL:
+                return index, None
+            found = verified(self.prepared.at(batch), plan, self.request.timeout_s, self.progress, fits=False)
+            if isinstance(found, Verification) and found.passed:
+                return index, found
+            fault = found.difference if isinstance(found, Verification) else describe(found)
+            self.notes.append(f"The plan that was run at batch {batch} is left out: {fault}.")
+        if fault:
+            raise VerificationError(
+                f"no plan that fits computes what the original does: {fault}",
+                hint="A lower --level may pass. Please report it.",
+            )
+        raise self._nothing_fits()
+
+    def _nothing_fits(self) -> NothingFitsError:
+        unit = self.limits.multiple_of
+        text = f"not even batch {unit} fits into {format_bytes(self.limits.budget_bytes)} ({self.limits.name})"
+        if self.pricing is None:
+            return NothingFitsError(text, hint="Give more --memory or smaller inputs.")
+        least_bytes = self.pricing.peak_bytes(self.pricing.least(unit), unit)
+        return NothingFitsError(
+            f"{text} with any plan that was found; the least is about {format_bytes(least_bytes)}",
+            hint="Give more --memory or smaller inputs, or a higher --level.",
+        )
+
+    def _accumulation(self, batch: int) -> Accumulation | None:
+        wanted = self.request.global_batch
+        if wanted is None:
+            return None
+        found = Accumulation(global_batch=wanted, batch=batch, steps=self._steps(batch))
+        self.notes += accumulation_notes(found, has_batch_norms=bool(self.prepared.facts.batch_norms))
+        return found
+
+
+def samples_per_s(batch: int, step_s: float, steps: int, once_s: float) -> float:
+    """Of ``steps`` passes of a batch and one step of the optimizer, which takes ``once_s``.
+
+    Each run is of a pass and of a step of the optimizer, and takes ``step_s``.
+    """
+    return steps * batch / (steps * step_s - (steps - 1) * min(once_s, _MOST_ONCE * step_s))
+
+
+def ranked(pairs: list[PairRun]) -> Iterator[int]:
+    """Indices of those that may be the answer, the fastest first; of those as fast the simpler plan, then the smaller
+    batch."""
+    left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
+    while left:
+        close = (1 - _TIE) * max(left.values())
+        best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
+        yield best
+        del left[best]
+
+
+def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
+    """How much a plan does."""
+    chunks = sum(segment.chunks for segment in pair.plan.segments)
+    return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch
+
+
+# ---------------------------------------------------------------------------------------------- to the disk
+
+
+def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:
+    """The answer, and its batch and its plan in two files.
+
+    Raises as :func:`fastest_prepared`; :class:`UsageError` if a file is there already and may not be replaced.
+    """
+    assert request.search is not None
+    resolved = resolve(request.search)
+    check_search(resolved)
+    check_targets(pair_paths(request.source.location, request.output), force=request.force)
+    settings = accumulating(request.settings, request.global_batch)
+    prepared = prepare(opening_of(request, settings), progress=progress, ask=ask)
+    found = fastest_prepared(request, resolved, prepared, progress)
+    return replace(found, files=_write(found, request))
+
+
+def _write(found: FastestTraining, request: BatchRequest) -> tuple[str, ...]:
+    batch, plan = pair_paths(request.source.location, request.output)
+    shaping = BatchShaping(adaptive_sizing=AdaptiveSizing(max_batch_size=found.answer.batch))
+    files = {
+        batch: content(batch_yaml(found.header, shaping=to_data(shaping), recommended=fastest_data(found, plan.name))),
+        plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
+    }
+    return write_all(files, force=request.force)

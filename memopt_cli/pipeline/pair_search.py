@@ -1,0 +1,134 @@
+"""Plans that may train faster at batches that the original does not fit: priced, dry-run, and the best of them run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from memopt_cli.batch_size.peak_model import PeakModel, Predict
+from memopt_cli.batch_size.runs import Limits, Runs
+from memopt_cli.records import BatchProbe, Failure, Plan
+
+_GROWTH = 1.4
+"""Each batch at which plans are priced is so many times the one before."""
+_MOST_BATCHES = 12
+"""So many are: the last is forty times the first."""
+_DOUBT = 0.1
+"""A pair that by the sums is slower by so much than the best that ran is not run; before one was, the sums may be off
+by that."""
+_WORTH_ANOTHER_RUN = 1.1
+"""A batch that ran is followed by one that is so many times as large, if by its run that fits."""
+_CLOSE = 0.03
+"""The same once one was run, which corrects the sums."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A plan, and the largest batch that it takes by dry runs and by its runs so far."""
+
+    plan: Plan
+    model: PeakModel
+    batch: int
+    """To be run next."""
+    samples_per_s: float
+    """By the sums."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PairSearch:
+    """What it asks is given, so that it knows neither models nor processes."""
+
+    limits: Limits
+    fastest: Callable[[int], Plan | None]
+    """The fastest plan that takes a batch, by sums; ``None``: no plan does."""
+    predict: Callable[[Plan], Predict]
+    """Of a plan: the peak at a batch, by dry runs or sums."""
+    ratio: float
+    """Measured peaks over predicted ones, of the original."""
+    step_s: Callable[[Plan, int], float]
+    """Of a plan at a batch, by sums."""
+    samples_per_s: Callable[[int, float], float]
+    """Of a batch and the time of a step."""
+    of_use: Callable[[int], int]
+    """The largest batch, no larger than that, of which a step of the optimizer can be made."""
+    run: Callable[[Plan, int], BatchProbe | Failure]
+    runs_left: Callable[[], int]
+    over: Callable[[], bool]
+    """No pair is to be tried any more."""
+    bias: float = 1.0
+    """Measured samples a second over those by the sums, of the last pair that ran."""
+    ran: list[BatchProbe] = field(default_factory=list)
+    """Those that fit."""
+
+    @property
+    def within_bytes(self) -> int:
+        """What a step may take here."""
+        return min(self.limits.budget_bytes, self.limits.runnable_bytes)
+
+    def batches(self, after: int) -> Iterator[int]:
+        """Those at which plans are priced: of use, larger than ``after``, and ever larger."""
+        unit, most, size, last = self.limits.multiple_of, self.limits.most_samples or math.inf, after, after
+        for _ in range(_MOST_BATCHES):
+            size = max(size + unit, int(size * _GROWTH) // unit * unit)
+            batch = self.of_use(int(min(size, most)))
+            if batch > last:
+                yield batch
+                last = batch
+            if size >= most:
+                return
+
+    def priced(self, after: int) -> list[tuple[float, Plan, int]]:
+        """Samples a second, plan and batch of the fastest plans at these, best first, each plan once."""
+        found: dict[Plan, tuple[float, Plan, int]] = {}
+        for batch in self.batches(after):
+            plan = None if self.over() else self.fastest(batch)
+            if plan is None:
+                break
+            step_s = self.step_s(plan, batch)
+            if step_s > self.limits.longest_step_s:
+                break
+            if not plan.is_empty:
+                found[plan] = self.samples_per_s(batch, step_s), plan, batch
+        return sorted(found.values(), key=lambda pair: -pair[0])
+
+    def seek(self, pairs: Sequence[tuple[float, Plan, int]], best: float) -> None:
+        """Run the pairs that may be faster than ``best`` samples a second, the most promising first."""
+        waiting, candidates = list(pairs), list[Candidate]()
+        while self.runs_left() > 0 and not self.over():
+            hopeful = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias
+            next_rate = max((found.samples_per_s for found in candidates), default=0.0)
+            if waiting and waiting[0][0] >= max(hopeful, next_rate):
+                _, plan, batch = waiting.pop(0)  # by dry runs it may take a larger batch, or a smaller one
+                candidates += self._sized(plan, self._model(plan, batch))
+            elif candidates and next_rate >= hopeful:
+                candidate = max(candidates, key=lambda found: found.samples_per_s)
+                candidates.remove(candidate)
+                candidates += self._run(candidate)
+                best = max([best, *(self.samples_per_s(run.batch, run.step_s) for run in self.ran)])
+            else:
+                return
+
+    def _run(self, candidate: Candidate) -> list[Candidate]:
+        """What of it is left to be run: a smaller batch if it did not fit, a larger one if it took far less."""
+        found = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
+        others = self._sized(candidate.plan, candidate.model)
+        if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
+            self.ran.append(found)
+            self.bias = self.samples_per_s(found.batch, found.step_s) / candidate.samples_per_s
+            return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
+        return [other for other in others if other.batch < candidate.batch]
+
+    def _model(self, plan: Plan, batch: int) -> PeakModel:
+        return PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
+
+    def _sized(self, plan: Plan, model: PeakModel) -> list[Candidate]:
+        """With the largest batch that is of use and in time, if there is one."""
+        largest = model.runs.below_failures(model.largest_within(self.within_bytes))
+        batch = self.of_use(largest) if largest else 0
+        if batch and (step_s := self.step_s(plan, batch)) > self.limits.longest_step_s:
+            batch = self.of_use(int(batch * self.limits.longest_step_s / step_s))
+        if not batch:
+            return []
+        rate = self.samples_per_s(batch, self.step_s(plan, batch))
+        return [Candidate(plan=plan, model=model, batch=batch, samples_per_s=rate)]

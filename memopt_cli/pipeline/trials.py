@@ -1,0 +1,89 @@
+"""Pairs of a plan and a batch that are run, each once and in a subprocess of its own; of the original its records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced
+from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.profiling import record_step
+from memopt_cli.progress import Progress
+from memopt_cli.records import BatchProbe, Failure, Measurement, Plan
+from memopt_cli.units import format_bytes, format_seconds
+
+Pair = tuple[Plan, int]
+"""A plan and the batch that it is run with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trials:
+    """Asked for by their pairs."""
+
+    prepared: Prepared
+    timeout_s: float
+    limit_bytes: int
+    """The memory of the device to emulate."""
+    progress: Progress
+    found: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
+    """In the order in which they were run."""
+    records: dict[int, Traced] = field(default_factory=dict)
+    """Of the original's step, by batch."""
+    notes: dict[int, list[str]] = field(default_factory=dict)
+    """What is to be known of such a record, or why there is none."""
+
+    def run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
+        """The allocated peak and the time of a step."""
+        if (plan, batch) not in self.found:
+            text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
+            self.progress.update(len(self.found), None, f"running {text}")
+            found = self._run(plan, batch)
+            self.progress.update(len(self.found), None, f"{text} · {_seen(found)}")
+        return self.found[plan, batch]
+
+    def run_original(self, batch: int) -> BatchProbe | Failure:
+        """The same without a plan."""
+        return self.run(ORIGINAL, batch)
+
+    def of(self, plan: Plan) -> Iterator[BatchProbe]:
+        """The runs under a plan that gave numbers."""
+        return (run for (planned, _), run in self.found.items() if planned == plan and isinstance(run, BatchProbe))
+
+    def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
+        with self.prepared.at(batch).session(self.timeout_s) as session:
+            answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
+            if not isinstance(answer, Measured):
+                self.found[plan, batch] = answer
+                return answer
+            measured = answer.measurement
+            peak_bytes, step_s = measured.allocated_peak_bytes, measured.step_s
+            run = self.found[plan, batch] = BatchProbe(batch=batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
+            if plan == ORIGINAL:
+                self.record(batch, session, measured)
+            return run
+
+    def record(self, batch: int, session: Session, measured: Measurement | None) -> None:
+        """Record the original's step, unless that was done or cannot be."""
+        if batch in self.records:
+            return
+        notes = self.notes[batch] = []
+        try:
+            self.records[batch] = record_step(
+                session, ORIGINAL, measured, notes, consequence="plans are priced without dry runs"
+            )
+        except MemoptError as err:
+            notes.append(f"{err.message[:1].upper()}{err.message[1:]}.")
+
+    def record_without_data(self, batch: int) -> None:
+        """The same of a batch that was not run, or cannot be."""
+        if batch not in self.records:
+            with self.prepared.at(batch).session(self.timeout_s, "small batch") as session:
+                self.record(batch, session, None)
+
+
+def _seen(found: BatchProbe | Failure) -> str:
+    if not isinstance(found, BatchProbe):
+        return "cannot run"
+    return f"{format_bytes(found.allocated_peak_bytes)}, {format_seconds(found.step_s)}"

@@ -1,0 +1,105 @@
+"""A recorded step at other batch sizes: by records of two of them every size is a fixed part and a part per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.records import OpTrace, Phase, Plan, StepTrace, StorageTrace
+
+_PER_STEP: frozenset[Phase] = frozenset({"clip", "update"})
+"""Phases that take as long whatever the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledStep:
+    """One step, recorded at two batch sizes by the same operators: see :func:`scaled`."""
+
+    small: StepTrace
+    large: StepTrace
+
+    @property
+    def timed(self) -> StepTrace:
+        """The larger of those whose operators were timed; the larger one if none was."""
+        return next((step for step in (self.large, self.small) if is_timed(step)), self.large)
+
+    def at(self, batch: int, *, pace: float, once_pace: float) -> StepTrace:
+        """The step at a batch size.
+
+        Bytes, flops and shapes lie on the line through the two records.  Operators take ``pace`` times as long as in
+        :attr:`timed`, and ``once_pace`` times those that take as long whatever the batch.
+        """
+        share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
+        step: StepTrace = _on_the_line(self.small, self.large, share)
+        ops = tuple(
+            _paced(op, timed, once_pace if timed.phase in _PER_STEP else pace)
+            for op, timed in zip(step.ops, self.timed.ops, strict=True)
+        )
+        pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
+        storages = tuple(_packed_alike(*storage) for storage in pairs)
+        step = replace(step, batch=batch, ops=ops, storages=storages)
+        return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
+
+
+def is_timed(step: StepTrace) -> bool:
+    """Whether the seconds of its operators are known."""
+    return any(op.seconds for op in step.ops)
+
+
+def share_once(step: StepTrace) -> float:
+    """Of the seconds of its operators, the share of what runs once in a step of the optimizer, however many batches it
+    accumulates; 0 where they are not known."""
+    once_s = sum(op.seconds for op in step.ops if op.phase in _PER_STEP)
+    return once_s / (sum(op.seconds for op in step.ops) or 1.0)
+
+
+def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
+    """Of two records; ``None`` where more differs than sizes: operators, or the lives of storages."""
+    return ScaledStep(small=small, large=large) if _are_alike(small, large) else None
+
+
+def _are_alike(one: StepTrace, other: StepTrace) -> bool:
+    return (
+        len(one.storages) == len(other.storages)
+        and [module.path for module in one.modules] == [module.path for module in other.modules]
+        and one.calls == other.calls
+        and list(map(_done, one.ops)) == list(map(_done, other.ops))
+        and list(map(_life, one.storages)) == list(map(_life, other.storages))
+    )
+
+
+def _done(op: OpTrace) -> tuple[object, ...]:
+    return op.name, op.module, op.phase, op.reads, op.makes, op.mutates
+
+
+def _life(storage: StorageTrace) -> tuple[object, ...]:
+    return storage.kind, storage.module, storage.born, storage.died, storage.freed, storage.saved_by
+
+
+def _on_the_line(small: Any, large: Any, share: float) -> Any:
+    """Numbers that differ are on the line through both, and no less than nothing; of other values the larger's."""
+    if small == large:
+        return large
+    if is_dataclass(large) and not isinstance(large, type):
+        names = [f.name for f in fields(large)]
+        return replace(large, **{n: _on_the_line(getattr(small, n), getattr(large, n), share) for n in names})
+    if isinstance(large, Sequence) and not isinstance(large, str) and len(small) == len(large):
+        return tuple(_on_the_line(one, other, share) for one, other in zip(small, large, strict=True))
+    if isinstance(large, bool) or not (isinstance(small, int | float) and isinstance(large, int | float)):
+        return large
+    value = max(0.0, small + share * (large - small))
+    return round(value) if isinstance(large, int) else value
+
+
+def _paced(op: OpTrace, timed: OpTrace, pace: float) -> OpTrace:
+    again_s = None if timed.recompute_s is None else pace * timed.recompute_s
+    return replace(op, seconds=pace * timed.seconds, recompute_s=again_s)
+
+
+def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
+    """What two codecs held is taken to be held by none."""
+    if small.compressor == large.compressor:
+        return storage
+    return replace(storage, compressor="null", packed_bytes=storage.nbytes)

@@ -1,0 +1,36 @@
+"""What ``memopt apply --confirm`` shows: what was predicted, what was measured, and how far apart they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memopt_cli.records import Confirmation
+from memopt_cli.units import format_bytes, format_seconds, format_some
+
+
+def lines(found: Confirmation) -> Iterator[str]:
+    """One for each number; then what keeps them from being compared."""
+    measured, estimate = found.measurement, found.predicted
+    allocated, reserved = format_bytes(measured.allocated_peak_bytes), format_bytes(measured.reserved_peak_bytes)
+    step = format_seconds(measured.step_s)
+    if estimate is None:
+        yield (
+            f"measured on {found.device}: allocated peak {allocated}, step {step}; "
+            "the plan predicts nothing for a card (memopt optimize --for)"
+        )
+        return
+    yield f"estimated for {estimate.device}, and measured on {found.device}:"
+    yield _line("allocated peak", format_bytes(estimate.allocated_peak_bytes), allocated, found.allocated_off)
+    if found.reserved_off is not None:
+        yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, found.reserved_off)
+    yield _line("step", format_seconds(estimate.step_s), step, found.step_off)
+    if found.device == "cpu":
+        yield f"this is no {estimate.device}: its estimate is not confirmed; run this there, with --device cuda:0"
+    if found.unlike:
+        yield f"the step is not the one that was estimated: other {format_some(found.unlike, most=9)}"
+
+
+def _line(what: str, estimated: str, measured: str, off: float | None) -> str:
+    assert off is not None, "it was predicted"
+    direction = "too high" if off >= 0 else "too low"
+    return f"  {what}: {estimated} estimated, {measured} measured; the estimate is {abs(off):.1%} {direction}"

@@ -1,0 +1,96 @@
+"""``memopt recommend-batch --search`` for people: what trains fastest, beside all else that was run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
+from memopt_cli.report.optimization import in_words, verification
+from memopt_cli.report.recommendation import rate, training_settings
+from memopt_cli.units import counted, format_bytes, format_seconds
+
+
+def headline(found: FastestTraining) -> Iterator[str]:
+    """The answer, and what it was asked of."""
+    answer = found.answer
+    under = "without a plan" if answer.plan.is_empty else f"under a plan ({in_words(answer.plan)})"
+    yield f"recommended: batch {answer.batch} {under}, the fastest of those run within the limit"
+    yield _gain(found)
+    if found.accumulation is not None:
+        yield f"global batch {found.accumulation.global_batch}: {answer.steps} × batch {answer.batch}"
+    yield f"memory limit: {found.limit}"
+
+
+def _gain(found: FastestTraining) -> str:
+    speed = found.answer.samples_per_s or 0.0
+    if found.original is None:
+        return f"{rate(speed)} samples/s; without a plan no batch fits"
+    original = found.runs[found.original]
+    if found.original == found.chosen:
+        others = any(not run.plan.is_empty for run in found.runs)
+        verdict = "no plan that was run is faster" if others else "by the sums no plan is faster"
+        return f"{rate(speed)} samples/s; {verdict if found.priced else 'no plan was tried'}"
+    ratio = speed / (original.samples_per_s or speed)
+    return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
+
+
+def run_table(found: FastestTraining) -> Table:
+    """Every pair that was run: those without a plan first, by batch."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("plan")
+    for heading in ("peak", "step", "samples/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    order = sorted(range(len(found.runs)), key=lambda i: (not found.runs[i].plan.is_empty, found.runs[i].batch))
+    for index in order:
+        run = found.runs[index]
+        cells = (str(run.batch), _name(run.plan), *_numbers(run), _verdict(found, index))
+        table.add_row(*cells, style="bold" if index == found.chosen else None)
+    return table
+
+
+def _name(plan: Plan) -> str:
+    return "none" if plan.is_empty else in_words(plan)
+
+
+def _numbers(run: PairRun) -> tuple[str, str, str]:
+    if not isinstance(run.outcome, BatchProbe) or run.samples_per_s is None:
+        return "–", "–", "–"
+    return format_bytes(run.outcome.allocated_peak_bytes), format_seconds(run.outcome.step_s), rate(run.samples_per_s)
+
+
+def _verdict(found: FastestTraining, index: int) -> str:
+    run = found.runs[index]
+    if index == found.chosen:
+        return "recommended"
+    if not isinstance(run.outcome, BatchProbe):
+        return describe(run.outcome)
+    if run.outcome.allocated_peak_bytes > found.budget_bytes:
+        return "over the limit"
+    if not run.usable:
+        return "not of use for the global batch"
+    return "the original's best" if index == found.original else ""
+
+
+def settings(found: FastestTraining) -> Iterator[str]:
+    """Lines to paste."""
+    answer = found.answer
+    plan = next((file for file in found.files if file.endswith(".plan.yaml")), None)
+    if not answer.plan.is_empty:
+        yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before it trains"
+    yield from training_settings(answer.batch, answer.steps)
+
+
+def remarks(found: FastestTraining) -> Iterator[str]:
+    """What the answer rests on."""
+    if found.verification is not None:
+        yield verification(found.verification)
+    yield (
+        f"{counted(len(found.runs), 'pair')} run, {counted(found.dry_runs, 'dry run')}, "
+        f"{counted(found.priced, 'plan')} priced by sums; "
+        f"total time {format_seconds(found.spent_s)}"
+    )
+    yield from found.notes

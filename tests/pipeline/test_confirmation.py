@@ -1,0 +1,196 @@
+"""``memopt apply --confirm``: the estimate that a plan's file carries, held against a step that is run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from memopt_cli.contents import plan_yaml, read_plan, read_prediction
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import Subject
+from memopt_cli.pipeline.confirmation import as_predicted, off, unlike
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    ApplyResult,
+    Breakdown,
+    Confirmation,
+    DeviceEstimate,
+    FileHeader,
+    InputSpec,
+    Measurement,
+    ModelSource,
+    Plan,
+    PredictedStep,
+    SegmentPlan,
+    StepSettings,
+    TensorSpec,
+)
+from memopt_cli.report.text import TextReport
+
+MIB = 2**20
+ESTIMATE = DeviceEstimate(
+    device="a100-40gb",
+    memory_bytes=40 * 2**30,
+    allocated_peak_bytes=90 * MIB,
+    reserved_peak_bytes=110 * MIB,
+    fits=True,
+    step_s=0.002,
+)
+STEP = PredictedStep(estimate=ESTIMATE, settings=StepSettings(optimizer="adamw", micro_batches=2, clip_norm=1.0))
+HEADER = FileHeader(
+    schema_version=SCHEMA_VERSION,
+    memopt="0",
+    torch="2",
+    model="net.pt",
+    sha256=None,
+    spec=InputSpec(tensors=(TensorSpec(shape=("B", 32)),), dims={"B": 8}, source="-i"),
+    seed=0,
+    device="cpu",
+)
+PLAN = Plan(segments=(SegmentPlan(path="0"),))
+
+
+def written(tmp_path: Path, step: PredictedStep | None) -> Path:
+    path = tmp_path / "net.plan.yaml"
+    path.write_bytes(plan_yaml(HEADER, PLAN, 3, step))
+    return path
+
+
+@pytest.mark.parametrize("step", [STEP, None])
+def test_a_plan_carries_its_prediction(step: PredictedStep | None, tmp_path: Path) -> None:
+    path = written(tmp_path, step)
+    assert read_plan(path)[1] == PLAN
+    assert read_prediction(path) == step
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        ("step_s", float("nan"), "step_s is nan"),
+        ("step_s", -1.0, "step_s is -1"),
+        ("allocated_peak_bytes", -5, "allocated_peak_bytes is -5"),
+        ("allocated_peak_bytes", "much", "must be int"),
+        ("device", 3, "must be text"),
+        ("more", 3, "unknown key 'more'"),
+    ],
+)
+def test_a_prediction_that_is_none(at: str, value: Any, why: str, tmp_path: Path) -> None:
+    path = written(tmp_path, STEP)
+    data = yaml.safe_load(path.read_text())
+    data["predicted"]["estimate"][at] = value
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(UsageError) as error:
+        read_prediction(path)
+    assert why in error.value.message
+    assert "predicted.estimate" in error.value.message
+
+
+def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
+    asked = StepSettings(device="cuda:0", precision="bf16", micro_batches=4)
+    assert as_predicted(asked, None) == asked
+    assert as_predicted(asked, STEP) == StepSettings(
+        device="cuda:0", precision="bf16", micro_batches=4, optimizer="adamw", clip_norm=1.0
+    )
+
+
+@pytest.mark.parametrize("field", ["loss", "optimizer"])
+def test_a_plan_names_no_code(field: str) -> None:
+    step = replace(STEP, settings=replace(StepSettings(), **{field: "evil.py:f"}))
+    with pytest.raises(UsageError, match=rf"--{field} evil\.py:f, which is code"):
+        as_predicted(StepSettings(), step)
+    mine = replace(StepSettings(), **{field: "mine.py:f"})
+    assert as_predicted(mine, step) == mine
+
+
+def test_what_is_not_as_it_was() -> None:
+    subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
+    assert unlike(subject, STEP, HEADER) == ()
+    assert unlike(replace(subject, settings=replace(STEP.settings, device="cuda:0")), STEP, HEADER) == ()
+    other = replace(subject, settings=StepSettings(clip_norm=1.0), spec=replace(HEADER.spec, dims={"B": 9}))
+    assert unlike(other, STEP, HEADER) == ("optimizer", "accumulate", "inputs")
+    assert unlike(other, None, HEADER) == ()
+
+
+def test_how_far_off() -> None:
+    assert off(90, 100) == pytest.approx(-0.1)
+    assert off(0.3, 0.2) == pytest.approx(0.5)
+
+
+def measured() -> Measurement:
+    nothing = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0))
+    return Measurement(
+        tensor_peak_bytes=80 * MIB,
+        allocated_peak_bytes=100 * MIB,
+        resident_bytes=0,
+        reserved_peak_bytes=100 * MIB,
+        process_peak_bytes=0,
+        step_times_s=(0.004,),
+        breakdown=nothing,
+        holders=(),
+        backend="torch.cuda",
+        batch=8,
+        spent_s=0.1,
+    )
+
+
+def shown(**fields: Any) -> list[str]:
+    stream = io.StringIO()
+    found = Confirmation(**{"device": "cuda:0", "measurement": measured(), "predicted": ESTIMATE, **fields})
+    TextReport().applied(ApplyResult(files=("net.memopt.pt",), confirmation=found), stream)
+    return stream.getvalue().splitlines()
+
+
+def test_the_report() -> None:
+    lines = shown(allocated_off=-0.1, reserved_off=0.1, step_off=-0.5, unlike=("inputs",))
+    assert lines == [
+        "estimated for a100-40gb, and measured on cuda:0:",
+        "  allocated peak: 90.0 MiB estimated, 100.0 MiB measured; the estimate is 10.0% too low",
+        "  reserved peak: 110.0 MiB estimated, 100.0 MiB measured; the estimate is 10.0% too high",
+        "  step: 2.0 ms estimated, 4.0 ms measured; the estimate is 50.0% too low",
+        "the step is not the one that was estimated: other inputs",
+        "wrote net.memopt.pt",
+    ]
+
+
+def test_the_report_of_a_cpu_confirms_nothing() -> None:
+    lines = shown(device="cpu", allocated_off=-0.1, step_off=-0.5)
+    assert not any("reserved" in line for line in lines)
+    assert "this is no a100-40gb: its estimate is not confirmed; run this there, with --device cuda:0" in lines
+
+
+def test_the_report_without_a_prediction() -> None:
+    (line, _) = shown(predicted=None)
+    assert line.startswith("measured on cuda:0: allocated peak 100.0 MiB, step 4.0 ms; the plan predicts nothing")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_step_is_run_and_held_against_the_estimate(memopt: Callable[..., Any]) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), nn.Linear(64, 4)), "net.pt")
+    written(Path(), STEP)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm", "--json")
+    found = json.loads(done.out)["confirmation"]
+    peak = found["measurement"]["allocated_peak_bytes"]
+    assert found["predicted"]["device"] == "a100-40gb"
+    assert found["allocated_off"] == (90 * MIB - peak) / peak
+    assert found["reserved_off"] is None
+    assert found["unlike"] == []
+    assert found["measurement"]["breakdown"]["optimizer_bytes"] > 0  # adamw, as predicted
+    assert "net.memopt.pt" in done.changed
+
+
+@pytest.mark.usefixtures("in_process")
+def test_nothing_is_written_where_the_step_does_not_run(memopt: Callable[..., Any]) -> None:
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(33, 64), nn.Tanh())), "net.pt")
+    written(Path(), None)
+    done = memopt("apply", "net.pt", "net.plan.yaml", "--confirm")
+    assert done.code == 3, done.err
+    assert done.changed <= {"net.plan.yaml"}

@@ -1,0 +1,46 @@
+"""Which of the pairs that were run is the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt_cli.pipeline.fastest import ranked, samples_per_s
+from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
+
+ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
+
+
+def pair(plan: Plan, batch: int, rate: float, *, usable: bool = True) -> PairRun:
+    run = BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=batch / rate)
+    return PairRun(plan=plan, batch=batch, steps=1, outcome=run, samples_per_s=rate, usable=usable)
+
+
+FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), samples_per_s=None, usable=False)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "order"),
+    [
+        ([pair(ORIGINAL, 8, 100), pair(ONE, 16, 120)], [1, 0]),
+        ([pair(ORIGINAL, 8, 100), pair(ONE, 16, 100.5)], [0, 1]),  # as fast: no plan before a plan
+        ([pair(TWO, 16, 100.5), pair(ONE, 16, 100)], [1, 0]),  # the simpler plan
+        ([pair(ONE, 32, 100.5), pair(ONE, 16, 100)], [1, 0]),  # the smaller batch
+        ([pair(ORIGINAL, 8, 500, usable=False), FAILED, pair(ONE, 16, 120)], [2]),
+        ([FAILED], []),
+    ],
+)
+def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
+    assert list(ranked(pairs)) == order
+
+
+@pytest.mark.parametrize(
+    ("steps", "once_s", "rate"),
+    [
+        (1, 0.2, 8.0),
+        (4, 0.0, 8.0),
+        (4, 0.2, 32 / 3.4),  # four passes of 0.8 s, and one step of the optimizer
+        (2, 9.0, 16 / 1.1),  # which is no more than most of what was measured
+    ],
+)
+def test_the_optimizer_takes_one_step_for_all_passes(steps: int, once_s: float, rate: float) -> None:
+    assert samples_per_s(8, 1.0, steps, once_s) == pytest.approx(rate)

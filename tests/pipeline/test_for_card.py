@@ -1,0 +1,111 @@
+"""``memopt optimize --for``: a plan by estimates alone, which its file carries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt_cli
+from memopt_cli.contents import read_prediction
+from memopt_cli.errors import OptionError
+from memopt_cli.records import DeviceProfile
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+Memopt = Callable[..., Any]
+STEP = "-i 4096x32 --for slow.yaml --level 1 --max-slowdown none".split()
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+
+
+@pytest.fixture(autouse=True)
+def net(memopt: Memopt) -> nn.Module:  # which enters a folder of its own
+    """In ``net.pt``, with a card in ``slow.yaml``; segments pay."""
+    model = nn.Sequential(layer(), layer(), layer())
+    torch.save(model, "net.pt")
+    Path("slow.yaml").write_text(
+        "memory_bytes: 20MiB\nbandwidth_bytes_per_s: 1.0e+7\nflops_per_s: {fp32: 1.0e+9}\nlibrary_bytes: 1MiB\n"
+    )
+    return model
+
+
+def optimized(memopt: Memopt, *flags: str) -> dict[str, Any]:
+    done = memopt("optimize", "net.pt", *STEP, "--json", *flags)
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return {**found, "changed": done.changed}
+
+
+def test_a_plan_by_estimates(memopt: Memopt) -> None:
+    found = optimized(memopt)
+    summary = found["summary"]
+    before, after = summary["estimates"]["original"], summary["estimates"]["planned"]
+    assert [row["outcome"] for row in summary["levels"]] == [None, None]
+    assert [row["predicted_allocated_peak_bytes"] for row in summary["levels"]] == [
+        before["allocated_peak_bytes"],
+        after["allocated_peak_bytes"],
+    ]
+    assert after["allocated_peak_bytes"] < 0.8 * before["allocated_peak_bytes"]
+    assert after["step_s"] > before["step_s"]
+    assert not before["fits"]
+    assert before["device"] == "slow"
+    assert summary["peak_memory_mb"] is None
+    assert summary["verification"]["passed"]
+    assert summary["verification"]["batch"] == 2
+    assert found["changed"] == {f"net.memopt.{end}" for end in ("pt", "plan.yaml", "summary.json")}
+    predicted = read_prediction("net.memopt.plan.yaml")
+    assert predicted is not None
+    assert predicted.estimate.allocated_peak_bytes == after["allocated_peak_bytes"]
+    assert predicted.estimate.reserved_peak_bytes == after["reserved_peak_bytes"]
+    confirmed = memopt("apply", "net.pt", "net.memopt.plan.yaml", "--confirm", "-o", "there.pt")
+    assert "estimated for slow, and measured on cpu:" in confirmed.out
+
+
+def test_every_number_is_called_an_estimate(memopt: Memopt) -> None:
+    done = memopt("optimize", "net.pt", *STEP, "--dry-run")
+    assert done.out.startswith("estimated for slow: ")
+    assert "estimated, not measured; memopt apply --confirm measures the plan on slow" in done.out
+    assert "Measured" not in done.out
+    assert not done.changed
+
+
+def test_a_budget_is_one_of_the_estimate(memopt: Memopt) -> None:
+    summary = optimized(memopt, "--budget", "90%", "--dry-run")["summary"]
+    before, after = summary["estimates"]["original"], summary["estimates"]["planned"]
+    assert summary["budget_bytes"] == int(0.9 * before["allocated_peak_bytes"])
+    assert after["allocated_peak_bytes"] <= summary["budget_bytes"]
+    refused = memopt("optimize", "net.pt", *STEP, "--budget", "1MiB")
+    assert refused.code == 6
+    assert "no plan found takes 1.0 MiB or less, as estimated" in refused.err
+
+
+@pytest.mark.parametrize("flags", [["--frontier"], ["--pick", "1"], ["--measure-levels"], ["--device", "cuda:0"]])
+def test_what_would_be_measured_is_refused(flags: list[str], memopt: Memopt) -> None:
+    done = memopt("optimize", "net.pt", *STEP, *flags)
+    assert done.code == 2
+    named = "--frontier" if flags[0] == "--pick" else flags[0]
+    assert f"{named} " in done.err.partition("hint")[0]
+    assert not done.changed
+
+
+def test_in_python(net: nn.Module) -> None:
+    card = DeviceProfile(
+        name="slow", memory_bytes=2**24, bandwidth_bytes_per_s=1e7, flops_per_s={"fp32": 1e9}, library_bytes=2**20
+    )
+    found = memopt_cli.optimize(net, "4096x32", level=1, max_slowdown=float("inf"), for_device=card)
+    estimates = found.summary.estimates
+    assert estimates is not None
+    assert estimates.planned.allocated_peak_bytes < estimates.original.allocated_peak_bytes
+    assert memopt_cli.plan_of(net).segments == found.plan.segments != ()
+    with pytest.raises(OptionError, match="device and for_device exclude each other"):
+        memopt_cli.profile(net, "8x32", for_device=card, device="cuda:0")
+    with pytest.raises(OptionError, match="no name of a card"):
+        memopt_cli.profile(net, "8x32", for_device=3)  # type: ignore[arg-type]

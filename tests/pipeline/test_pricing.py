@@ -1,0 +1,102 @@
+"""Plans priced at batches that were not recorded, by a step on tensors without data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.pipeline.pricing import Pricing
+from memopt_cli.pipeline.search_probes import SearchProbes
+from memopt_cli.plan.cost_model import CostModel
+from memopt_cli.plan.scaled import scaled
+from memopt_cli.progress import Progress
+from memopt_cli.records import BatchProbe, Plan, SearchOptions, StepSettings, StepTrace
+from memopt_cli.step import Step
+from memopt_cli.trace import FakeStep
+from tests.live_model import Block
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters())
+
+
+@functools.cache
+def record(batch: int) -> StepTrace:
+    model = nn.Sequential(*(Block(8) for _ in range(6)))
+    x = torch.randn(batch, 64, 8)
+    step = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), optimizer=sgd(model), make_optimizer=sgd)
+    return FakeStep(step).record(batch)
+
+
+def ran(step_s: Callable[[int], float], *batches: int) -> list[BatchProbe]:
+    return [BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=step_s(batch)) for batch in batches]
+
+
+def pricing(runs: list[BatchProbe], large: StepTrace | None = None) -> Pricing:
+    def nobody() -> None:
+        raise MemoptError("nothing is asked at this level")
+
+    step = scaled(record(2), large or record(4))
+    assert step is not None
+    return Pricing(
+        step=step,
+        record=lambda plan, batch: pytest.fail("no head runs through its loss"),
+        probes=SearchProbes(nobody, limit_s=None),  # type: ignore[arg-type]
+        options=SearchOptions(level=2),
+        progress=Progress(),
+        runs=lambda: runs,
+    )
+
+
+def timed(trace: StepTrace) -> StepTrace:
+    return replace(trace, ops=tuple(replace(op, seconds=1e-3) for op in trace.ops))
+
+
+def test_a_plan_that_fits_by_the_sums_has_the_peak_of_a_record() -> None:
+    prices = pricing(ran(lambda batch: 0.1 + 0.01 * batch, 2, 4))
+    budget = record(20).allocated_peak_bytes * 7 // 10
+    plan = prices.fastest(20, budget)
+    assert plan is not None
+    assert plan.segments
+    assert prices.peak_bytes(plan, 20) == CostModel(record(20)).predict(plan).allocated_peak_bytes <= budget
+    assert prices.step_s(plan, 20) > prices.original_s(20) == pytest.approx(0.3)
+    assert prices.step_s(Plan(), 20) == pytest.approx(0.3)
+
+
+def test_where_none_fits_the_least_is_told() -> None:
+    prices = pricing(ran(lambda batch: 0.1, 4))
+    least = prices.peak_bytes(prices.least(20), 20)
+    assert prices.fastest(20, least - 1) is None
+    assert prices.fastest(20, least) is not None
+
+
+def test_what_python_does_between_operators_counts_as_theirs() -> None:
+    prices = pricing(ran(lambda batch: 1.0 * batch, 2, 4), timed(record(4)))
+    once = sum(op.phase == "update" for op in record(4).ops) / len(record(4).ops)
+    assert prices.per_step_s == pytest.approx(once * 4.0)
+    found = prices.step_s(Plan(), 40)
+    assert found == pytest.approx(40.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "at_10"),
+    [
+        (lambda batch: 1.0 + batch, 11.0),
+        (lambda batch: batch**2, 10 * 4.0),  # more than in proportion: in proportion to the largest
+        (lambda batch: 5.0 - batch, 10 * 1 / 4),  # a line that falls is one of noise
+    ],
+)
+def test_the_time_of_the_original(step_s: Callable[[int], float], at_10: float) -> None:
+    assert pricing(ran(step_s, 2, 4)).original_s(10) == pytest.approx(at_10)
+
+
+def test_without_a_run_it_is_told_by_flops() -> None:
+    prices = pricing([])
+    assert 0 < prices.original_s(4) < prices.original_s(400)
+    assert prices.per_step_s == 0
