@@ -80,6 +80,27 @@ def test_how_long_a_segment_holds_what_it_holds(plan: Plan) -> None:
     assert abs(wide().error(plan)) <= 0.001
 
 
+class Residual(nn.Module):
+    """Ends in what a recomputation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "paths", [("1.2",), ("1.0", "1.1", "1.2"), ("1",), ("1", "1.0", "1.1", "1.2"), ("1.2", "1.2.inner")]
+)
+def test_a_first_run_holds_what_it_saves_to_its_end(paths: tuple[str, ...]) -> None:
+    """The inputs of the segments within, too: the peak is where the last segment ends in forward."""
+    blocks = nn.Sequential(*(Residual() for _ in range(3)))
+    subject = Subject(nn.Sequential(nn.Linear(8, 64), blocks, nn.Tanh(), nn.Linear(64, 4)), torch.randn(512, 8))
+    assert abs(subject.error(segments(*paths))) <= 0.001
+
+
 @pytest.mark.parametrize("chunks", [2, 8])
 def test_every_chunk_adds_a_gradient_of_the_weights(chunks: int) -> None:
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]
