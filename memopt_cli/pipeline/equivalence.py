@@ -19,6 +19,7 @@ from memopt_cli.pipeline.gaps import (
     first_step_apart,
     half_of_digits,
     is_in_double,
+    is_nowhere_finite,
     largest_gap,
     unsteady,
     with_others,
@@ -101,6 +102,12 @@ def _trained(found: Followed | Failure) -> Followed:
         raise_failure(found, "the reference's step could not be run: ")
     if found.failed:
         raise StepError(f"the reference's step fails: {found.failed}")
+    gradients = [tensor for tensor in found.steps[0].left if tensor.name.startswith("gradient of ")]
+    if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
+        raise StepError(
+            "the reference's gradients hold NaN or infinity alone, which say nothing",
+            hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
+        )
     return found
 
 

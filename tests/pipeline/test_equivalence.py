@@ -661,6 +661,16 @@ class NeverFinite(Varied):
         return out + (out * 0).sqrt() if self.variant else out
 
 
+class NaN(Varied):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * math.nan  # type: ignore[no-any-return]
+
+
+def test_a_reference_of_nan_says_nothing() -> None:
+    with pytest.raises(StepError, match="the reference's gradients hold NaN or infinity alone"):
+        verified(lambda: NaN(0), lambda: NaN(0), steps=1)
+
+
 def test_gradients_that_are_never_finite_are_a_difference() -> None:
     found = verified(lambda: NeverFinite(0), lambda: NeverFinite(1), precision="fp16")
     assert found.failed.startswith("the gradients hold NaN or infinity, however small the loss is scaled")
